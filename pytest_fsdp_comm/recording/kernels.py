@@ -1,50 +1,31 @@
 """Have torch call the recorder for each operation that communicates, and for no other."""
 
-# Note [Kernels]: while a recording runs, each operation that communicates has a kernel of ours at
-# the dispatch key BackendSelect, which passes it on to the keys below. There, torch has nothing of
-# its own for them; the key lies below autograd and tensor subclasses, so that what DTensor and
-# other wrappers send is seen as what it is, on the tensors that they hold; and it is active on
-# every thread, in inference mode, and for calls from C++, such as those of DDP's reducer. A
-# functional collective calls one of c10d inside, which is no second one. What torch.compile only
-# traces is not sent.
-# Registered below torch.library, which would have a library that registers its own kernel meanwhile
-# fail. Such a kernel shadows ours, which is a gap. One that is there before would be shadowed by
-# ours: then, or where torch has none of this, a dispatch mode sees the calls of its own thread.
-# Looked for are those of torch.library and of what is loaded meanwhile.
-# torch takes a kernel away without regard for a thread that is just about to call it, which then
-# fails, or calls another one (2.13: "fallthrough_kernel was executed", the arguments of a foreign
-# operation). So that happens only while all other threads wait for something outside of torch, and
-# else after a later block. Until then the kernels pass on what they are given.
-# What is used of torch was read in 2.6 to 2.15.
+# Note [Kernels]: each operation that communicates has a kernel of ours at the dispatch key
+# BackendSelect, which passes it on to the keys below. There, torch has nothing of its own for them;
+# the key lies below autograd and tensor subclasses, so that what DTensor and other wrappers send is
+# seen as what it is, on the tensors that they hold; and it is active on every thread, in
+# inference_mode, and for calls from C++, such as those of DDP's reducer. A functional collective
+# calls one of c10d inside, which does not count again. What torch.compile only traces is not sent.
+# The kernels are registered at the first recording and stay: torch takes a kernel away without
+# regard for a thread that is just about to call it. While nothing records they pass on each call.
+# They are registered below torch.library, which would refuse a library that registers its own
+# kernel later. Such a kernel shadows ours: in a block that is a gap. Before a block, a dispatch
+# mode sees the calls of its own thread instead, as where torch has none of this.
+# Private names of torch were read in 2.6 to 2.15.
 
 from __future__ import annotations
 
-import concurrent.futures.thread
-import contextlib
 import functools
-import queue
-import selectors
-import socket
-import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._ops import OpOverload
 
+from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Gap
-from pytest_fsdp_comm.recording.active import (
-    TORCH_FILES,
-    Shared,
-    entered,
-    patched,
-    set_compiler,
-    uncompiled,
-    whose_call,
-)
+from pytest_fsdp_comm.recording import active
 from pytest_fsdp_comm.recording.operations import (
     COPY,
     NAMESPACES,
@@ -56,71 +37,66 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.subclasses import is_dtensor_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from types import FrameType
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 _KEY: Final = "BackendSelect"
 _META: Final = torch._C.DispatchKey.Meta
 _USED: Final = (
     *("_dispatch_library", "_dispatch_get_all_op_names", "_dispatch_keyset_full_after"),
-    *("_dispatch_has_kernel_for_dispatch_key", "_dispatch_dump"),
-    "_dispatch_tls_is_dispatch_key_included",
+    *("_dispatch_dump", "_dispatch_tls_is_dispatch_key_included"),
 )
+
+# In a function that torch.compile cannot take as a whole, the compiler looks at each frame that is
+# run. Ours it skips, but not those of generated code, such as the __init__ of a dataclass.
+set_compiler: Callable[[Any], Any] = upstream.look_up(
+    "torch", "torch._C._dynamo.eval_frame", "set_eval_frame", "the recorder relies on to run"
+)
+"""Set what compiles the frames of this thread, or None for nothing; returns what did."""
+
+_libraries: Final[list[Any]] = []
+"""What has registered our kernels, which last as long as it does."""
+_known: Final[dict[str, Call]] = {}
+"""The operations that have a kernel of ours."""
+_checked: tuple[int, ...] = ()
+"""What was registered when that was last looked at."""
 
 
 class _Thread(threading.local):
     is_inside = False
-    """Whether it runs a collective that is recorded: what that sends inside is part of it."""
-    is_reading = False
-    """Whether it runs an operation that was noted, which may run others of the kind."""
+    """Whether it runs an operation that is noted: what that calls inside is part of it."""
 
 
 _thread = _Thread()
 
 
-def why_no_kernels() -> str:
-    """Why a recording needs a dispatch mode instead; empty if it needs none."""
+def register_collectives() -> str:
+    """Have each collective of the process seen from now on.
+
+    Returns:
+        Why a recording needs a dispatch mode instead; empty if it needs none.
+    """
+    global _checked  # noqa: PLW0603  # the kernels are the process's
     missing = [name for name in _USED if not hasattr(torch._C, name)]
     if missing:
         return f"this torch has no torch._C.{missing[0]}"
     if not torch._C._dispatch_tls_is_dispatch_key_included(getattr(torch._C.DispatchKey, _KEY)):
         return f"torch calls no kernels at {_KEY} on this thread"
-    found = "" if collectives.is_there else _taken(*_registrations())
-    return found and f"another library has registered a kernel for {found} at {_KEY}"
-
-
-def _do_others_wait() -> bool:
-    """Whether no other thread of Python can be in an operation of torch. See Note [Kernels]."""
-    own = threading.get_ident()
-    for delay_s in _DELAYS_S:
-        if len(sys._current_frames()) == 1:
-            return True
-        # With the GIL just taken, no other thread gets it before the kernels are gone.
-        time.sleep(delay_s)
-        if all(_waits(frame) for thread, frame in sys._current_frames().items() if thread != own):
-            return True
-    return False
-
-
-_DELAYS_S: Final = (0.0, *(0.0005 * 2**n for n in range(6)))
-"""Before each look: in all 32 ms, for a thread that is about to wait on a busy machine."""
-_Kernels = functools.partial(Shared, may_end=_do_others_wait)
-_WAITING: Final = (
-    *(str(module.__file__) for module in (threading, queue, selectors, subprocess, socket)),
-    *(f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parents[1]}/execnet/"),
-)
-"""Where threads wait: those of the user, the watchdog of a rank, and those of xdist."""
-
-
-def _waits(frame: FrameType | None) -> bool:
-    if frame is None or frame.f_code is concurrent.futures.thread._worker.__code__:
-        return True
-    if not frame.f_code.co_filename.startswith(_WAITING):
-        return False
-    while frame is not None and not frame.f_code.co_filename.startswith(TORCH_FILES):
-        frame = frame.f_back
-    return frame is None
+    if _registrations() == _checked:
+        return ""
+    calls = communicating()
+    foreign = next(filter(_is_foreign, calls), "")
+    if foreign:
+        return f"another library has registered a kernel for {foreign} at {_KEY}"
+    # A library may have taken away an operation, and another one defined it anew.
+    new = {name: call for name, call in calls.items() if _known.get(name) is not call}
+    _known.update(new)
+    for name, call in new.items():
+        # Names of earlier torch, each of which calls the operation that is called so now.
+        if call.namespace != "c10d_functional":
+            _register(name, call.func, functools.partial(run_recorded, call))
+    _checked = _registrations()
+    return ""
 
 
 def communicating() -> Mapping[str, Call]:
@@ -152,18 +128,13 @@ def _can_run(dump: str) -> bool:
     """Whether what the dispatcher has of an operation could run on this machine."""
     # Of symmetric memory's 39 operations, few have a kernel in a build of torch for CPUs, and the
     # others one for GPUs alone.
-    found = {line.partition(":")[0].partition("[")[0] for line in dump.splitlines()}
-    found -= _NO_KERNELS
+    titles = (line.partition(":")[0].partition("[")[0] for line in dump.splitlines())
+    found = {title.removesuffix(" (inactive)") for title in titles} - _NO_KERNELS
     return bool(found if torch.accelerator.is_available() else found - _OF_ACCELERATORS)
 
 
-_NO_KERNELS: Final = {"", "name", "schema", "debug", "alias analysis kind"}
+_NO_KERNELS: Final = {"", "name", "schema", "debug", "alias analysis kind", _KEY}
 _OF_ACCELERATORS: Final = {"CUDA", "XPU", "PrivateUse1", "SparseCUDA", "SparseXPU"}
-
-
-@functools.lru_cache(maxsize=1)
-def _taken(*_registered: int) -> str:
-    return next(filter(_has_kernel, communicating()), "")
 
 
 # Kept, since each has a kernel that is kept.
@@ -182,80 +153,20 @@ def _overload(name: str) -> OpOverload:
     return func
 
 
-def _name(func: Any) -> str:
-    # A higher-order operator has none there.
-    return str(func.name()) if isinstance(func, OpOverload) else ""  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def _has_kernel(name: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
-
-
-_Kernel = tuple[str, "Callable[..., Any]"]
-_ByNamespace = dict[str, list[_Kernel]]
-"""Kernels, each with the name of its operation, by the namespace of that."""
-
-
-def _by_namespace(kernels: Iterable[_Kernel]) -> _ByNamespace:
-    found: _ByNamespace = {}
-    for name, kernel in kernels:
-        namespace, _, short = name.partition("::")
-        found.setdefault(namespace, []).append((short, kernel))
-    return found
-
-
-@contextlib.contextmanager
-def _registered(kernels: _ByNamespace) -> Iterator[None]:
-    """Have kernels in place while the block runs."""
-    libraries: list[Any] = []
-    try:
-        for namespace, named in kernels.items():
-            library: Any = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
-            libraries.append(library)
-            for name, kernel in named:
-                library.impl(name, _KEY, kernel, True)  # noqa: FBT003  # with the key set
-        yield
-    finally:
-        for library in libraries:
-            library.reset()
-
-
-@_Kernels
-@contextlib.contextmanager
-def collectives() -> Iterator[None]:
-    """Have each collective of the process recorded."""
-    global _before  # noqa: PLW0603  # as of `_known`: the kernels are the process's
-    _before = _registrations()
-    with _registered(_of_collectives(*_before)):
-        _known.update(communicating())
-        yield
-    _known.clear()
-
-
-@functools.lru_cache(maxsize=1)
-def _of_collectives(*_registered: int) -> _ByNamespace:
-    return _by_namespace(
-        (name, _collective_kernel(call))
-        for name, call in communicating().items()
-        # Names of earlier torch, each of which calls the operation that is called so now.
-        if call.namespace != "c10d_functional"
-    )
-
-
-_known: dict[str, Call] = {}
-"""The operations that are seen now."""
-_before: tuple[int, ...] = ()
-"""What was registered when they were."""
+def _is_foreign(name: str) -> bool:
+    """Whether calls of an operation reach a kernel of somebody else at our key."""
+    lines = torch._C._dispatch_dump(name).splitlines()
+    return any(line.startswith(f"{_KEY}: ") and __file__ not in line for line in lines)
 
 
 def gaps() -> Iterator[Gap]:
-    """What the kernels that are in place may not have seen."""
-    if _registrations() == _before:
+    """What the kernels may not have seen since the block began."""
+    if _registrations() == _checked:
         return
-    for name in communicating():
-        if name not in _known:
+    for name, call in communicating().items():
+        if _known.get(name) is not call:
             problem = "was registered"
-        elif f"{_KEY} (inactive)" in torch._C._dispatch_dump(name):
+        elif _is_foreign(name):
             problem = "was given another kernel"
         else:
             continue
@@ -267,36 +178,52 @@ def gaps() -> Iterator[Gap]:
 
 
 @functools.cache
-def _collective_kernel(call: Call) -> Callable[..., Any]:
-    below = _keys_below()
-    # What that method calls, each time through another frame (the same in torch 2.7 to 2.15).
-    handle = getattr(call.func, "_handle", None)
-    redispatch = getattr(handle, "redispatch_boxed", call.func.redispatch)
+def register_value_reads() -> None:
+    """Have recordings on the fake group told of each operation that shows values to Python."""
+    # Older torch has not all of them.
+    for name in frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names()):
+        func = _overload(name)
+        _register(name, func, functools.partial(_run_read, func))
 
-    @uncompiled
+
+@functools.cache
+def register_copies() -> None:
+    """Have each copy recorded that may cross between host and device."""
+    # Every other operation that copies between them calls it.
+    _register(COPY, _overload(COPY), _run_copy)
+
+
+def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
+    """Register a kernel that passes a call on, through `run` while something records."""
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+    # What that method calls, each time through another frame (the same in torch 2.7 to 2.15).
+    handle = getattr(func, "_handle", None)
+    redispatch = getattr(handle, "redispatch_boxed", func.redispatch)
+
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if _thread.is_inside:
+        if not active.is_any() or (keys.has(_META) and _is_traced()):
             return redispatch(keys & below, *args, **kwargs)
         compiler = set_compiler(None)
         try:
-            run = functools.partial(redispatch, keys & below, *args, **kwargs)
-            if keys.has(_META) and _is_traced():
-                return run()
-            return _recorded(call, args, kwargs, run)
+            return run(args, kwargs, functools.partial(redispatch, keys & below, *args, **kwargs))
         finally:
             set_compiler(compiler)
 
-    return kernel
+    namespace, _, short = name.partition("::")
+    library: Any = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
+    library.impl(short, _KEY, kernel, True)  # noqa: FBT003  # with the key set
+    _libraries.append(library)
 
 
-def _recorded(
+def run_recorded(
     call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
 ) -> Any:
+    """Run a collective, and have it recorded by whom this thread's calls are."""
     __tracebackhide__ = True
     if _thread.is_inside:
         return run()
-    recorders, outlived = whose_call()
+    recorders, outlived = active.whose_call()
     for recorder in outlived:
         recorder.note_outliving_thread(call)
     for recorder in recorders[1:]:
@@ -308,99 +235,40 @@ def _recorded(
         _thread.is_inside = False
 
 
-@Shared
-@contextlib.contextmanager
-def local_ranks() -> Iterator[None]:
-    """Have what all ranks of a LocalTensorMode send recorded as one of them sends it."""
-    # Its mode, which lies above every kernel, does what a collective would (new in torch 2.9).
-    module: Any = sys.modules.get("torch.distributed._local_tensor")
-    if module is None:
-        yield
-        return
-    original = module.LocalTensorMode.__torch_dispatch__
-
-    def dispatch(
-        mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        run = functools.partial(original, mode, func, types, args, kwargs)
-        call = _known.get(_name(func))
-        if call is None or module.LocalTensor not in types or any(map(is_dtensor_class, types)):
-            return run()
-        return _recorded(call, args, kwargs or {}, run)
-
-    with patched((module.LocalTensorMode, "__torch_dispatch__", dispatch)):
-        yield
+def run_local(
+    func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
+) -> Any:
+    """Run an operation of a LocalTensorMode, and record what one of its ranks sends."""
+    # A higher-order operator has no such name.
+    name = str(func.name()) if isinstance(func, OpOverload) else ""  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    call, local = _known.get(name), sys.modules["torch.distributed._local_tensor"]
+    if call is None or local.LocalTensor not in types or any(map(is_dtensor_class, types)):
+        return run()
+    return run_recorded(call, args, kwargs, run)
 
 
-@_Kernels
-@contextlib.contextmanager
-def value_reads() -> Iterator[None]:
-    """Have recordings on the fake group told of each operation that shows values to Python."""
-    with _registered(_of_reads()):
-        yield
+def _run_read(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
+) -> Any:
+    __tracebackhide__ = True
+    if _thread.is_inside:
+        return run()
+    for recorder in active.entered():
+        recorder.note_read(func, args, kwargs)
+    _thread.is_inside = True
+    try:
+        return run()
+    finally:
+        _thread.is_inside = False
 
 
-@functools.cache
-def _of_reads() -> _ByNamespace:
-    # Older torch has not all of them.
-    names = frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names())
-    return _by_namespace((name, _noting_kernel(name)) for name in names)
-
-
-@_Kernels
-@contextlib.contextmanager
-def copies() -> Iterator[None]:
-    """Have each copy recorded that may cross between host and device."""
-    # Every other operation that copies between them calls it.
-    with _registered(_by_namespace([(COPY, _copy_kernel(_overload(COPY)))])):
-        yield
-
-
-def _noting_kernel(name: str) -> Callable[..., Any]:
-    func, below = _overload(name), _keys_below()
-
-    @uncompiled
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        compiler = set_compiler(None)
-        is_noted = not (_thread.is_reading or (keys.has(_META) and _is_traced()))
-        try:
-            if is_noted:
-                for recorder in entered():
-                    recorder.note_read(func, args, kwargs)
-                _thread.is_reading = True
-            return func.redispatch(keys & below, *args, **kwargs)
-        finally:
-            if is_noted:
-                _thread.is_reading = False
-            set_compiler(compiler)
-
-    return kernel
-
-
-def _copy_kernel(func: OpOverload) -> Callable[..., Any]:
-    below = _keys_below()
-
-    @uncompiled
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        compiler = set_compiler(None)
-        try:
-            run = functools.partial(func.redispatch, keys & below, *args, **kwargs)
-            direction = copy_direction(*args[:2])
-            if direction is not None and not (keys.has(_META) and _is_traced()):
-                for recorder in entered():
-                    run = functools.partial(recorder.run_copy, direction, args[0], run)
-            return run()
-        finally:
-            set_compiler(compiler)
-
-    return kernel
-
-
-@functools.cache
-def _keys_below() -> Any:
-    return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+def _run_copy(args: Sequence[Any], _: dict[str, Any], run: Callable[[], Any]) -> Any:
+    __tracebackhide__ = True
+    direction = copy_direction(*args[:2])
+    if direction is not None:
+        for recorder in active.entered():
+            run = functools.partial(recorder.run_copy, direction, args[0], run)
+    return run()
 
 
 def _is_traced() -> bool:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_fsdp_comm.recording.kernels import run_recorded
 from pytest_fsdp_comm.recording.operations import NAMESPACES
 from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses, is_dtensor_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from pytest_fsdp_comm.recording.module_trace import ModuleTracer
     from pytest_fsdp_comm.recording.operations import Call
@@ -33,14 +34,12 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self,
         tracer: ModuleTracer | None,
         calls: Iterable[Call] = (),
-        run_collective: Callable[..., Any] | None = None,
     ) -> None:
-        """Trace each operation, and have those of `calls` run by `run_collective`."""
+        """Trace each operation, and have those of `calls` recorded."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._tracer = tracer
         # By identity: torch's operations hash slowly.
         self._calls = {id(call.func): call for call in calls}
-        self._run_collective = run_collective
         self._subclasses = Subclasses()
 
     @classmethod
@@ -63,6 +62,6 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return NotImplemented
         if self._tracer is not None:
             self._tracer.note(func)
-        if call is None or self._run_collective is None:
+        if call is None:
             return func(*args, **given)
-        return self._run_collective(call, args, given, partial(func, *args, **given))
+        return run_recorded(call, args, given, partial(func, *args, **given))

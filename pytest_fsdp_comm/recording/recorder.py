@@ -31,8 +31,8 @@ from pytest_fsdp_comm.comm.events import (
 from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.recording import kernels
-from pytest_fsdp_comm.recording.active import entered, noting_threads, under_way
+from pytest_fsdp_comm.recording import kernels, patches
+from pytest_fsdp_comm.recording.active import entered, under_way
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, own_world, process_groups
 from pytest_fsdp_comm.recording.modes import WatchingMode
@@ -45,7 +45,6 @@ from pytest_fsdp_comm.recording.operations import (
     timing_category,
     without_tensors,
 )
-from pytest_fsdp_comm.recording.owners.arithmetic import optimizers
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
     BackwardMap,
@@ -54,9 +53,12 @@ from pytest_fsdp_comm.recording.owners.attribution import (
     attribute_on_thread,
     attribute_unit,
 )
-from pytest_fsdp_comm.recording.owners.borders import borders
-from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups, units
-from pytest_fsdp_comm.recording.owners.futures import callbacks
+from pytest_fsdp_comm.recording.owners.fsdp import (
+    UnitWatch,
+    fsdp_root,
+    param_groups,
+    replaced_methods,
+)
 from pytest_fsdp_comm.recording.owners.module_names import named_modules
 from pytest_fsdp_comm.recording.owners.stack import running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
@@ -73,7 +75,6 @@ from pytest_fsdp_comm.recording.value_dependence import (
     ValueReads,
     answers_of_process,
     is_told_of_values,
-    value_methods,
 )
 from pytest_fsdp_comm.recording.witness import Witness
 from pytest_fsdp_comm.text.fqn import escape
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pytest_fsdp_comm.comm.events import Phase
-    from pytest_fsdp_comm.recording.active import Shared
     from pytest_fsdp_comm.recording.operations import Call
     from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
     from pytest_fsdp_comm.recording.owners.stack import StackScan
@@ -167,7 +167,7 @@ class Recorder:
         self._note_entry_state()
         self.backward.begin(self._roots)
         self._note_running(running_modules())
-        problem = kernels.why_no_kernels()
+        problem = kernels.register_collectives()
         if problem:
             also = "or known to torch's flight recorder at most"
             if self.reads is not None:
@@ -176,13 +176,16 @@ class Recorder:
                 f"{problem}, so a dispatch mode records this thread alone; what others send is "
                 f"missing, {also}"
             )
+        elif self.reads is not None and not is_told_of_values():
+            kernels.register_value_reads()
+        if torch.accelerator.is_available() and not problem:
+            kernels.register_copies()
         with contextlib.ExitStack() as block:
-            for patch in self._patches(has_kernels=not problem):
-                block.enter_context(patch)
+            block.enter_context(patches.watching())
             block.enter_context(under_way(self))
             if problem or self._tracer is not None:
                 calls = kernels.communicating().values() if problem else ()
-                block.enter_context(WatchingMode(self._tracer, calls, self.run_collective))
+                block.enter_context(WatchingMode(self._tracer, calls))
             self._is_recording = True
             try:
                 yield
@@ -195,15 +198,6 @@ class Recorder:
                 self._note_unseen_groups()
                 self._witness.end(self._all(Collective))
                 self._note_lost_owners()
-
-    def _patches(self, *, has_kernels: bool) -> Iterator[Shared]:
-        yield from (borders, units, optimizers, callbacks, noting_threads)
-        if has_kernels:
-            yield from (kernels.collectives, kernels.local_ranks)
-            if self.reads is not None and not is_told_of_values():
-                yield from (kernels.value_reads, value_methods)
-            if torch.accelerator.is_available():
-                yield kernels.copies
 
     def finish(self) -> RecordedBlock:
         """Name everything, and keep no module and no group."""
@@ -371,10 +365,21 @@ class Recorder:
             has_model=self._has_given_root,
         )
 
-    # Called at borders, on a thread that has entered the recording.
+    # Called by patches, on a thread that has entered the recording.
 
-    def note_module(self, module: nn.Module) -> None:
-        """A module runs that `backward` has just entered."""
+    def enter_module(self, module: nn.Module) -> int:
+        """A module runs from now on; returns what `backward.leave` takes."""
+        depth = self.backward.enter(module)
+        if self.idle or self.lacks_root:
+            self._note_entered(module)
+        return depth
+
+    def enter_method(self, module: nn.Module) -> None:
+        """A method other than forward runs from now on that is an entry of a unit."""
+        self.backward.enter_method(module)
+        self._note_entered(module)
+
+    def _note_entered(self, module: nn.Module) -> None:
         if self.lacks_root:
             outermost = self.backward.outermost
             if outermost is not None:
@@ -472,8 +477,13 @@ class Recorder:
 
     def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """An operation is about to show values to Python."""
-        if self.reads is not None:
+        if self.reads is not None and not is_told_of_values():
             self.reads.note_operation(func, args, kwargs)
+
+    def note_read_by_method(self, name: str) -> None:
+        """A method is about to show values to Python without an operation that has a kernel."""
+        if self.reads is not None and not is_told_of_values():
+            self.reads.note(name)
 
     def note_outliving_thread(self, call: Call) -> None:
         """A thread that was started in an earlier block sends in this one."""
@@ -565,11 +575,9 @@ class Recorder:
         for root in self._roots:
             self.idle.append(root)
             named = named_modules(root)
-            gathered = {
-                id(module)
-                for module, group in param_groups(module for _, module in named)
-                if group.is_unsharded
-            }
+            groups = [*param_groups(module for _, module in named)]
+            self._note_replaced_methods(group for _, group in groups)
+            gathered = {id(module) for module, group in groups if group.is_unsharded}
             if gathered:
                 unsharded += [escape(name) for name, module in named if id(module) in gathered]
         if unsharded:
@@ -577,6 +585,16 @@ class Recorder:
                 "already unsharded when the recording began, so their first all-gather is "
                 f"missing: {', '.join(unsharded)}"
             )
+
+    def _note_replaced_methods(self, groups: Iterable[Any]) -> None:
+        names = sorted(replaced_methods(groups))
+        if names:
+            text = (
+                f"{', '.join(names)} of FSDP's units had been replaced before the block began, as "
+                "FSDPMemTracker does, so that owners may be wrong; enter comm_mode first, and on a "
+                "model that was not tracked before"
+            )
+            self._unseen[Gap(kind="unseen", text=text)] = None
 
     def _note_lost_owners(self) -> None:
         self.tensors.settle()

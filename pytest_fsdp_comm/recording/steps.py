@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning, printable
-from pytest_fsdp_comm.recording.active import patched
+from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
 from pytest_fsdp_comm.text.words import counted
 

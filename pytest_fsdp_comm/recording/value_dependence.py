@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pytest_fsdp_comm.comm.events import Answer, Gap
-from pytest_fsdp_comm.recording.active import Shared, entered, patched, uncompiled
+from pytest_fsdp_comm.recording.active import entered
 from pytest_fsdp_comm.recording.frames import (
     call_site_of,
     find_caller,
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
     from pytest_fsdp_comm.comm.events import Phase
-
-_METHODS: Final = ("tolist", "numpy", "tensor_split")
-"""Methods that read values without any operation that has a kernel."""
 
 
 class ValueReads:
@@ -150,31 +147,6 @@ def is_told_of_values() -> bool:
     return bool(_num_tellers)
 
 
-@Shared
-@contextlib.contextmanager
-def value_methods() -> Iterator[None]:
-    """Have recordings on the fake group told of each call of a method that reads values."""
-
-    def wrap(name: str, original: Any) -> Any:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            # The compiler follows this code; it reads nothing.
-            if not torch.compiler.is_compiling() and (
-                name != "tensor_split" or _splits_by_tensor(args, kwargs)
-            ):
-                for recorder in entered():
-                    if recorder.reads is not None:
-                        recorder.reads.note(name)
-            return original(*args, **kwargs)
-
-        # `numpy` compiled by itself calls itself.
-        return functools.update_wrapper(uncompiled(wrapped), original)
-
-    places = [*((torch.Tensor, name) for name in _METHODS), (torch, "tensor_split")]
-    with patched(*((where, name, wrap(name, getattr(where, name))) for where, name in places)):
-        yield
-
-
 def _requesting_frame() -> FrameType | None:
     """The innermost frame that requested the operation which runs; None if it is no user's."""
     for frame in outwards(sys._getframe(1)):
@@ -208,9 +180,12 @@ _PASSES_ON: Final = tuple(
 """Files of torch that only pass on what their caller requests."""
 
 
-def _splits_by_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    # The indices are a tensor, whose values make shapes.
-    return any(isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values()))
+def shows_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a method shows values to Python, or makes a shape of them."""
+    # Only indices in a tensor are values.
+    return name != "tensor_split" or any(
+        isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values())
+    )
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:

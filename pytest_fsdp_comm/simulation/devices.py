@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
 
-from pytest_fsdp_comm.recording.active import patched
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
+from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation.values import CPU, SimulationError, mark, mark_of
 

@@ -36,8 +36,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.recording.active import set_compiler, uncompiled
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
+from pytest_fsdp_comm.recording.kernels import set_compiler
 from pytest_fsdp_comm.recording.operations import (
     NAMESPACES,
     UNKNOWN,
@@ -46,6 +46,7 @@ from pytest_fsdp_comm.recording.operations import (
     tensors_in,
 )
 from pytest_fsdp_comm.recording.owners.stack import running
+from pytest_fsdp_comm.recording.patches import hide_from_compiler
 from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation.mirror import mirrored
 
@@ -106,6 +107,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
         `shares` are those of experts in what is chosen, empty if equal, None if not declared.
         """
+        hide_from_compiler()
         # What a test module has made before has memory; it counts as known.
         super().__init__(allow_non_fake_inputs=True)
         self._answers = answers
@@ -131,7 +133,6 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         # torch's way around the compiler takes as long as what it is put around.
         return False
 
-    @uncompiled
     def __torch_dispatch__(
         self,
         func: Any,

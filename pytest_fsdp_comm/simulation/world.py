@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from pytest_fsdp_comm.recording.active import patched
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
+from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import told_of_values
 from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
 from pytest_fsdp_comm.simulation.values import (

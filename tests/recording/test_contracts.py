@@ -1,8 +1,6 @@
 """The private names of torch that the recorder relies on: fails when one moves."""
 
-import inspect
 import threading
-from contextlib import nullcontext
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -16,8 +14,7 @@ from torch.utils import _python_dispatch
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.recording import kernels, module_trace
-from pytest_fsdp_comm.recording.active import patched
+from pytest_fsdp_comm.recording import kernels, module_trace, patches
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes, process_groups
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
@@ -26,8 +23,8 @@ from pytest_fsdp_comm.recording.operations import (
     VALUE_READS,
     look_up,
 )
-from pytest_fsdp_comm.recording.owners import arithmetic, fsdp, stack, tensors
-from pytest_fsdp_comm.recording.owners.fsdp import units
+from pytest_fsdp_comm.recording.owners import fsdp, stack, tensors
+from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.script import optimizer_steps
 from pytest_fsdp_comm.recording.steps import keeping_group
 
@@ -111,32 +108,12 @@ def test_torch_keeps_both_names_of_the_functions_that_make_and_destroy_the_group
 
 def test_storages_have_an_address_that_a_weak_reference_keeps():
     tensor = torch.ones(4)
-    reference = arithmetic.weak_storage(tensor)
+    reference = tensors.weak_storage(tensor)
     assert reference.cdata == tensor.view(2, 2).untyped_storage()._cdata
-    assert arithmetic.extent_of(tensor[1:3])[1:] == (4, 12)
+    assert tensors.extent_of(tensor[1:3])[1:] == (4, 12)
     assert not reference.expired()
     del tensor
     assert reference.expired()
-
-
-def test_optimizers_step_and_zero_gradients_in_a_range_of_the_profiler(monkeypatch):
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter])
-    seen = []
-
-    def around(of):
-        seen.append(of)
-        return nullcontext()
-
-    record = torch.autograd.profiler.record_function
-    before = record.__enter__, record.__exit__
-    recorder = SimpleNamespace(tensors=SimpleNamespace(around=around))
-    monkeypatch.setattr(arithmetic, "entered", lambda: (recorder,))
-    with arithmetic.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    assert seen == [optimizer, optimizer]
-    assert (record.__enter__, record.__exit__) == before
 
 
 def test_a_redistribution_shows_the_tensor_that_it_was_asked_for():
@@ -170,28 +147,24 @@ def test_a_redistribution_has_the_locals_that_are_read():
     assert {"current_spec", "target_spec", "local_tensor"} <= set(code.co_varnames)
 
 
-def test_watched_methods_of_fsdp_run_their_own_code_after_a_block():
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    methods = {
-        name: inspect.unwrap(found)
-        for name, found in vars(FSDPParamGroup).items()
-        if inspect.isfunction(found)
-    }
-
-    def codes():
+def test_attributes_of_torch_are_its_own_again_after_a_block():
+    def attributes():
         return {
-            name: (one.__code__, one.__defaults__, one.__kwdefaults__)
-            for name, one in methods.items()
+            (holder.__name__, name): vars(holder).get(name)
+            for holder, name, _ in patches._attributes()
+            if name != "clear"
         }
 
-    originals, attributes = codes(), dict(vars(FSDPParamGroup))
-    with units:
-        names = {name for name, found in codes().items() if found != originals[name]}
-        # Python forgets what it has learned of a class that changes.
-        assert dict(vars(FSDPParamGroup)) == attributes
-    assert codes() == originals
-    assert names == {
+    originals = attributes()
+    with patches.watching():
+        inside = attributes()
+        with patches.watching():
+            pass
+        assert attributes() == inside
+    assert attributes() == originals
+    assert not any(inside[place] is originals[place] for place in inside)
+    units = {name for holder, name in inside if holder == "FSDPParamGroup"}
+    assert units == {
         *("pre_forward", "unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward"),
         *("_to_sharded", "_to_sharded_post_forward", "finalize_backward"),
     }
@@ -253,7 +226,7 @@ def test_a_method_that_moved_is_named(monkeypatch):
 
     original = FSDPParamGroup.unshard
     monkeypatch.delattr(FSDPParamGroup, "reshard")
-    with pytest.raises(UpstreamChangedError) as caught, units:
+    with pytest.raises(UpstreamChangedError) as caught, patches.watching():
         pass
     assert f"torch {metadata.version('torch')} no longer has " in str(caught.value)
     assert "FSDPParamGroup.reshard, which" in str(caught.value)
@@ -353,8 +326,9 @@ def test_the_operations_that_read_values_are_those_of_this_torch():
 
 
 def test_kernels_have_a_key_of_their_own_below_subclasses_on_every_thread():
-    key, after = torch._C.DispatchKey.BackendSelect, kernels._keys_below()
-    assert kernels.why_no_kernels() == ""
+    key = torch._C.DispatchKey.BackendSelect
+    after = torch._C._dispatch_keyset_full_after(key)
+    assert kernels.register_collectives() == ""
     assert not after.has(key)
     assert not after.has(torch._C.DispatchKey.Python)
     assert after.has(torch._C.DispatchKey.CPU)
@@ -369,4 +343,4 @@ def test_kernels_have_a_key_of_their_own_below_subclasses_on_every_thread():
 
 def test_torch_that_lacks_what_kernels_need_is_named(monkeypatch):
     monkeypatch.delattr(torch._C, "_dispatch_library")
-    assert kernels.why_no_kernels() == "this torch has no torch._C._dispatch_library"
+    assert kernels.register_collectives() == "this torch has no torch._C._dispatch_library"

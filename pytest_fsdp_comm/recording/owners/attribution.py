@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pytest_fsdp_comm.recording.owners.arithmetic import Label
     from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
     from pytest_fsdp_comm.recording.owners.stack import StackScan
+    from pytest_fsdp_comm.recording.owners.tensors import Label
 
 
 @dataclass(slots=True)

@@ -7,9 +7,6 @@
 # innermost that serves its own unit owns what is sent, the outermost is where it was issued, and
 # under prefetch the two differ. Names and arguments were read in torch 2.6, 2.9, 2.11 and 2.13;
 # tests/recording/test_contracts.py fails when one moves.
-# A method has other code once for all recordings of the process, in whatever order they begin and
-# end. FSDPMemTracker gives each group a `pre_backward` of its own, which calls the method that it
-# had found: that runs this code too.
 
 # Note [Reshard after forward]
 # With reshard_after_forward=<int> a unit is kept over a smaller group between forward and backward:
@@ -18,21 +15,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import nn
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording.active import ENTERED, InPlace, Shared, entered, in_place
 from pytest_fsdp_comm.recording.gathered_memory import GatheredMemory
 from pytest_fsdp_comm.recording.prefetch import Gather, Prefetches
 
@@ -41,6 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pytest_fsdp_comm.recording.mesh_axes import GroupNames
+
+IS_WATCHED: Final = "_fsdp_comm_is_watched"
+"""An attribute of the functions that stand in for FSDP's."""
 
 ReshardAction = Literal["unshard", "reshard"]
 
@@ -71,67 +68,11 @@ class ActingUnit:
 Arguments = tuple[Any, ...]
 """What a method of FSDP is given, but for what it is a method of, in the order of the call."""
 
-_Before = Callable[["UnitWatch", Any, Arguments], "ActingUnit | None"]
+Before = Callable[["UnitWatch", Any, Arguments], "ActingUnit | None"]
 """A method of `UnitWatch` that is given what a method of FSDP is, and gives the unit that acts."""
 
-_After = Callable[["UnitWatch", Any, Any, Arguments], None]
+After = Callable[["UnitWatch", Any, Any, Arguments], None]
 """Likewise, given that unit first, while it still acts; not called where the method has failed."""
-
-
-# Called some fifteen times a unit, nearly always by one recording, so that each step counts that
-# Python takes to get to the recorder. In place of torch's own code: see Note [In place].
-def _watched(held: Any, *args: Any, _fsdp_comm: Any, **kwargs: Any) -> Any:
-    __tracebackhide__ = True
-    original, before, after, find, thread, run_in_all = _fsdp_comm
-    recorders = find(thread())
-    if recorders is None or len(recorders) != 1:
-        return run_in_all(before, after, original, held, args, kwargs)
-    given = (*args, *kwargs.values()) if kwargs else args
-    # As `UnitWatch.run`.
-    watch = recorders[0].units
-    unit = before(watch, held, given)
-    if unit is not None:
-        watch.acting.append(unit)
-    try:
-        result = original(held, *args, **kwargs)
-        if after is not None:
-            after(watch, unit, held, given)
-    finally:
-        if unit is not None:
-            watch.acting.pop()
-    return result
-
-
-def _run_in_all(  # noqa: PLR0913, PLR0917  # what `_watched` has
-    before: _Before,
-    after: _After | None,
-    original: Callable[..., Any],
-    held: Any,
-    args: Arguments,
-    kwargs: dict[str, Any],
-) -> Any:
-    __tracebackhide__ = True
-    call, given = partial(original, held, *args, **kwargs), (*args, *kwargs.values())
-    for recorder in entered():
-        call = partial(recorder.units.run, before, after, call, held, given)
-    return call()
-
-
-@Shared
-@contextlib.contextmanager
-def units() -> Iterator[None]:
-    """Have each recording told what FSDP's units do on its thread."""
-    watched = []
-    for holder, name, before, *after in [*_fsdp2(), *_fsdp1()]:
-        if name not in vars(holder):
-            module = getattr(holder, "__module__", "")  # a module itself has none
-            moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
-            use = "the recorder relies on to find the owner of a collective"
-            raise upstream.moved_error("torch", moved, use)
-        given = before, *(after or [None]), ENTERED.get, threading.get_ident, _run_in_all
-        watched.append(InPlace(holder, name, _watched, *given))
-    with in_place(*watched):
-        yield
 
 
 class UnitWatch:
@@ -236,28 +177,6 @@ class UnitWatch:
         self._memory = GatheredMemory()
         self._unsharded_nbytes.clear()
         self._known.clear()
-
-    def run(
-        self,
-        before: _Before,
-        after: _After | None,
-        call: Callable[[], Any],
-        held: Any,
-        given: Arguments,
-    ) -> Any:
-        """Run a method of FSDP within what watches it."""
-        __tracebackhide__ = True
-        unit = before(self, held, given)
-        if unit is not None:
-            self.acting.append(unit)
-        try:
-            result = call()
-            if after is not None:
-                after(self, unit, held, given)
-        finally:
-            if unit is not None:
-                self.acting.pop()
-        return result
 
     def _before_backward(self, state: Any, _: Arguments) -> ActingUnit:
         return ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
@@ -383,6 +302,28 @@ class UnitWatch:
             return False
         self._prefetches.open_slot(handle._training_state, handle)
         return True
+
+
+def watched_methods() -> Iterator[tuple[Any, str, Before, After | None]]:
+    """Each method of FSDP's units by its holder and name, and what `UnitWatch` does around it."""
+    for holder, name, before, *after in [*_fsdp2(), *_fsdp1()]:
+        if name not in vars(holder):
+            module = getattr(holder, "__module__", "")  # a module itself has none
+            moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
+            use = "the recorder relies on to find the owner of a collective"
+            raise upstream.moved_error("torch", moved, use)
+        yield holder, name, before, *(after or [None])
+
+
+def replaced_methods(groups: Iterable[Any]) -> set[str]:
+    """Names of the watched methods that a library has replaced on groups themselves."""
+    watched = {name for _, name, *_ in _fsdp2()}
+    return {
+        name
+        for group in groups
+        for name, method in vars(group).items()
+        if name in watched and not hasattr(method, IS_WATCHED)
+    }
 
 
 def _fsdp2() -> list[tuple[Any, ...]]:

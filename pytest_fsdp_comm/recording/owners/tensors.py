@@ -1,55 +1,43 @@
-"""Say whose parameter, gradient or state a collective carries, where storage or graph prove it."""
+"""Say whose parameter or gradient a collective carries, where storage or graph prove it."""
 
 # Note [Tensors of parameters]
-# A DTensor's collective shows neither a unit nor a module: a parameter that is gathered by hand
-# looks as an activation does. What it carries is proven, in this order,
-# - in backward, by the autograd node that runs: one that only passes on the gradient of one
+# A collective of a DTensor shows neither a unit nor a module: a parameter that is gathered by hand
+# looks like an activation. What it carries is proven, in this order,
+# - in backward, by the autograd node that runs: a node that only passes on the gradient of one
 #   parameter (a redistribution, casts and views between) ends in its AccumulateGrad. So does the
 #   graph of a DTensor that forward redistributes, such as a cast copy;
 # - by the storage of what is redistributed (before padding) or sent, if its bytes lie within those
-#   of a parameter, of its gradient or of its state in an optimizer. A table has the storages, and
-#   each find is compared with what the model holds at that moment, since addresses are used again;
-# - in the step of an optimizer by what it was computed from: see Note [Arithmetic of a step];
-# - in torch's loader of full checkpoints by the tensor that it fills;
-# - by where the result goes, if a model holds it later: the gradients of compiled code.
-# What may be of several parameters is of none, and what is found nowhere keeps the owner and role
-# of the code that sends it: activations of the module that runs. Copies are not seen, so
-# one that has no graph (a cast under no_grad) is found nowhere. Of what FSDP and DDP send their
-# units tell, and nothing is looked up.
+#   of a parameter or of its gradient. A table has the storages, and each match is compared with
+#   what the model holds at that moment, since addresses are used again;
+# - in torch's loader of full checkpoints, by the parameter that it fills;
+# - by where the result goes, if a parameter has it as its gradient later: compiled code.
+# A tensor that may belong to several parameters has no owner. One that is found nowhere keeps the
+# owner and role of the code that sends it: activations of the module that runs. Copies are not
+# followed, so a copy without a graph (a cast under no_grad, a step of Muon) is found nowhere. Units
+# of FSDP and DDP say what they send, so nothing is looked up for them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
 from pytest_fsdp_comm.recording.operations import REDUCING, tensors_in
-from pytest_fsdp_comm.recording.owners.arithmetic import (
-    Arithmetic,
-    Extent,
-    Label,
-    extent_of,
-    has_bytes,
-    sends_what_it_computes,
-    sole_parameter,
-    weak_storage,
-)
 from pytest_fsdp_comm.recording.owners.fsdp import param_groups
 from pytest_fsdp_comm.recording.owners.module_names import named_modules
 from pytest_fsdp_comm.recording.subclasses import is_dtensor, tensors_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import CodeType, FrameType
 
     from pytest_fsdp_comm.recording.operations import Operation
@@ -60,7 +48,7 @@ if TYPE_CHECKING:
 _USE: Final = "the recorder relies on to find the parameter that is sent"
 _NAMED_BY_UNITS: Final = frozenset({Source.FSDP, Source.DDP, Source.OBJECT})
 _HAS_ALL: Final = frozenset({Phase.OPTIMIZER, Phase.OUTSIDE})
-"""When gradients are complete, and state is sent."""
+"""When gradients are complete."""
 _RUNS_MODULES: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE})
 
 _FEW: Final = 64
@@ -77,6 +65,25 @@ _PASSES_ON: Final = frozenset(
 )
 
 
+class Extent(NamedTuple):
+    """Where a tensor lies."""
+
+    storage: int
+    start: int
+    """In bytes from the start of the storage."""
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """What a tensor is."""
+
+    parameter: torch.Tensor | None
+    """Whose value or gradient; None if it may be that of several."""
+    role: Role | None
+    """None if it may be either."""
+
+
 @dataclass(slots=True)
 class Carried:
     """What a collective carries. Where its result goes may show that after its call."""
@@ -86,23 +93,14 @@ class Carried:
 
 
 class _Held(NamedTuple):
-    """What the model, or an optimizer, held in some storage when the table was made."""
+    """What the model held in some storage when the table was made."""
 
-    parameter: torch.Tensor
-    role: Role
-    state: Mapping[Any, Any] | None = None
-    """That of the optimizer, if the role is state."""
+    label: Label
 
     def now(self) -> object:
         """What is there at this moment."""
-        if self.role is Role.PARAMETERS:
-            return self.parameter
-        return self.parameter.grad if self.state is None else self.state.get(self.parameter)
-
-    @property
-    def label(self) -> Label:
-        """What that is."""
-        return Label(parameter=self.parameter, role=self.role)
+        own: Any = self.label.parameter
+        return own if self.label.role is Role.PARAMETERS else own.grad
 
 
 class _Result(NamedTuple):
@@ -132,8 +130,6 @@ class TensorOwners:
         # By the address of a storage.
         self._table: dict[int, list[_Held]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._has_searched = False
         # Since the table was made: for which roots, at which number of the next autograd node, and
         # how many tensors were not found.
         self._made_for: list[int] = []
@@ -143,24 +139,6 @@ class TensorOwners:
         self._results: dict[int, list[_Result]] = {}
         self._num_results, self._limit = 0, _FEW
         self._has_new_results = False
-        self._step: Arithmetic | None = None
-
-    @contextlib.contextmanager
-    def around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Follow what runs in a step of an optimizer, or in its `zero_grad`."""
-        self.settle()  # before the gradients are gone
-        if not any(one is optimizer for one in self._optimizers):
-            self._optimizers.append(optimizer)
-        if not sends_what_it_computes(optimizer):
-            yield
-            return
-        self._make_table()
-        before, self._step = self._step, Arithmetic(optimizer, self._held_at)
-        try:
-            with self._step:
-                yield
-        finally:
-            self._step = before
 
     def carried(
         self,
@@ -233,6 +211,11 @@ class TensorOwners:
         for one in results:
             self._results.setdefault(one.extent.storage, []).append(one)
 
+    def settle_new(self) -> None:
+        """As `settle`, if results were noted since."""
+        if self._has_new_results:
+            self.settle()
+
     def settle(self) -> None:
         """Find the results that the model holds now."""
         live = [one for one in self._followed() if not one.is_gone]
@@ -251,7 +234,6 @@ class TensorOwners:
         """Let go of all tensors."""
         self._table.clear()
         self._parameters.clear()
-        self._optimizers.clear()
         self._results.clear()
 
     def _of_tensors(
@@ -259,8 +241,7 @@ class TensorOwners:
     ) -> Label | None:
         extents = [extent_of(tensor) for tensor in sent]
         if own.phase in _RUNS_MODULES:
-            if self._has_new_results:
-                self.settle()  # before the next backward puts others in their place
+            self.settle_new()  # before the next backward puts others in their place
             self._learn_running(own.issued_in)
         if self._made_for != [*map(id, self._roots)]:
             self._make_table()
@@ -270,34 +251,20 @@ class TensorOwners:
         if label is None and own.phase in _HAS_ALL:
             self._misses += 1
             made = self._next_number() - self._made_at
-            # Gradients and state come and go. Looking for them costs as much as there are
-            # parameters, so that many nodes or misses have to be new.
+            # Gradients come and go. Making the table takes as long as there are parameters, so many
+            # nodes or misses have to be new.
             if 4 * (made + self._misses) >= len(self._parameters):
                 self._make_table()
-                label = self._label_of_all(extents)
-            if label is None and own.phase is Phase.OUTSIDE and self._learn_optimizers(given):
                 label = self._label_of_all(extents)
         return label
 
     def _label_of_all(self, extents: Sequence[Extent | None]) -> Label | None:
-        return merged([None if one is None else self._label_at(one) for one in extents])
+        return merged([None if one is None else self._held_at(one) for one in extents])
 
     def _held_in(self, received: Sequence[torch.Tensor]) -> Label | None:
         """What the model holds in tensors that are about to be filled."""
         extents = [extent_of(tensor) for tensor in received]
         return merged([self._held_at(one, whole=False) for one in extents if one is not None])
-
-    def _label_at(self, extent: Extent) -> Label | None:
-        label = self._held_at(extent)
-        if label is not None or self._step is None:
-            return label
-        label = self._step.label_at(extent)
-        if label is not None and label.parameter is not None:
-            # What this very step has begun to keep.
-            kept = map(extent_of, _plain(self._step.optimizer.state.get(label.parameter)))
-            if any(one is not None and one.storage == extent.storage for one in kept):
-                return replace(label, role=Role.STATE)
-        return label
 
     def _held_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
         """What the model holds there; with `whole`, in which all of it lies."""
@@ -324,19 +291,16 @@ class TensorOwners:
             id(parameter): parameter for parameter, _ in registered_parameters(self._roots)
         }
         for parameter in self._parameters.values():
-            self._hold(_Held(parameter, Role.PARAMETERS))
+            self._hold(parameter, Role.PARAMETERS)
             if parameter.is_leaf and parameter.grad is not None:
-                self._hold(_Held(parameter, Role.GRADIENTS))
-        for state in (optimizer.state for optimizer in self._optimizers):
-            for parameter in state:
-                if isinstance(parameter, torch.Tensor):
-                    self._hold(_Held(parameter, Role.STATE, state))
+                self._hold(parameter, Role.GRADIENTS)
         self._made_for = [*map(id, self._roots)]
         self._made_at, self._misses = self._next_number(), 0
 
-    def _hold(self, held: _Held) -> None:
+    def _hold(self, parameter: torch.Tensor, role: Role) -> None:
+        held = _Held(Label(parameter=parameter, role=role))
         for tensor in _plain(held.now()):
-            if has_bytes(tensor):
+            if _has_bytes(tensor):
                 known = self._table.setdefault(tensor.untyped_storage()._cdata, [])
                 if not known or known[-1] is not held:  # one may have several tensors there
                     known.append(held)
@@ -346,22 +310,7 @@ class TensorOwners:
         for parameter in (own for one in modules for own in _registered(one)):
             if id(parameter) not in self._parameters:
                 self._parameters[id(parameter)] = parameter
-                self._hold(_Held(parameter, Role.PARAMETERS))
-
-    def _learn_optimizers(self, given: Any) -> bool:
-        """Find the optimizers once a block, for what is shaped as a parameter is."""
-        # All objects are looked at, which takes up to a third of a second.
-        if self._has_searched or not is_dtensor(given):
-            return False
-        if all(given.shape != parameter.shape for parameter in self._parameters.values()):
-            return False
-        self._has_searched = True
-        # By the type: an instance may answer for another class.
-        self._optimizers = [
-            thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)
-        ]
-        self._make_table()
-        return True
+                self._hold(parameter, Role.PARAMETERS)
 
 
 def registered_parameters(
@@ -388,8 +337,36 @@ def merged(labels: Sequence[Label | None]) -> Label | None:
     known = [label for label in labels if label is not None]
     if not known or len(known) < len(labels):
         return None
-    roles = {label.role for label in known}
-    return Label(parameter=sole_parameter(known), role=known[0].role if len(roles) == 1 else None)
+    is_one = len({id(label.parameter) for label in known}) == 1
+    has_one_role = len({label.role for label in known}) == 1
+    return Label(
+        parameter=known[0].parameter if is_one else None,
+        role=known[0].role if has_one_role else None,
+    )
+
+
+def extent_of(tensor: Any) -> Extent | None:
+    """Where a plain tensor lies; None for an expanded one, and for one without storage."""
+    if not _has_bytes(tensor):
+        return None
+    itemsize, numel = tensor.element_size(), tensor.numel()
+    if numel and not tensor.is_contiguous():
+        pairs = [*zip(tensor.shape, tensor.stride(), strict=True)]
+        if any(size > 1 and not stride for size, stride in pairs):
+            return None
+        numel = 1 + sum((size - 1) * stride for size, stride in pairs)
+    start = tensor.storage_offset() * itemsize
+    return Extent(tensor.untyped_storage()._cdata, start, start + numel * itemsize)
+
+
+def _has_bytes(tensor: Any) -> bool:
+    # A wrapper that nobody can take apart has no storage, nor has a tensor of functorch.
+    return tensor.layout is torch.strided and torch._C._has_storage(tensor)
+
+
+def weak_storage(tensor: torch.Tensor) -> Any:
+    """A reference that frees the bytes, and keeps the address from being used again."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _label_of_dtensor(given: Any) -> Label | None:
