@@ -68,12 +68,6 @@ class TreeFactory:
         """As a plain call, with a finding if the ranks' trees differ. Every rank must call it.
 
         Ranks that have no parameter name in common run different stages, and are not compared.
-
-        Args:
-            model: As for a plain call.
-
-        Raises:
-            RecordingError: It is not a module, or is half built.
         """
         tree = self(model)
         if not compares_ranks(self._findings):
@@ -106,15 +100,7 @@ class TreeFactory:
         return expect_units(model, policy)
 
     def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
-        """Print a tree in columns, coloured on a terminal only.
-
-        Args:
-            tree: What to print.
-            file: Where; None for standard output.
-
-        Raises:
-            FsdpCommError: It is not a tree, but for example a model.
-        """
+        """Print a tree in columns, coloured on a terminal only."""
         __tracebackhide__ = True  # the error is the caller's
         _check_tree(tree, "fsdp_tree.show", "fsdp_tree.show(fsdp_tree(model))")
         target = file or sys.stdout
@@ -125,12 +111,7 @@ class TreeFactory:
     def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
         """Write a tree to a file: as a page to look at, or as JSON for other tools.
 
-        Args:
-            tree: What to write.
-            path: Ends with ``.html`` or ``.json``, which decides.
-
-        Raises:
-            FsdpCommError: The path ends otherwise, or it is not a tree.
+        The ending of the path decides: ``.html`` or ``.json``.
         """
         __tracebackhide__ = True
         _check_tree(tree, "fsdp_tree.save", "fsdp_tree.save(fsdp_tree(model), path)")
@@ -152,25 +133,11 @@ class TreeFactory:
         unfinished.replace(path)
 
     def states(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
-        """All FSDP states below the model, of FSDP1 and FSDP2, each once.
-
-        Args:
-            model: As for a plain call.
-
-        Raises:
-            RecordingError: It is not a module, or is half built.
-        """
+        """All FSDP states below the model, of FSDP1 and FSDP2, each once."""
         return list_states(model)
 
     def handles(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
-        """All flat-parameter handles (FSDP1) and parameter groups (FSDP2) below the model.
-
-        Args:
-            model: As for a plain call.
-
-        Raises:
-            RecordingError: It is not a module, or is half built.
-        """
+        """All flat-parameter handles (FSDP1) and parameter groups (FSDP2) below the model."""
         return list_handles(model)
 
 

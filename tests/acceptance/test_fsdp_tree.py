@@ -60,27 +60,6 @@ def test_without_ranks(fsdp_tree):
     run(pytester).assert_outcomes(passed=3)
 
 
-def test_capturing_a_tree_does_not_change_a_recording(project):
-    pytester = project("""
-@pytest.mark.distributed
-@pytest.mark.parametrize("captures", [False, True])
-def test_tree(captures, fsdp_tree, comm_mode, device_mesh):
-    model = shard(UnevenModel(10), device_mesh())
-    if captures:
-        fsdp_tree(model)
-    with comm_mode(model):
-        if captures:
-            fsdp_tree(model)
-        model(torch.ones(2, 5)).sum().backward()
-        if captures:
-            fsdp_tree(model)
-    kinds = [entry.kind for entry in comm_mode.recording.collectives]
-    # Root and two blocks gather in forward, the blocks again in backward; each is reduced once.
-    assert sorted(kinds) == ["all_gather"] * 5 + ["reduce_scatter"] * 3
-""")
-    run(pytester).assert_outcomes(passed=2)
-
-
 def test_the_bytes_of_a_tree_are_the_bytes_sent(project):
     """Sizes that do not divide, under every kind of sharding, against the recorder."""
     pytester = project("""
@@ -171,18 +150,6 @@ def test_a_changed_tree_fails_in_fsdp_terms(project):
     assert "accept: pytest --snapshot-update" in result.stdout.str()
 
 
-def test_an_unwrapped_model_cannot_become_a_snapshot(project):
-    pytester = project("""
-@pytest.mark.distributed
-def test_tree(fsdp_tree, comm_snapshot):
-    assert fsdp_tree(UnevenModel(10)) == comm_snapshot
-""")
-    result = run(pytester, "--snapshot-update")
-    result.assert_outcomes(failed=1)
-    assert "the tree has no unit and no DTensor" in result.stdout.str()
-    assert not list(pytester.path.glob("snapshots/**/*.comm"))
-
-
 REPLICATED_TEST = """
 from torch.distributed._composable import replicate
 from torch.nn.parallel import DistributedDataParallel
@@ -255,14 +222,3 @@ def test_findings_fail_a_test_once_and_can_be_turned_off(project, monkeypatch):
     assert not [line for line in shown[:-2] if "..." in line]
     pytester.makeini("[pytest]\nfsdp_comm_findings =\n    partly-wrapped = off\n")
     run(pytester).assert_outcomes(passed=2)
-
-
-def test_a_bad_ini_value_stops_the_session(project):
-    pytester = project(FINDINGS_TEST)
-    pytester.makeini("[pytest]\nfsdp_comm_findings =\n    partly-wrapped = maybe\n")
-    result = run(pytester)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert (
-        "ERROR: ini fsdp_comm_findings: partly-wrapped: expected one of error, warning, off, got "
-        "'maybe'"
-    ) in result.stderr.str()
