@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,8 +15,6 @@ from pytest_fsdp_comm.options import OBSERVER, OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from syrupy.assertion import SnapshotAssertion
     from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251  # for the type only
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import getpid
 from pathlib import Path
@@ -21,8 +22,6 @@ from pytest_fsdp_comm.tree.model import ShardTree, dump_tree
 from pytest_fsdp_comm.tree.profile import TreeProfile, ranks_of_stages, tree_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import nn  # noqa: TID251  # for the type only
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,7 @@ from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
 from pytest_fsdp_comm.text.words import anchor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from pytest_fsdp_comm.tree.finding import FindingSettings  # noqa: TC004  # costs 6 ms
+    from pytest_fsdp_comm.tree.finding import FindingSettings  # costs 6 ms
 
 Backend = Literal["gloo", "nccl", "fake"]
 Scope = Literal["test", "module"]

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+from collections.abc import Generator, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,8 +21,6 @@ from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
 from pytest_fsdp_comm.snapshots import failed_comparison, unused
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
-
     from xdist.workermanage import WorkerController
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank

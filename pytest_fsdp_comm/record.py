@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.comm.json import ScriptRun
@@ -16,10 +19,6 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterator
-    from types import TracebackType
-
     from pytest_fsdp_comm.recorded_script import RecordedScript
 
 # Note [Nothing of the script's]: this process is the script's, so torch is imported when the script

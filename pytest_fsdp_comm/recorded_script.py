@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.comm.json import join_recordings, load_recordings
@@ -25,8 +26,6 @@ from pytest_fsdp_comm.tree.profile import TreeFacts, tree_facts
 from pytest_fsdp_comm.tree.profile import merge as merge_trees
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pytest_fsdp_comm.comm.events import Recording
     from pytest_fsdp_comm.comm.json import ScriptRun
     from pytest_fsdp_comm.comm.profile import CommProfile

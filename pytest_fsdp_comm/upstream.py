@@ -6,13 +6,11 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # Note [Private names]: every private name is used in a module that says so, has a contract test,
 # and is looked up so that its absence becomes one of these errors.

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
@@ -18,22 +20,20 @@ from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.mesh_axes import own_world
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.sharding.fsdp2 import fsdp2_meshes, fsdp2_states, read_fsdp2
-from pytest_fsdp_comm.sharding.units import AxisNames, dtensor_meshes, hold, read_placements
-from pytest_fsdp_comm.sharding.walk import visit_modules
+from pytest_fsdp_comm.sharding.units import (
+    AxisNames,
+    HeldParameter,
+    ReadUnit,
+    dtensor_meshes,
+    hold,
+    read_placements,
+)
+from pytest_fsdp_comm.sharding.walk import Slot, Visit, visit_modules
 from pytest_fsdp_comm.sharding.wrappers import fsdp1_states, read_ddp, read_fsdp1
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import find
-from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import nn
-
-    from pytest_fsdp_comm.sharding.units import HeldParameter, ReadUnit
-    from pytest_fsdp_comm.sharding.walk import Slot, Visit
-    from pytest_fsdp_comm.tree.model import ShardUnit
+from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
 
 def capture_tree(

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.sharding.capture import capture_tree
-from pytest_fsdp_comm.sharding.walk import visit_modules
+from pytest_fsdp_comm.sharding.walk import Visit, visit_modules
 from pytest_fsdp_comm.text.fqn import fold_fqns
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
-
-    from pytest_fsdp_comm.sharding.walk import Visit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,29 +15,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from pytest_fsdp_comm.recording.operations import joined_dtypes
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.sharding.units import (
     UNGATHERED,
+    AxisNames,
+    HeldParameter,
     ReadUnit,
     hold,
     private_names,
     read_placements,
     shown_dtype,
 )
-from pytest_fsdp_comm.tree.model import Precision
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from pytest_fsdp_comm.sharding.units import AxisNames, HeldParameter
-    from pytest_fsdp_comm.sharding.walk import Visit
-    from pytest_fsdp_comm.tree.model import ShardUnit, UnitKind
+from pytest_fsdp_comm.sharding.walk import Visit
+from pytest_fsdp_comm.tree.model import Precision, ShardUnit, UnitKind
 
 
 @private_names("FSDP2")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
+import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import (
     # Private: FSDP over a dimension that tensor parallelism splits too (same in torch 2.7, 2.13 and
     # 2.15).
@@ -18,17 +21,8 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
-from pytest_fsdp_comm.sharding.walk import Slot
+from pytest_fsdp_comm.sharding.walk import Slot, Visit
 from pytest_fsdp_comm.tree.model import AxisPlacement, ParameterNode, Precision, ShardUnit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
-
-    from pytest_fsdp_comm.sharding.walk import Visit
 
 
 class AxisNames:

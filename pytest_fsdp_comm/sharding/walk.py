@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,9 +12,6 @@ from pytest_fsdp_comm.errors import RecordingError, printable
 from pytest_fsdp_comm.recording.owners.module_names import WRAPPER_SEGMENTS, has_forward, parts_of
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.model import ModuleNode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 Slot = tuple[int, str]
 """Where a parameter is registered: index of the module, and its name there."""

@@ -10,16 +10,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording.owners.ddp import replicated_over
 from pytest_fsdp_comm.sharding.units import (
     UNGATHERED,
+    AxisNames,
     HeldParameter,
     ReadUnit,
     hold,
@@ -27,16 +30,14 @@ from pytest_fsdp_comm.sharding.units import (
     replicate,
     shown_dtype,
 )
-from pytest_fsdp_comm.tree.model import FlatRange, ParameterNode, Precision, ShardUnit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
-
-    from pytest_fsdp_comm.sharding.units import AxisNames
-    from pytest_fsdp_comm.sharding.walk import Slot, Visit
-    from pytest_fsdp_comm.tree.model import AxisPlacement
+from pytest_fsdp_comm.sharding.walk import Slot, Visit
+from pytest_fsdp_comm.tree.model import (
+    AxisPlacement,
+    FlatRange,
+    ParameterNode,
+    Precision,
+    ShardUnit,
+)
 
 _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 

@@ -14,9 +14,10 @@ import functools
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from itertools import product
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from types import FrameType, SimpleNamespace
+from typing import Any, Final, Self, cast
 
 import torch
 from torch import nn
@@ -30,10 +31,6 @@ from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation.values import CPU, SimulationError, mark, mark_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
 
 _H100: Final = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import nn
 
 
 class DistinctRanks:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.recording.frames import find_call_site
+from pytest_fsdp_comm.recording.operations import Operation
 from pytest_fsdp_comm.simulation.mirror import parts_for_each, reduction
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from pytest_fsdp_comm.recording.operations import Operation
 
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()

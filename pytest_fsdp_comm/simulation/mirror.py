@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from pytest_fsdp_comm.recording.operations import reduce_op
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 _Reduction = tuple[
     Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, int], torch.Tensor]

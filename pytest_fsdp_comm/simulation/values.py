@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
@@ -48,13 +50,8 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.owners.stack import running
 from pytest_fsdp_comm.recording.patches import hide_from_compiler
 from pytest_fsdp_comm.recording.value_dependence import note_answer
+from pytest_fsdp_comm.simulation.groups import RealGroups
 from pytest_fsdp_comm.simulation.mirror import mirrored
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import FrameType
-
-    from pytest_fsdp_comm.simulation.groups import RealGroups
 
 _MAX_NUMEL: Final = 2**18
 """Of a tensor whose values are kept: 2 MiB of int64."""

@@ -12,9 +12,9 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -27,22 +27,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import told_of_values
 from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
+from pytest_fsdp_comm.simulation.groups import RealGroups
 from pytest_fsdp_comm.simulation.values import (
     SimulatedTensors,
     SimulationError,
     is_own,
     values_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pytest_fsdp_comm.errors import FsdpCommError
-    from pytest_fsdp_comm.simulation.groups import RealGroups
 
 _MESHES_OF = frozenset({"__getitem__", "_concatenate"})
 _CHUNKS = "_chunk_with_empty"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.text.rank_lists import runs_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
 
 # Note [Patterns]: a pattern is the text of one or more FQNs: `layers.{0..3,7}.mlp.weight` is five
 # names. `fold_fqns` writes patterns and `expand` reads them; one undoes the other, whatever the

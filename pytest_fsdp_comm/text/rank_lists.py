@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from pytest_fsdp_comm.errors import quoted_part
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 # Note [Lists of ranks]: `write_ranks` gives each set of ranks one text, and `read_ranks` reads no
 # other:

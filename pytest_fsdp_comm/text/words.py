@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.errors import printable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def counted(count: int, noun: str) -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from pytest_fsdp_comm.comm.mesh import merge_axes, show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
-from pytest_fsdp_comm.tree.profile import comparable, policy_change
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, UnitFacts
+from pytest_fsdp_comm.tree.profile import (
+    ParameterFacts,
+    TreeFacts,
+    TreeProfile,
+    UnitFacts,
+    comparable,
+    policy_change,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

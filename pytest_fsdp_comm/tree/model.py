@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.tree.finding import Finding, Findings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 
 # Note [Indices instead of names]: modules, parameters and units refer to each other by their index
 # in the tree. FQNs are put together on request: in a chain of 100,000 modules they would take

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
-from pytest_fsdp_comm.tree.model import Precision, UnitKind
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
+from pytest_fsdp_comm.tree.model import ParameterNode, Precision, ShardTree, ShardUnit, UnitKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_fsdp_comm.text.fqn import escape
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
-from pytest_fsdp_comm.tree.findings.wrapping import GATHERING, Case, rule
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from pytest_fsdp_comm.tree.findings.wrapping import Wrapping
+from pytest_fsdp_comm.tree.findings.wrapping import GATHERING, Case, Wrapping, rule
 
 
 @rule("no-root-unit", "error", cure="call fully_shard on the model itself too, after its blocks")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import Any, Final, cast, get_args
 
 from pytest_fsdp_comm.tree.finding import Finding, FindingSettings, RuleLevel, Thresholds
 from pytest_fsdp_comm.tree.findings import mistakes, waste
 from pytest_fsdp_comm.tree.findings.wrapping import Rule, Wrapping
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from pytest_fsdp_comm.tree.model import ShardTree
+from pytest_fsdp_comm.tree.model import ShardTree
 
 # First what makes training wrong, then what costs more than it needs; in order of declaration.
 RULES: Final = tuple(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.words import counted
 from pytest_fsdp_comm.tree.findings.wrapping import (
     Case,
+    Wrapping,
     gathered_itemsize,
     gathers,
     is_negligible,
@@ -17,12 +18,7 @@ from pytest_fsdp_comm.tree.findings.wrapping import (
     reductions,
     rule,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pytest_fsdp_comm.tree.findings.wrapping import Wrapping
-    from pytest_fsdp_comm.tree.model import ShardUnit
+from pytest_fsdp_comm.tree.model import ShardUnit
 
 
 @rule("partly-wrapped", "warning", cure="call fully_shard on each block of the stack")

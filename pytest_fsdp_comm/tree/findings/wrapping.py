@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.nbytes import itemsize
 from pytest_fsdp_comm.tree.finding import Finding, Level, Thresholds
-from pytest_fsdp_comm.tree.model import ShardTree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from pytest_fsdp_comm.tree.model import ParameterNode, ShardUnit
+from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
 # Kinds of units that shard their parameters and gather them.
 GATHERING: Final = ("fsdp2", "fsdp1")
