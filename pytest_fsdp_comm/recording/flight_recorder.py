@@ -1,4 +1,4 @@
-"""Read torch's flight recorder: what a backend was given to send, on any thread."""
+"""Read torch's flight recorder, and compare a block with it: what a backend sent, on any thread."""
 
 # Note [Flight recorder]
 # It watches the process below the dispatcher. It knows no point-to-point calls and no
@@ -7,18 +7,36 @@
 # without that name an entry is of no use here. It keeps 2,000 entries, or TORCH_FR_BUFFER_SIZE, of
 # which 0 turns it off. A dump takes 10 us an entry, and is all or nothing.
 
+# Note [The witness]
+# The two are independent: a recording watches the dispatcher, the flight recorder the backend. What
+# the flight recorder has and the recording has not is a gap. The reverse is none, as the flight
+# recorder knows only some backends and no point-to-point calls. gloo's entries are compared one by
+# one; those of NCCL, whose coalesced calls make more entries than collectives, only show whether
+# they came from a thread that was recorded at all. Calls of one size are interchangeable, so that
+# the flights that remain are taken for those of threads that were not recorded.
+
 from __future__ import annotations
 
 import itertools
 import math
 import pickle  # torch writes it in this process, in half the time of its JSON
+import threading
+from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from pytest_fsdp_comm.comm.events import Gap
+from pytest_fsdp_comm.recording.operations import UNKNOWN
+from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.words import counted
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pytest_fsdp_comm.comm.events import Collective
+    from pytest_fsdp_comm.recording.pending import Pending
 
 _SCALAR_TYPES: Final = {
     "Float": "float32",
@@ -152,3 +170,196 @@ def _tensors(sizes: list[list[int]], dtypes: list[str]) -> tuple[tuple[str, int]
         (_SCALAR_TYPES.get(dtype, dtype.lower()), math.prod(size))
         for size, dtype in zip(sizes, dtypes, strict=False)
     )
+
+
+_RUN_AS: Final = {"reduce_scatter": "all_reduce", "sparse_all_reduce": "all_reduce"}
+"""Kinds that gloo runs, or names, as another."""
+
+_SENT_AS: Final = {"complex64": "float32", "complex128": "float64"}
+"""gloo sends a complex number as two real ones."""
+
+
+class _Sent(NamedTuple):
+    """What one call sent, in terms that both witnesses have."""
+
+    kind: str
+    dtypes: frozenset[str]
+    nbytes: int
+
+    def __str__(self) -> str:
+        dtype = "+".join(sorted(self.dtypes))
+        return f"{self.kind} of {show_nbytes(self.nbytes)} {dtype}" if dtype else self.kind
+
+
+class Witness:
+    """Find, at the end of a block, what else was sent. See Note [The witness]."""
+
+    def __init__(self) -> None:
+        """Mark the end of the flight recorder, where the block begins."""
+        self._begin = mark()
+        self._threads = {threading.get_ident()}
+        self._running_on: dict[int | None, str] = {}
+        self._thread_names = _thread_names()
+        # What only the flight recorder has; with it what was recorded instead, but never sent.
+        self._unseen: list[tuple[Flight, _Sent | None]] = []
+        self.notes: list[str] = []
+        """What could not be checked."""
+
+    def follow(self) -> None:
+        """Note that what the current thread sends is recorded."""
+        self._threads.add(threading.get_ident())
+
+    def note_running_threads(self) -> None:
+        """Note which other threads still run, as the block is about to end."""
+        # What they have issued by now may return later, and what they issue later is not recorded.
+        own = threading.get_ident()
+        self._running_on = {
+            thread.ident: thread.name
+            for thread in threading.enumerate()
+            if thread.ident in self._threads and thread.ident != own
+        }
+
+    def end(self, recorded: Sequence[Pending[Collective]]) -> None:
+        """Compare the block's collectives, as they returned, with the flight recorder."""
+        flights, num_kept = issued_after(self._begin)
+        if num_kept:
+            self.notes.append(
+                f"only the last {num_kept} collectives were checked against torch's flight "
+                "recorder, which keeps no more"
+            )
+        flown: defaultdict[str, list[Flight]] = defaultdict(list)
+        for flight in flights:
+            if flight.backend == "gloo":
+                flown[flight.group].append(flight)
+            elif flight.thread_id not in self._threads:
+                self._unseen.append((flight, None))
+        if flown.pop("", ()):
+            self.notes.append(
+                "nothing was checked against torch's flight recorder, which names no groups under "
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+            )
+        for group, entries in flown.items():
+            own = [call for call in recorded if call.group == group and _kind(call)]
+            self._compare(own, entries)
+        running = self._running_on
+        threads = [flight.thread_id for flight, _ in self._unseen]
+        self._unseen = [own for own in self._unseen if own[0].thread_id not in running]
+        self.notes += [
+            f"thread {name!r} was still sending when the block ended, and is recorded up to then"
+            for name in dict.fromkeys(running[own] for own in threads if own in running)
+        ]
+        if self._unseen:
+            self._thread_names |= _thread_names()
+
+    def _compare(self, issued: Iterable[Pending[Collective]], flights: Iterable[Flight]) -> None:
+        """Find the flights of one group that no recorded collective accounts for."""
+        left: defaultdict[_Sent, list[Flight]] = defaultdict(list)
+        for flight in flights:
+            left[_sent(flight)].append(flight)
+        for equal in left.values():
+            equal.sort(key=lambda flight: flight.thread_id not in self._threads)
+        unsent = [call for call in issued if not any(_take(way, left) for way in _ways(call))]
+        for sent, equal in left.items():
+            for flight in equal:
+                # What was recorded was sent by a thread that was.
+                is_watched = flight.thread_id in self._threads
+                call = next((c for c in unsent if is_watched and _may_be(c, sent)), None)
+                if call is not None:
+                    unsent.remove(call)
+                    # Of an operation that no table knows, only the size can be compared.
+                    if _kind(call).startswith(UNKNOWN):
+                        continue
+                self._unseen.append((flight, None if call is None else _whole(call)))
+
+    def gaps(self, axes: Callable[[], Mapping[str, str]]) -> tuple[Gap, ...]:
+        """What was sent and not recorded, or not as it was sent, with the name of each group."""
+        if not self._unseen:
+            return ()
+        names = axes()
+        whys: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for flight, recorded in self._unseen:
+            sent = _sent(flight)
+            described = flight.description if flight.description != "undefined" else ""
+            over = names.get(flight.group) or described or "a group that is gone"
+            if recorded is not None:
+                whys["not sent as recorded"][f"{recorded} over {over} was {sent}"] += 1
+            else:
+                whys[self._why(flight)][f"{sent} over {over}"] += 1
+        return tuple(
+            Gap(
+                kind="unseen",
+                text=f"{counted(kinds.total(), 'collective')} {why}: {_listed(kinds)}",
+            )
+            for why, kinds in sorted(whys.items())
+        )
+
+    def _why(self, flight: Flight) -> str:
+        if flight.thread_id in self._threads:
+            return "sent below torch's dispatcher (by a backend's own method, or from C++)"
+        name = self._thread_names.get(flight.thread_id) or flight.thread_name
+        return f"of thread {name!r}, of which nothing was recorded"
+
+
+def _kind(call: Pending[Collective]) -> str:
+    """What gloo runs; empty for what the flight recorder does not keep."""
+    kind: str = call.fields["kind"]
+    return "" if kind in {"send", "recv"} else _RUN_AS.get(kind, kind)
+
+
+def _whole(call: Pending[Collective]) -> _Sent:
+    """What a recorded collective sends, if it does so at once."""
+    dtype, nbytes = call.fields["dtype"], call.fields["nbytes_sent"]
+    if call.fields["kind"] in {"broadcast", "scatter"} and not nbytes:  # most ranks only receive
+        nbytes = call.fields["nbytes_received"]
+    return _Sent(_kind(call), _alike(dtype.split("+") if dtype else ()), nbytes)
+
+
+def _ways(call: Pending[Collective]) -> tuple[tuple[_Sent, ...], ...]:
+    """What the backend may have made of a recorded collective, the likelier first."""
+    whole = (_whole(call),)
+    if not call.parts:
+        return (whole,)
+    parts = tuple(_Sent(_kind(call), _alike([dtype]), nbytes) for dtype, nbytes in call.parts)
+    # gloo runs a reduce-scatter tensor by tensor, other kinds at once.
+    return (parts, whole) if call.fields["kind"] == "reduce_scatter" else (whole, parts)
+
+
+def _may_be(call: Pending[Collective], sent: _Sent) -> bool:
+    """Whether a recorded collective is what was sent, though not as it was recorded."""
+    if _kind(call).startswith(UNKNOWN):
+        return _whole(call).nbytes == sent.nbytes
+    return _kind(call) == sent.kind
+
+
+def _thread_names() -> dict[int | None, str]:
+    # The system's name of a thread, which the flight recorder has, is often that of the process.
+    return {thread.ident: thread.name for thread in threading.enumerate()}
+
+
+def _take(way: tuple[_Sent, ...], left: dict[_Sent, list[Flight]]) -> bool:
+    """Remove the flights that one recorded collective made; none unless all of them are there."""
+    if any(len(left.get(sent, ())) < count for sent, count in Counter(way).items()):
+        return False
+    for sent in way:
+        left[sent].pop(0)
+    return True
+
+
+def _sent(flight: Flight) -> _Sent:
+    # A rank that only receives, as most do of a scatter, shows no input.
+    tensors = flight.sent or flight.received
+    return _Sent(
+        _RUN_AS.get(flight.kind, flight.kind),
+        _alike(name for name, _ in tensors),
+        sum(count * getattr(torch, name).itemsize for name, count in tensors),
+    )
+
+
+def _alike(dtypes: Iterable[str]) -> frozenset[str]:
+    return frozenset(_SENT_AS.get(dtype, dtype) for dtype in dtypes)
+
+
+def _listed(kinds: Counter[str]) -> str:
+    listed = [kind if count == 1 else f"{count} x {kind}" for kind, count in kinds.items()]
+    shown, more = listed[:4], listed[4:]
+    return ", ".join(shown) + (f" and {len(more)} more kinds" if more else "")

@@ -17,9 +17,9 @@ from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.recording.dtensors import is_dtensor
 from pytest_fsdp_comm.recording.owners.module_names import clean_fqn, has_forward, named_modules
 from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
-from pytest_fsdp_comm.recording.subclasses import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

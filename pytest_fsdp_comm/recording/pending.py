@@ -30,15 +30,18 @@ from pytest_fsdp_comm.recording.operations import (
     parts_sent,
 )
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
+from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters
+from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, Modules, replicated_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import torch
     import torch.distributed as dist
+    from torch import nn
 
     from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.recording.operations import Call, Member
-    from pytest_fsdp_comm.recording.owners.attribution import OwnerNames
 
 Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostDeviceCopy)
 
@@ -82,6 +85,60 @@ class Pending(Generic[Event]):
             found["axis"] = "" if axis is None else axis.name
             found["group_size"] = 0 if axis is None else axis.size
         return record(**found)
+
+
+class OwnerNames:
+    """Name the modules of attributions, when a recording ends. See Note [Names come last]."""
+
+    def __init__(self, roots: Sequence[nn.Module], *, are_parts: bool) -> None:
+        """Name every module below the roots, as `ModuleNames` does."""
+        self.modules = ModuleNames(roots, are_parts=are_parts)
+        self._roots = roots
+        self._replicas: ReplicaOwners | None = None
+        self._registering: dict[int, dict[int, nn.Module]] | None = None
+
+    def owner(self, attribution: Attribution) -> str | None:
+        """The FQN of the owner; None if there is none, or it is below no root."""
+        label = attribution.label
+        if label is not None:
+            return self.modules.joined(self._modules_of(label.parameter))
+        if attribution.source is Source.DDP:
+            self._replicas = self._replicas or ReplicaOwners(self._roots)
+            return self.modules.joined(self._replicas.owner(attribution.issued_in))
+        return self.modules.joined(attribution.owner)
+
+    def issued_in(self, attribution: Attribution) -> str | None:
+        """The FQN of the module that was running; None as in `owner`."""
+        running = attribution.issued_in
+        return self.modules.fqn(running[0]) if running else None
+
+    def _modules_of(self, parameter: torch.Tensor | None) -> Modules:
+        if self._registering is None:
+            self._registering = {}
+            for own, module in registered_parameters(self._roots):
+                self._registering.setdefault(id(own), {})[id(module)] = module
+        return tuple(self._registering.get(id(parameter), {}).values())
+
+
+class ReplicaOwners:
+    """The replicated modules below the roots of a recording."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        """Find them, below the roots that the recorder found."""
+        self._fallback: Modules = tuple(roots[:1])
+        self._owner_of: dict[int, nn.Module] = {}
+        self._replicas: list[nn.Module] = []
+        for root in roots:
+            # Parents come first, so that an inner replica overrides the outer one.
+            for module in root.modules():
+                if replicated_over(module) is not None:
+                    self._replicas.append(module)
+                    self._owner_of.update((id(child), module) for child in module.modules())
+
+    def owner(self, running: Modules) -> Modules:
+        """Find the replicated module around `running`; else the first of the model, or its root."""
+        known = [self._owner_of[id(module)] for module in running if id(module) in self._owner_of]
+        return tuple((known or self._replicas)[:1]) or self._fallback
 
 
 Unread = tuple[Any, ...]

@@ -33,9 +33,11 @@ from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording import kernels, patches
 from pytest_fsdp_comm.recording.active import entered, under_way
+from pytest_fsdp_comm.recording.dtensors import RedistributionWatch
+from pytest_fsdp_comm.recording.flight_recorder import Witness
 from pytest_fsdp_comm.recording.frames import find_call_site
+from pytest_fsdp_comm.recording.kernels import WatchingMode
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, own_world, process_groups
-from pytest_fsdp_comm.recording.modes import WatchingMode
 from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
@@ -48,7 +50,6 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
     BackwardMap,
-    OwnerNames,
     attribute,
     attribute_on_thread,
     attribute_unit,
@@ -64,19 +65,18 @@ from pytest_fsdp_comm.recording.owners.stack import running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
 from pytest_fsdp_comm.recording.pending import (
     Event,
+    OwnerNames,
     Pending,
     read_batch,
     read_call,
     read_redistribution,
     read_reshard,
 )
-from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 from pytest_fsdp_comm.recording.value_dependence import (
     ValueReads,
     answers_of_process,
     is_told_of_values,
 )
-from pytest_fsdp_comm.recording.witness import Witness
 from pytest_fsdp_comm.text.fqn import escape
 from pytest_fsdp_comm.text.words import counted
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.recording.owners.ddp import replicated_over
+from pytest_fsdp_comm.recording.owners.module_names import replicated_over
 from pytest_fsdp_comm.sharding.units import (
     UNGATHERED,
     AxisNames,

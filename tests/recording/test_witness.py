@@ -67,7 +67,7 @@ class Waiting:
 @pytest.fixture
 def without_kernels(monkeypatch):
     """As where torch has moved what kernels need, so that only this thread is recorded."""
-    monkeypatch.setattr(kernels, "why_no_kernels", lambda: "this torch has no torch._C.moved")
+    monkeypatch.setattr(kernels, "register_collectives", lambda: "this torch has no torch._C.moved")
 
 
 MODE_NOTE = (

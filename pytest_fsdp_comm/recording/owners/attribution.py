@@ -9,25 +9,40 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.comm.events import Phase, Source
-from pytest_fsdp_comm.recording.owners.ddp import Modules, ReplicaOwners
-from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, named_modules
+from pytest_fsdp_comm.comm.events import Phase, Role, Source
+from pytest_fsdp_comm.recording.gathers import Gather
+from pytest_fsdp_comm.recording.owners.module_names import Modules, named_modules
 from pytest_fsdp_comm.recording.owners.stack import is_graph, running
-from pytest_fsdp_comm.recording.owners.tensors import Carried, registered_parameters
-from pytest_fsdp_comm.recording.prefetch import Gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    import torch
     from torch import nn
 
     from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
     from pytest_fsdp_comm.recording.owners.stack import StackScan
-    from pytest_fsdp_comm.recording.owners.tensors import Label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """What a tensor is."""
+
+    parameter: torch.Tensor | None
+    """Whose value or gradient; None if it may be that of several."""
+    role: Role | None
+    """None if it may be either."""
+
+
+@dataclass(slots=True)
+class Carried:
+    """What a collective carries. Where its result goes may show that after its call."""
+
+    label: Label | None = None
+    """None if nothing proves it."""
 
 
 @dataclass(slots=True)
@@ -59,39 +74,6 @@ class Attribution:
     def acting(self) -> Modules:
         """All modules that it belongs to."""
         return (*self.owner, *self.issued_in)
-
-
-class OwnerNames:
-    """Name the modules of attributions, when a recording ends. See Note [Names come last]."""
-
-    def __init__(self, roots: Sequence[nn.Module], *, are_parts: bool) -> None:
-        """Name every module below the roots, as `ModuleNames` does."""
-        self.modules = ModuleNames(roots, are_parts=are_parts)
-        self._roots = roots
-        self._replicas: ReplicaOwners | None = None
-        self._registering: dict[int, dict[int, nn.Module]] | None = None
-
-    def owner(self, attribution: Attribution) -> str | None:
-        """The FQN of the owner; None if there is none, or it is below no root."""
-        label = attribution.label
-        if label is not None:
-            return self.modules.joined(self._modules_of(label.parameter))
-        if attribution.source is Source.DDP:
-            self._replicas = self._replicas or ReplicaOwners(self._roots)
-            return self.modules.joined(self._replicas.owner(attribution.issued_in))
-        return self.modules.joined(attribution.owner)
-
-    def issued_in(self, attribution: Attribution) -> str | None:
-        """The FQN of the module that was running; None as in `owner`."""
-        running = attribution.issued_in
-        return self.modules.fqn(running[0]) if running else None
-
-    def _modules_of(self, parameter: torch.Tensor | None) -> Modules:
-        if self._registering is None:
-            self._registering = {}
-            for own, module in registered_parameters(self._roots):
-                self._registering.setdefault(id(own), {})[id(module)] = module
-        return tuple(self._registering.get(id(parameter), {}).values())
 
 
 # Note [Backward map]

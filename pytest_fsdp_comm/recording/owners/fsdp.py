@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording.gathered_memory import GatheredMemory
-from pytest_fsdp_comm.recording.prefetch import Gather, Prefetches
+from pytest_fsdp_comm.recording.gathers import Gather, GatheredMemory, Prefetches
+from pytest_fsdp_comm.recording.owners.module_names import named_modules
 
 if TYPE_CHECKING:
     import enum
@@ -376,6 +377,31 @@ def param_groups(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]
         if get_state is not None:
             for group in groups_of_state(get_state(module)):
                 yield module, group
+
+
+def registered_parameters(
+    roots: Iterable[nn.Module],
+) -> Iterator[tuple[torch.Tensor, nn.Module]]:
+    """Each parameter with each module that registered it, also where FSDP puts another one."""
+    modules = [module for root in roots for _, module in named_modules(root)]
+    for module in modules:
+        for parameter in own_parameters(module):
+            yield parameter, module
+    for _, group in param_groups(modules):
+        for managed in group.fsdp_params:
+            info = managed._module_info
+            for owner in (info.module, *info.shared_modules):
+                yield managed.sharded_param, owner
+                if hasattr(managed, "_unsharded_param"):  # not before the first gather
+                    yield managed._unsharded_param, owner
+
+
+def own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters that a module registered itself."""
+    for parameter in module._parameters.values():
+        # That of a lazy module has neither shape nor bytes before its first forward.
+        if parameter is not None and not is_lazy(parameter):
+            yield parameter
 
 
 def groups_of_state(state: Any) -> list[Any]:

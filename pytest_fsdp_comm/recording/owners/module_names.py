@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm.errors import RecordingError, printable
 from pytest_fsdp_comm.text.fqn import escape, natural_key
@@ -14,12 +17,31 @@ from pytest_fsdp_comm.text.fqn import escape, natural_key
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+Modules = tuple[nn.Module, ...]
+
 WRAPPER_SEGMENTS: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
 (same in torch 2.7, 2.13, 2.15; torch itself removes these segments from FQNs)."""
 
 
 _WRAPPED: Final = re.compile("|".join(WRAPPER_SEGMENTS))
+
+
+def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
+    """The group over which a module is replicated; None if it is not."""
+    if isinstance(layer, DistributedDataParallel):
+        found: dist.ProcessGroup = layer.process_group
+        return found
+    # `replicate` swaps the class for a subclass of this DDP, and makes the real DDP in the first
+    # forward only (same in torch 2.7, 2.13, 2.15). By its name in sys.modules: the package exports
+    # a function under the module's name.
+    module: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if module is None or not isinstance(layer, getattr(module, "DDP", ())):
+        return None
+    state = module.replicate.state(layer)
+    given = (state._init_kwargs or {}).get("process_group")
+    ddp = getattr(state, "_ddp", None)
+    return given or (dist.group.WORLD if ddp is None else ddp.process_group)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -174,8 +196,6 @@ def _without_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
 def _without_ddp(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
     """The names without the segment of DDP."""
     # It is called "module", which may also be a user's name: only DDP's is removed.
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415  # loads torch.distributed
-
     # By the types, few as they are: DDP's class has a slow isinstance().
     kinds = {type(module) for _, module in named}
     wrappers = {kind for kind in kinds if issubclass(kind, DistributedDataParallel)}

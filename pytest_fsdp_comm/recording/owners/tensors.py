@@ -20,21 +20,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
+from pytest_fsdp_comm.recording.dtensors import is_dtensor, tensors_held
 from pytest_fsdp_comm.recording.operations import REDUCING, tensors_in
-from pytest_fsdp_comm.recording.owners.fsdp import param_groups
-from pytest_fsdp_comm.recording.owners.module_names import named_modules
-from pytest_fsdp_comm.recording.subclasses import is_dtensor, tensors_held
+from pytest_fsdp_comm.recording.owners.attribution import Carried, Label
+from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.recording.operations import Operation
     from pytest_fsdp_comm.recording.owners.attribution import Attribution
-    from pytest_fsdp_comm.recording.owners.ddp import Modules
+    from pytest_fsdp_comm.recording.owners.module_names import Modules
     from pytest_fsdp_comm.recording.owners.stack import StackScan
 
 _USE: Final = "the recorder relies on to find the parameter that is sent"
@@ -72,24 +70,6 @@ class Extent(NamedTuple):
     start: int
     """In bytes from the start of the storage."""
     end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """What a tensor is."""
-
-    parameter: torch.Tensor | None
-    """Whose value or gradient; None if it may be that of several."""
-    role: Role | None
-    """None if it may be either."""
-
-
-@dataclass(slots=True)
-class Carried:
-    """What a collective carries. Where its result goes may show that after its call."""
-
-    label: Label | None = None
-    """None if nothing proves it."""
 
 
 class _Held(NamedTuple):
@@ -307,27 +287,10 @@ class TensorOwners:
 
     def _learn_running(self, modules: Modules) -> None:
         """Look at what the running module has registered since the table was made."""
-        for parameter in (own for one in modules for own in _registered(one)):
+        for parameter in (own for one in modules for own in own_parameters(one)):
             if id(parameter) not in self._parameters:
                 self._parameters[id(parameter)] = parameter
                 self._hold(parameter, Role.PARAMETERS)
-
-
-def registered_parameters(
-    roots: Iterable[nn.Module],
-) -> Iterator[tuple[torch.Tensor, nn.Module]]:
-    """Each parameter with each module that registered it, also where FSDP puts another one."""
-    modules = [module for root in roots for _, module in named_modules(root)]
-    for module in modules:
-        for parameter in _registered(module):
-            yield parameter, module
-    for _, group in param_groups(modules):
-        for managed in group.fsdp_params:
-            info = managed._module_info
-            for owner in (info.module, *info.shared_modules):
-                yield managed.sharded_param, owner
-                if hasattr(managed, "_unsharded_param"):  # not before the first gather
-                    yield managed._unsharded_param, owner
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
@@ -403,15 +366,8 @@ def _may_be_copy(given: Any, modules: Modules) -> bool:
     """Whether something without a graph is shaped as a parameter of the running module is."""
     if given is None or given.requires_grad:
         return False
-    own = (one for module in modules for one in _registered(module))
+    own = (one for module in modules for one in own_parameters(module))
     return any(given.shape == parameter.shape for parameter in own)
-
-
-def _registered(module: nn.Module) -> Iterator[torch.Tensor]:
-    for parameter in module._parameters.values():
-        # That of a lazy module has neither shape nor bytes before its first forward.
-        if parameter is not None and not is_lazy(parameter):
-            yield parameter
 
 
 _PLAIN: Final = frozenset({torch.Tensor, nn.Parameter})

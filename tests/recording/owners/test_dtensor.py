@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch_facts import SUMS_NORMS_AT_EACH_USE
 
+from pytest_fsdp_comm.recording.dtensors import RedistributionWatch
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
-from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 
 TENSOR = WIDTH * WIDTH * FLOAT
 

@@ -1,15 +1,21 @@
-"""Which tensor subclasses turn an operation into others. See Note [Subclasses pass through]."""
+"""What DTensor and other tensor subclasses make of operations, and which redistributions send."""
 
 from __future__ import annotations
 
 import sys
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.errors import printable
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
 _STAND_INS: Final = (
     ("torch._subclasses.fake_tensor", "FakeTensor"),
@@ -81,3 +87,51 @@ def _stand_ins() -> tuple[type, ...]:
     # Not imported: where nothing has made a tensor of them, there is none.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
+
+
+class RedistributionWatch:
+    """Notice the first collective of each redistribution."""
+
+    def __init__(self, groups: GroupNames) -> None:
+        """Start outside of every redistribution; `groups` learns their meshes."""
+        self._groups = groups
+        # The steps of the last collective's redistribution, and which it had reached. Held, and not
+        # known by the frame, whose address the next one may have. Torch keeps one list for all that
+        # are alike, but each begins at the same step.
+        self.last: tuple[Any, int] | None = None
+        """None once a collective was sent that is part of none."""
+
+    def note_collective(self, found: Mapping[str, Any]) -> Callable[[], dict[str, Any]] | None:
+        """Note a collective by the locals of the redistribution that it is part of.
+
+        Returns:
+            At its first collective, what makes fields of `events.Redistribution`; None at any
+            other.
+        """
+        try:
+            # Read in torch 2.6, 2.9, 2.11, 2.13.
+            current, target = found["current_spec"], found["target_spec"]
+            local = found["local_tensor"]
+        except KeyError as missing:
+            raise upstream.misread_error("torch", "redistribute_local_tensor", missing) from missing
+        self._groups.learn_mesh(current.mesh)
+        infos = found.get("optimized_transform_infos", found.get("transform_infos", []))
+        info, step = found.get("transform_info"), 0
+        if len(infos) > 1:
+            step = next((n for n, one in enumerate(infos) if one is info), 0)
+        last, self.last = self.last, (infos, step)
+        if last is not None and last[0] is infos and step > last[1]:
+            return None
+        names = current.mesh.mesh_dim_names or ()
+        return partial(_fields, current.placements, target.placements, names, nbytes_held(local))
+
+
+def _fields(
+    source: Sequence[Any], target: Sequence[Any], names: Sequence[str], nbytes: int
+) -> dict[str, Any]:
+    return {
+        "source_placements": tuple(map(repr, source)),
+        "target_placements": tuple(map(repr, target)),
+        "mesh_axes": tuple(map(printable, names)),
+        "nbytes": nbytes,
+    }

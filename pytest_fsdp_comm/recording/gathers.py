@@ -1,4 +1,4 @@
-"""How far ahead of its use FSDP gathers a unit's parameters."""
+"""How far ahead of its use FSDP gathers a unit, and how many bytes are gathered at once."""
 
 # Note [Counting slots]
 # Distance is counted in slots, not in time or bytes: each use of a unit, in forward or in backward,
@@ -9,7 +9,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(slots=True, eq=False)
@@ -58,3 +61,29 @@ class Prefetches:
     def freed(self, unit: Any) -> None:
         """A unit's parameters were freed: if nothing has used them by now, nothing will."""
         self._unused.pop(unit, None)
+
+
+class GatheredMemory:
+    """Follow what each unit holds beyond its own shard, and keep the largest sum."""
+
+    def __init__(self) -> None:
+        """Start with no unit."""
+        self._nbytes: dict[Any, int] = {}
+        self._total = 0
+        self.peak = 0
+
+    def learn(self, unit: Any, held: Callable[[Any], int]) -> None:
+        """Add a unit that is not known yet, just before its first change or when all is over."""
+        # What it holds by then, it has held all the time: the peak rises by it, whenever the peak
+        # was. A step therefore has the same peak whether it gathers the root, or finds it gathered
+        # by an earlier forward.
+        if unit not in self._nbytes:
+            nbytes = self._nbytes[unit] = held(unit)
+            self._total += nbytes
+            self.peak += nbytes
+
+    def hold(self, unit: Any, nbytes: int) -> None:
+        """Note what a known unit holds from now on; 0 if only its own shard."""
+        self._total += nbytes - self._nbytes[unit]
+        self._nbytes[unit] = nbytes
+        self.peak = max(self.peak, self._total)
