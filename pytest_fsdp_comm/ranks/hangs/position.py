@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import linecache
 import re
 import sys
 import threading
 import traceback
 from collections import Counter, defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, shortened_code, show_stack
+from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, with_source
 from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.positions import (
     PEER_ROLES,
@@ -39,12 +37,11 @@ if TYPE_CHECKING:
 
 # Enough to compare ranks: the collective that one waits in, and what the others issued instead.
 _KEPT_COLLECTIVES = 16
-_INSTRUCTION_NBYTES: Final = 2
 
 _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
 """Code of torch that starts collectives; files and workers are waited for elsewhere in it."""
 _WAITING_CALL: Final = re.compile(
-    r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\(\s*[^()]*\)$"
+    r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
 """Methods that wait for what was started before, without a frame of Python."""
 _MAKING_GROUPS: Final = ("new_group", "split_group", "init_process_group")
@@ -68,6 +65,7 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
         groups=_groups(since_ns, main, innermost) if with_groups else (),
         call=call,
         activity=Activity.RUNS if raised is None else Activity.REPORTS,
+        is_reporting=raised is not None or (call is None and any(map(_is_comparing, frames))),
     )
 
 
@@ -83,7 +81,7 @@ class _Thread(NamedTuple):
 
 
 def _stack(frames: Iterable[FrameType]) -> list[StackFrame]:
-    return of_test(_described(frame.f_code, frame.f_lineno, frame.f_lasti) for frame in frames)
+    return of_test(_described(frame.f_code, frame.f_lineno) for frame in frames)
 
 
 def _users(stack: Iterable[StackFrame]) -> StackFrame | None:
@@ -103,22 +101,9 @@ def _outwards(innermost: FrameType | None) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost else []
 
 
-def _described(code: CodeType, line: int | None, instruction: int) -> StackFrame:
+def _described(code: CodeType, line: int | None) -> StackFrame:
     frame = StackFrame(path=code.co_filename, line=line or 0, name=code.co_name)
-    return replace(frame, code=_expression(code, instruction)) if frame.is_users else frame
-
-
-def _expression(code: CodeType, instruction: int) -> str:
-    """The source of what an instruction evaluates; empty without source."""
-    positions = itertools.islice(code.co_positions(), instruction // _INSTRUCTION_NBYTES, None)
-    first, last, start, end = next(positions, (None, None, None, None))
-    if first is None or last is None or start is None or end is None:
-        return ""
-    lines = [linecache.getline(code.co_filename, line) for line in range(first, last + 1)]
-    # Columns count bytes. The end first: it may be in the same line as the start.
-    lines[-1] = lines[-1].encode()[:end].decode(errors="replace")
-    lines[0] = lines[0].encode()[start:].decode(errors="replace")
-    return shortened_code("".join(lines))
+    return with_source(frame) if frame.is_users else frame
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
@@ -135,11 +120,20 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
     return None
 
 
+def _is_comparing(frame: FrameType) -> bool:
+    """Whether a frame compares with a snapshot, or formats a failed comparison."""
+    module: str = frame.f_globals.get("__name__", "")
+    return (
+        module.startswith(("pytest_fsdp_comm.snapshots.", "_pytest._io.saferepr"))
+        or frame.f_code.co_name == "pytest_assertrepr_compare"
+    )
+
+
 def _raising_frames(error: BaseException) -> list[StackFrame]:
     frames: list[StackFrame] = []
     at: TracebackType | None = error.__traceback__
     while at is not None:
-        frames.insert(0, _described(at.tb_frame.f_code, at.tb_lineno, at.tb_lasti))
+        frames.insert(0, _described(at.tb_frame.f_code, at.tb_lineno))
         at = at.tb_next
     return frames
 

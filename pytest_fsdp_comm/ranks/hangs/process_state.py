@@ -14,9 +14,7 @@ from pytest_fsdp_comm.ranks.wire.positions import Activity
 _STUCK_AFTER_S: Final = 0.5
 _PAUSE_S: Final = 0.02
 # man 5 proc, counted from the state on.
-_FLAGS, _THREAD_COUNT, _STARTED = 6, 17, 19
-# linux/sched.h
-_PF_EXITING: Final = 0x4
+_THREAD_COUNT, _STARTED = 17, 19
 
 
 def silent_activity(pid: int) -> Activity:
@@ -27,13 +25,6 @@ def silent_activity(pid: int) -> Activity:
             return Activity.IN_KERNEL
         time.sleep(_PAUSE_S)
     return Activity.STOPPED if state in (["T"], ["t"]) else Activity.SILENT
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs, and has not begun to exit; False where the kernel does not say."""
-    # The flag is set before the process's connections are closed, at which others may fail.
-    fields = _stat(pid)
-    return bool(fields) and fields[0] not in "ZX" and not int(fields[_FLAGS]) & _PF_EXITING
 
 
 def start_time(pid: int) -> str:

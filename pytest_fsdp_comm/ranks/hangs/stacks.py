@@ -6,7 +6,7 @@ import itertools
 import linecache
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.recording.frames import PACKAGE, whose
@@ -38,7 +38,7 @@ class StackFrame:
     line: int
     name: str
     code: str = ""
-    """The expression that it evaluates; empty if unknown."""
+    """Its line of source; empty if unknown."""
 
     @property
     def is_users(self) -> bool:
@@ -61,13 +61,18 @@ def of_test(frames: Iterable[StackFrame]) -> list[StackFrame]:
     return list(itertools.takewhile(lambda frame: frame.path != _ENTRY, frames))
 
 
+def with_source(frame: StackFrame) -> StackFrame:
+    """Add a frame's line of source."""
+    return replace(frame, code=shortened_code(linecache.getline(frame.path, frame.line)))
+
+
 def with_code(site: str, code: str) -> str:
-    """A place and what is evaluated there: ``model.py:9 in forward: lock.acquire()``."""
+    """A place and its line of source: ``model.py:9 in forward: lock.acquire()``."""
     return f"{site}: {code}" if site and code else site
 
 
 def shortened_code(text: str, most: int = _LONGEST_CODE) -> str:
-    """An expression, or another text, in one line that fits beside its place."""
+    """A text in one line that fits beside its place."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
@@ -113,13 +118,8 @@ def read_dump(path: Path, *, until: float) -> list[StackFrame]:
 
 
 def parse_dump(text: str) -> list[StackFrame]:
-    """The frames that `faulthandler` wrote; the code is the whole line of the source file."""
+    """The frames that `faulthandler` wrote."""
     return of_test(
-        StackFrame(
-            path=match["path"],
-            line=int(match["line"]),
-            name=match["name"],
-            code=shortened_code(linecache.getline(match["path"], int(match["line"]))),
-        )
-        for match in _FRAME.finditer(text)
+        with_source(StackFrame(path=found["path"], line=int(found["line"]), name=found["name"]))
+        for found in _FRAME.finditer(text)
     )

@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, Position, UnrecordedCall
 
-# Note [What fits on a screen]: ranks in the same state share a line. Where that leaves too many
-# lines, they are written more vaguely, so that more ranks share one. If there are still too many,
-# the rarest are shown, since the rank that all wait for is mostly alone, and the rest is counted.
+# The report fits on a screen: ranks in the same state share a line. If that leaves too many lines,
+# the rarest are shown, since the rank that all wait for is mostly alone.
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
-# Ranks that wait for one other rank each.
-_MOST_PEERS: Final = 16
 _PEER_WORDS: Final = {"src": "from", "dst": "to"}
 _PEER_CALLS: Final = tuple(f"{{waits}} in {name}" for name in PEER_ROLES)
 # Their inputs must have one shape on every rank; those of scatter, gather and all-to-all need not.
@@ -40,7 +37,6 @@ _PLURALS: Final = {
     "waits": "wait",
     "was": "were",
 }
-_SINGULARS: Final = {word: word for word in _PLURALS}
 
 _WHEREABOUTS: Final = {
     Activity.RUNS: "{runs} no code of the test",
@@ -53,8 +49,8 @@ _WHEREABOUTS: Final = {
 }
 
 _Positions: TypeAlias = Mapping[int, "Position"]
-_Words: TypeAlias = tuple[str, str, str]
-"""What ranks do, from exact to vague; a template of `_say`, to be read after their names."""
+_Words: TypeAlias = tuple[str, str]
+"""What a rank does, in full and in short: templates of `_say`, without the name of the rank."""
 
 
 def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
@@ -79,8 +75,9 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
         lines += _explain(shown, reached)
     rest = {rank for more in same[_MOST_STALLS:] for stall in more for rank in stall.waiting}
     if rest:
-        more_text = f"in {len(same) - _MOST_STALLS} more, not shown"
-        lines.append(_say("{ranks} {waits} {more}", [*rest], more=more_text))
+        lines.append(
+            _say(f"{{ranks}} {{waits}} in {len(same) - _MOST_STALLS} more, not shown", [*rest])
+        )
     return lines
 
 
@@ -155,7 +152,7 @@ def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
         lines.append(_say(title, ranks))
         lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
     if rest:
-        lines.append(_say("{ranks} {is} at {places} other places", rest, places=str(places)))
+        lines.append(_say(f"{{ranks}} {{is}} at {places} other places", rest))
     return lines
 
 
@@ -210,15 +207,12 @@ def _cause(
         yield f"{name_ranks(circle)} wait for each other"
 
 
-def _say(template: str, ranks: Sequence[int], **texts: str) -> str:
-    """Fill in a template, such as ``{ranks} {waits} in {text}``, with verbs for one or several."""
-    verbs = _SINGULARS if len(ranks) == 1 else _PLURALS
-    return template.format(ranks=name_ranks(ranks), **verbs, **texts)
-
-
-def _verbatim(text: str) -> str:
-    """A text as part of a template: paths, names and code may hold braces."""
-    return text.replace("{", "{{").replace("}", "}}")
+def _say(template: str, ranks: Sequence[int]) -> str:
+    """Fill in a template, such as ``{ranks} {waits} in recv``, with verbs for one or several."""
+    # Not str.format: paths and code may hold braces.
+    for singular, plural in _PLURALS.items():
+        template = template.replace(f"{{{singular}}}", singular if len(ranks) == 1 else plural)
+    return template.replace("{ranks}", name_ranks(ranks))
 
 
 def _whereabouts(ranks: Sequence[int], positions: _Positions) -> str:
@@ -230,7 +224,7 @@ def _whereabouts(ranks: Sequence[int], positions: _Positions) -> str:
     at = f" at {site}" if site else ""
     if position.activity is Activity.RUNS and at:
         return f",{at}"
-    return _say(f", which {_WHEREABOUTS[position.activity]}", ranks, at=at)
+    return _say(f", which {_WHEREABOUTS[position.activity]}", ranks).replace("{at}", at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,15 +321,14 @@ def _stall(
         waiting[rank] = _waits(text, one.site, what)
     unequal = _unequal(what, own)
     notes = unequal or _unlike_roots(own)
-    absent = [rank for rank in group.ranks if rank not in waiting]
-    never = frozenset(rank for rank in absent if rank not in own)
-    gone_on = frozenset(rank for rank in absent if rank in own and own[rank].is_done)
-
-    absent_words = {}
-    for rank in _answering(absent, positions):
+    elsewhere = [rank for rank in group.ranks if rank not in waiting]
+    never = frozenset(rank for rank in elsewhere if rank not in own)
+    gone_on = frozenset(rank for rank in elsewhere if rank in own and own[rank].is_done)
+    absent = {}
+    for rank in _answering(elsewhere, positions):
         before, more = group.issued.get(rank, {}), ""
         if issued := own.get(rank):
-            thread = _verbatim(f" in thread {issued.thread}") if issued.thread else ""
+            thread = f" in thread {issued.thread}" if issued.thread else ""
             text = "finished it" if issued.is_done else f"issued it{thread}"
             if unequal:
                 more = f" ({issued.kind}, {show_nbytes(issued.nbytes)})"
@@ -343,16 +336,14 @@ def _stall(
             text = "never issued it"
             if before:
                 last = before[max(before)]
-                past = f"last of {group.label} was {last.kind} #{last.seq}"
-                more = f" ({{its}} {_verbatim(past)})"
-        absent_words[rank] = (f"{text}{more}{_place(positions[rank])}", f"{text}{more}", text)
-
+                more = f" ({{its}} last of {group.label} was {last.kind} #{last.seq})"
+        absent[rank] = (f"{text}{more}{_place(positions[rank])}", f"{text}{more}")
     return _Stall(
         what=what,
         waiting=waiting,
         # Gloo may let a sender go before its receivers have all: waited for only if nobody else is.
         missing=never or (frozenset() if notes else gone_on),
-        absent=absent_words,
+        absent=absent,
         notes=notes,
         is_aside=is_aside,
     )
@@ -363,16 +354,14 @@ def _answering(ranks: Iterable[int], positions: _Positions) -> Iterator[int]:
 
 
 def _waits(text: str, site: str, what: str) -> _Words:
-    at = f"{text} at {site}" if site else text
-    exact, vague, vaguest = (f"{{waits}} in {_verbatim(words)}" for words in (at, text, what))
-    return exact, vague, vaguest
+    return f"{{waits}} in {text}{f' at {site}' if site else ''}", f"{{waits}} in {what}"
 
 
 def _place(position: Position) -> str:
     """Where a rank is that does not wait with others, as part of a template."""
     if position.activity is Activity.HAS_ENDED:
         return ", and {has} finished the test"
-    site = _verbatim(with_code(position.site, position.code))
+    site = with_code(position.site, position.code)
     if position.activity is Activity.REPORTS:
         return f", and failed at {site}"
     return f", and {{is}} at {site}" if site else ""
@@ -428,7 +417,7 @@ def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
             },
             missing=missing,
             absent={
-                rank: (f"{not_called}{_place(positions[rank])}", not_called, not_called)
+                rank: (f"{not_called}{_place(positions[rank])}", not_called)
                 for rank in _answering(missing if call.is_mutual else (), positions)
             },
         )
@@ -452,8 +441,7 @@ def _peers(calls: Mapping[int, UnrecordedCall], positions: _Positions) -> dict[i
 
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
     waits = {rank: words for stall in stalls for rank, words in stall.waiting.items()}
-    most = _MOST_PEERS if stalls[0].what.endswith(" other ranks") else _MOST_WAYS
-    for ranks, words in _folded(waits, most=most):
+    for ranks, words in _folded(waits):
         if " rank r" in words and words.startswith(_PEER_CALLS):
             each = f"each rank r of {write_ranks(ranks, separator=', ')}"
             yield _say(f"{each} {words}", ranks[:1])
@@ -462,18 +450,15 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
     yield from dict.fromkeys(note for stall in stalls for note in stall.notes)
     # A rank that waits in something else has its place in the line about that.
     absent = {
-        rank: (words[1], *words[1:]) if rank in reached else words
+        rank: (short, short) if rank in reached else (full, short)
         for stall in stalls
-        for rank, words in stall.absent.items()
+        for rank, (full, short) in stall.absent.items()
     }
     for ranks, text in _folded(absent):
         yield _say(f"{{ranks}} {text}", ranks)
 
 
-def _folded(words: Mapping[int, _Words], most: int = _MOST_WAYS) -> _Folds:
-    """Ranks with equal words together; see Note [What fits on a screen]."""
-    for level in range(3):
-        folded = fold_equal({rank: words[rank][level] for rank in words})
-        if len(folded) <= most:
-            break
-    return folded
+def _folded(words: Mapping[int, _Words]) -> _Folds:
+    """Ranks with equal words together: the rarest words in full, the others in short."""
+    shown, _, rest = _rarest({rank: full for rank, (full, _) in words.items()})
+    return [*sorted(shown), *fold_equal({rank: words[rank][1] for rank in rest})]

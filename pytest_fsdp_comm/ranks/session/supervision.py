@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_fsdp_comm.ranks.hangs.process_state import is_alive, silent_activity, start_time
+from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity, start_time
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
 from pytest_fsdp_comm.ranks.session.echo import Echo
@@ -18,7 +18,6 @@ from pytest_fsdp_comm.ranks.start.fork_client import ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
-    LAST_WORDS,
     SUPERVISOR,
     DebuggerSkipped,
     Debugging,
@@ -47,9 +46,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 # Once a rank has failed, the others fail within a second of it (their connections close) or hang.
+# One that compares with a snapshot or formats its failure waits for nobody, and may take longer.
 GRACE_S = 1.0
-# After a comparison that failed on all ranks, the one that explains it takes longer.
-_EXPLAINING_S = 20.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
 # A thread of the rank answers as soon as it gets the GIL, and a processor: ranks may share few.
@@ -161,34 +159,38 @@ class Supervision:
         results = self._results.values()
         deadline = started_at + self.spec.settings.timeout_s
         progress_after_s = progress.first_after_s if progress else None
-        first_failure: float | None = None
+        grace_ends_at: float | None = None
         was_debugged = False
         while not all(result.is_over for result in results):
             now = time.monotonic()
             if any(result.rank in self._debugging and not result.is_over for result in results):
                 was_debugged = True
                 # Even if a rank has failed, it is the debugger's turn.
-                first_failure = None
+                grace_ends_at = None
                 self._wait(_POLL_S)
                 continue
-            has_failed = self._has_failed(has_failed_elsewhere)
-            if first_failure is None and has_failed:
-                first_failure = now
-                self._note_survivors()
-            is_odd = any(result.has_failed_alone for result in results)
-            grace_s = GRACE_S if is_odd else _EXPLAINING_S
-            if first_failure is not None and now > first_failure + grace_s:
-                self._stop(Stopped.AFTER_FAILURE)
+            if self._has_failed(has_failed_elsewhere) and grace_ends_at is None:
+                grace_ends_at = now + GRACE_S
+            ends_at = min([deadline, *(timer.runs_out_at for timer in self._running_timers())])
+            # Time in a debugger is not the test's, and how much it was no longer matters.
+            if now > ends_at and not was_debugged:
+                has_failed = grace_ends_at is not None
+                self._stop(Stopped.AFTER_FAILURE if has_failed else Stopped.AT_DEADLINE)
                 break
+            if grace_ends_at is not None and now > grace_ends_at:
+                positions = self._positions()
+                if not any(
+                    positions[rank].is_reporting
+                    for rank in positions
+                    if not self._results[rank].is_over
+                ):
+                    self._stop(Stopped.AFTER_FAILURE)
+                    break
+                grace_ends_at = time.monotonic() + GRACE_S
             after_s = now - started_at
             if progress and progress_after_s is not None and after_s > progress_after_s:
                 progress.show(self._positions(), after_s=after_s)
                 progress_after_s = 2 * after_s
-            ends_at = min([deadline, *(timer.runs_out_at for timer in self._running_timers())])
-            # Time in a debugger is not the test's, and how much it was no longer matters.
-            if now > ends_at and not was_debugged:
-                self._stop(Stopped.AT_DEADLINE)
-                break
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
         # Once more: a rank may have failed and ended in one turn, and others wait for it. Those
         # that failed say what they called; where ranks were stopped, all have.
@@ -269,9 +271,8 @@ class Supervision:
 
     def _has_failed(self, elsewhere: Callable[[bool], bool]) -> bool:
         """Whether a rank has failed, here or elsewhere; tells `elsewhere` of those here."""
-        results = self._results.values()
-        is_odd = any(result.has_failed_alone for result in results)
-        return elsewhere(is_odd) or any(result.has_failed for result in results)
+        has_failed = any(result.has_failed for result in self._results.values())
+        return elsewhere(has_failed) or has_failed
 
     def _running_timers(self) -> list[TimerSet]:
         return [timer for rank, timer in self._timers.items() if not self._results[rank].is_over]
@@ -303,13 +304,6 @@ class Supervision:
                 if not self._results[rank].is_done:
                     self._results[rank].status = status
                     self._results[rank].ended_at = time.time()
-
-    def _note_survivors(self) -> None:
-        """Note which ranks outlive a failure: if they die later, that is not its cause."""
-        for rank, result in self._results.items():
-            looked_at = time.time()
-            if not result.is_over and is_alive(self.server.pids[rank]):
-                result.seen_alive_at = looked_at
 
     def _drain(self, rank: int) -> None:
         """Read what a rank has sent; see Note [Dead ranks are read first]."""
@@ -449,7 +443,6 @@ class Supervision:
     ) -> None:
         """Ask ranks where they are; one that does not answer in time keeps what was known."""
         self._questions += 1
-        # A dead one may have left its last word.
         asked = [(one, self._watchdogs[one.rank]) for one in results]
         for _, watchdog in asked:
             with contextlib.suppress(OSError):
@@ -459,17 +452,14 @@ class Supervision:
         for result, watchdog in asked:
             with contextlib.suppress(OSError, CodecError):
                 while True:
-                    # What a dead one sent is there; its children may keep the socket open.
+                    # The children of a dead rank may keep its socket open.
                     left_s = 0.0 if result.rank in self._exited else until - time.monotonic()
                     watchdog.settimeout(max(left_s, 0.001))
                     answer = watchdog.receive()
                     if answer is None:
                         break
                     # An earlier question may have been answered after its time.
-                    if isinstance(answer, PositionAnswer) and answer.number in (
-                        LAST_WORDS,
-                        self._questions,
-                    ):
+                    if isinstance(answer, PositionAnswer) and answer.number == self._questions:
                         result.position = answer.position
                         if result.is_done:
                             result.position = replace(result.position, activity=Activity.HAS_ENDED)

@@ -26,16 +26,10 @@ LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 
 # Note [First failure leads]: of several failures the one that happened first is the cause, and the
 # others are often only its echo ("connection closed by peer"). So failures are sorted by the time
-# at which they happened on their ranks, which takes some care:
-# - A phase failed when it ended; its report was made and sent later.
-# - A death is noticed after the others have seen its closed connections, under load by half a
-#   second, so it counts from that much earlier on; but not from before its process was last seen
-#   alive, which the supervisor notes once another rank has failed.
-# - A rank that an exception ended reports the time itself, but may have closed its connections as
-#   it unwound: the first echo after that half second dates it.
-# - A rank that is lost with the process that should report on it comes before all others, however
-#   late it was missed; one that only took too long comes after them.
-_REAPED_LATE_S = 0.5
+# at which they happened on their ranks, but echoes come after all others, since a death is noticed
+# later than its closed connections. How much later is unknown, so the text does not claim that
+# another rank failed before one that died. A rank that is lost with the process that should report
+# on it comes first, and one that only took too long comes last.
 
 # What gloo and NCCL say where they give up; read in torch 2.13.
 _GAVE_UP = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")
@@ -87,6 +81,15 @@ class _Failure:
     text: str
     """What happened to the rank, to be read after its name."""
 
+    is_echo: bool = False
+    """Whether the backend gave up, for what another rank did."""
+
+    @property
+    def order(self) -> tuple[bool, bool, bool, float]:
+        """Sorts failures; see Note [First failure leads]."""
+        has_raised = self.report is not None
+        return self.at == math.inf, self.is_echo, self.is_echo and has_raised, self.at
+
     @property
     def raised(self) -> str:
         """How pytest shows what the rank raised; empty if it died."""
@@ -108,11 +111,11 @@ def merge_reports(
     failures = sorted(
         # Deaths come before what came at the same time.
         [
-            *_deaths(ranks, raised),
+            *_deaths(ranks),
             *raised,
             *_timeouts(ranks, timeout_s),
         ],
-        key=lambda failure: failure.at,
+        key=lambda failure: failure.order,
     )
     failures = _explained_first(failures)
     # Before any report gets the sections of all ranks: a phase that a rank did not end shows those
@@ -234,7 +237,8 @@ def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
         text = f"{what} ({crash.path}:{crash.lineno})"
     else:
         text = (str(report.longrepr).strip().splitlines() or ["failed"])[-1]
-    return _Failure(rank=rank, when=when, at=report.stop, report=report, text=text)
+    is_echo = _GAVE_UP.search(str(report.longrepr)) is not None
+    return _Failure(rank=rank, when=when, at=report.stop, report=report, text=text, is_echo=is_echo)
 
 
 def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
@@ -245,15 +249,22 @@ def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
     )
 
 
-def _deaths(ranks: _Ranks, raised: Sequence[_Failure]) -> Iterable[_Failure]:
+def _deaths(ranks: _Ranks) -> Iterable[_Failure]:
     for rank, ran in ranks.items():
         result, when = ran.result, ran.unfinished
         if result.lost:
             # Its phase is unknown.
             yield _Failure(rank=rank, when="call", at=-math.inf, text=result.lost)
         elif result.has_died:
-            text = f"{_end_of(result)} during {when}{_uncaught(result)}"
-            yield _Failure(rank=rank, when=when, at=_died_at(result, raised), text=text)
+            uncaught = _uncaught(result)
+            yield _Failure(
+                rank=rank,
+                when=when,
+                at=result.ended_at or 0.0,
+                text=f"{_end_of(result)} during {when}{uncaught}",
+                # gloo ends a rank that is sent another size than it expects.
+                is_echo="gloo::" in uncaught,
+            )
 
 
 def _end_of(result: RankResult) -> str:
@@ -273,19 +284,7 @@ def _uncaught(result: RankResult) -> str:
     uncaught = _UNCAUGHT.search(result.unreported.get("stderr", ""))
     if uncaught is None or result.escaped is not None or result.status != -signal.SIGABRT:
         return ""
-    site = result.position.site if result.position else ""
-    return f"{f' at {site}' if site else ''}: {uncaught[1]}: {uncaught[2]}"
-
-
-def _died_at(result: RankResult, raised: Iterable[_Failure]) -> float:
-    """The earliest time at which a rank may have died; see Note [First failure leads]."""
-    if result.ended_at is None:
-        return 0.0
-    earliest = result.ended_at - _REAPED_LATE_S
-    if result.escaped is None:
-        return max(earliest, result.seen_alive_at or earliest)
-    echoes = [one.at for one in raised if _GAVE_UP.search(one.raised)]
-    return min((at for at in echoes if at >= earliest), default=result.ended_at)
+    return f": {uncaught[1]}: {uncaught[2]}"
 
 
 def _timeouts(ranks: _Ranks, timeout_s: float) -> Iterable[_Failure]:
@@ -337,11 +336,9 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
     alike = _alike(failures)
     story = _story(failures, ranks)
     mismatch = _mismatch(failures, ranks)
-    # What a rank did on its own accord may have been the cause, whatever the backend said first.
-    if mismatch and not all(_gave_up(failure, ranks) for failure in failures):
-        mismatch, story = "", f"{mismatch}\n{story}"
     if first.report is not None and not mismatch:
-        return _with_story(first.report, alike, story, rank_count=len(ranks))
+        is_first = all(failure.report is not None for failure in failures)
+        return _with_story(first.report, alike, story, rank_count=len(ranks), is_first=is_first)
     what = first.text if first.report is None else f"failed: {first.text}"
     if len(alike) > 1 and what.startswith("was "):
         what = f"were {what.removeprefix('was ')}"
@@ -351,32 +348,24 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
 
 def _mismatch(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     """What ranks called differently, which the backend gave up on; empty if that is not it."""
-    if not _gave_up(failures[0], ranks):
+    if not failures[0].is_echo:
         return ""
-    gave_up = {failure.rank for failure in failures if _gave_up(failure, ranks)}
-    own = [failure for failure in failures if failure.at < math.inf]
-    if any(failure.report is None and failure.rank not in gave_up for failure in own):
-        return ""  # it died by itself
     positions = {rank: ran.result.position for rank, ran in ranks.items() if ran.result.position}
-    return explain_mismatch(positions, gave_up)
-
-
-def _gave_up(failure: _Failure, ranks: _Ranks) -> bool:
-    if failure.report is not None:
-        return _GAVE_UP.search(failure.raised) is not None
-    # A rank that C++ ended has left its last words.
-    result = ranks[failure.rank].result
-    is_aborted = result.status == -signal.SIGABRT
-    return is_aborted and result.position is not None and len(result.position.groups) > 0
+    return explain_mismatch(positions, {failure.rank for failure in failures if failure.is_echo})
 
 
 def _with_story(
-    report: pytest.TestReport, alike: Sequence[int], story: str, *, rank_count: int
+    report: pytest.TestReport,
+    alike: Sequence[int],
+    story: str,
+    *,
+    rank_count: int,
+    is_first: bool = True,
 ) -> pytest.TestReport:
     """Add to a rank's failure which ranks failed like it, and what the others did."""
     if not story and len(alike) == rank_count:
         return report
-    is_first = story and len(alike) == 1
+    is_first = is_first and bool(story) and len(alike) == 1
     story = f"{name_ranks(alike)} failed{' first' if is_first else ''}\n{story}".rstrip()
     longrepr: Any = report.longrepr
     if hasattr(longrepr, "addsection"):
@@ -421,7 +410,7 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
 def _later(failures: Sequence[_Failure]) -> list[str]:
     """How the ranks failed that failed unlike the first."""
     others = {
-        failure.rank: f"{'later' if failure.report is None else 'failed later'}: {failure.text}"
+        failure.rank: failure.text if failure.report is None else f"failed later: {failure.text}"
         for failure in failures
         if failure.text != failures[0].text
     }

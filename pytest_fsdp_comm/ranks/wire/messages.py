@@ -78,16 +78,12 @@ class TestsEnded:
     """Answers `EndTests`, after the reports of what failed."""
 
 
-LAST_WORDS: Final = 0
-"""The number of a position that answers no question: the rank's last, as C++ ends it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionAnswer:
     """A watchdog's answer to `PositionQuestion`."""
 
     number: int
-    """The question's, or `LAST_WORDS`."""
+    """The question's."""
     position: Position
 
 

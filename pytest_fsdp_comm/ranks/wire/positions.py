@@ -97,7 +97,7 @@ class Position:
     site: str
     """``path:line in function`` of the innermost user code; empty if unknown, or if none runs."""
     code: str = ""
-    """The expression that is evaluated there, such as ``lock.acquire()``; empty if unknown."""
+    """The line of source there, such as ``lock.acquire()``; empty if unknown."""
     stack: tuple[str, ...] = ()
     """Lines that say more of the stack than `site`, innermost frame first; empty if unknown."""
     module: str = ""
@@ -107,3 +107,5 @@ class Position:
     call: UnrecordedCall | None = None
     """What the main thread waits in, if not in a collective."""
     activity: Activity = Activity.RUNS
+    is_reporting: bool = False
+    """Whether it compares with a snapshot or formats a failure, and so waits for no other rank."""

@@ -37,11 +37,6 @@ class PhaseReport:
         """Whether the phase or subtest failed."""
         return bool(self.report["outcome"] == "failed")
 
-    @property
-    def differs_from_snapshot(self) -> bool:
-        """Whether it failed by a comparison, which the other ranks make and fail as well."""
-        return "comm_differs" in self.report
-
     def shifted(self, offset_s: float) -> PhaseReport:
         """With every time moved onto another process's clock."""
         times = {
@@ -91,8 +86,6 @@ class RankResult:
     """Exit status, or minus the signal's number, of a process that ended early; else None."""
     ended_at: float | None = None
     """`time.time` of an end before the end of the test; None if it finished the test."""
-    seen_alive_at: float | None = None
-    """`time.time` when its process still lived after another rank failed; None if it never did."""
     stopped: Stopped | None = None
     """Why the supervisor ended it; None if it did not."""
     timeout_s: float | None = None
@@ -119,17 +112,10 @@ class RankResult:
         """Whether the other ranks need not wait for this one any more."""
         return self.has_failed_phase or self.has_died
 
-    @property
-    def has_failed_alone(self) -> bool:
-        """Whether it failed, and not just by a comparison that all ranks make."""
-        failed = (report for report in self.reports if report.has_failed and not report.is_subtest)
-        return self.has_died or not all(report.differs_from_snapshot for report in failed)
-
     def shifted(self, offset_s: float) -> RankResult:
         """With every time moved onto another process's clock."""
         return dataclasses.replace(
             self,
             reports=tuple(report.shifted(offset_s) for report in self.reports),
             ended_at=None if self.ended_at is None else self.ended_at + offset_s,
-            seen_alive_at=None if self.seen_alive_at is None else self.seen_alive_at + offset_s,
         )

@@ -63,6 +63,13 @@ FAULTS = {
         ),
     ),
     "all_fail_alike": Fault(body="assert 1 == 2", says=("assert 1 == 2",)),
+    # Formats its failure for longer than the others are waited for after a failure.
+    "slow_report": Fault(
+        before="class Slow(list):\n    def __repr__(self):\n"
+        "        if rank() == 1: time.sleep(4)\n        return super().__repr__()\n",
+        body="assert Slow([1]) == [2]",
+        says=(r"E +assert \[1\] == \[2\]", r"\A(?!(.|\n)*still running)"),
+    ),
     "skip_all": Fault(body="pytest.skip('not today')", outcome="skipped"),
     "skip_mark": Fault(
         body="raise RuntimeError",
@@ -334,16 +341,16 @@ FAULTS = {
 
 # What ends a rank after another has failed: the failure stays the headline.
 LATER = {
-    "exit": ("os._exit(3)", "later: ended with exit status 3"),
-    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "later: was killed by signal 9"),
-    "pytest_exit": ("pytest.exit('enough')", "later: left the test with Exit: enough"),
-    "interrupt": ("raise KeyboardInterrupt", "later: left the test with KeyboardInterrupt"),
+    "exit": ("os._exit(3)", "ended with exit status 3"),
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by signal 9"),
+    "pytest_exit": ("pytest.exit('enough')", "left the test with Exit: enough"),
+    "interrupt": ("raise KeyboardInterrupt", "left the test with KeyboardInterrupt"),
 }
 for ending, (statement, says) in LATER.items():
     FAULTS[f"assertion_before_{ending}"] = Fault(
         body="dist.barrier()\n    assert rank() != 0, 'ordinary'\n    time.sleep(0.4)\n"
         f"    if rank() == 1: {statement}",
-        says=("AssertionError: ordinary", rf"rank 0 failed first\nrank 1 {says}"),
+        says=("AssertionError: ordinary", rf"rank 0 failed\nrank 1 {says}"),
     )
 
 # What one rank does in a fixture, and what the user reads of it.

@@ -40,7 +40,7 @@ def test_missing(dist_info):
     dist.barrier()
     dist.all_reduce(torch.ones(4))
     if dist_info.rank == 3:
-        time.sleep(60)  # missing
+        time.sleep(60)
     dist.all_gather([torch.ones(4) for _ in range(4)], torch.ones(4))
 
 def test_ended_early(dist_info):
@@ -62,7 +62,9 @@ def test_in_a_model(dist_info, device_mesh):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if dist_info.rank == 3:
-        model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(60), prepend=True)
+        def late(*_):
+            time.sleep(60)
+        model.layers[1].register_forward_pre_hook(late, prepend=True)
     model(torch.ones(2, 8)).sum().backward()
 
 def test_one_axis(dist_info, device_mesh):
@@ -134,7 +136,7 @@ def test_file(dist_info, tmp_path):
     os.mkfifo(tmp_path / "weights")
     dist.barrier()
     if dist_info.rank == 0:
-        open(tmp_path / "weights", "wb")  # nobody reads it
+        open(tmp_path / "weights", "wb")
     dist.barrier()
 
 def test_background(dist_info):
@@ -314,8 +316,8 @@ ranks 2-3 wait in broadcast #1 of world (16 B) at test_it.py:N in test_different
 """,
     "in_a_model": """\
 rank 2 waits in all_gather #2 of shard for layers.1 (144 B) at test_it.py:N in forward
-rank 3 never issued it (its last of shard was all_gather #1), and is at test_it.py:N in <lambda>\
-: time.sleep(60)
+rank 3 never issued it (its last of shard was all_gather #1), and is at test_it.py:N in late: \
+time.sleep(60)
 """,
     "one_axis": """\
 all wait for rank 3, at test_it.py:N in test_one_axis: time.sleep(60)

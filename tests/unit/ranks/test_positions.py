@@ -12,7 +12,7 @@ import time
 import pytest
 
 from pytest_fsdp_comm.ranks.hangs.position import _stack, is_waiting, read_position
-from pytest_fsdp_comm.ranks.hangs.process_state import is_alive, silent_activity
+from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
 from pytest_fsdp_comm.ranks.rank import main
 from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
@@ -90,7 +90,10 @@ def waits_for_torch():
 
 
 def test_a_position_names_what_the_user_called():
-    position = read_during(lambda event: event.wait(5))
+    def wait_for_the_event(event):
+        event.wait(5)
+
+    position = read_during(wait_for_the_event)
     assert "test_positions.py" in position.site
     assert position.code == "event.wait(5)"
     assert position.stack[0] == f"{position.site}: event.wait(5)"
@@ -171,8 +174,17 @@ def test_a_failure_that_pytest_reports_is_where_the_test_raised():
     position = read_during(lambda event: pytest_runtest_makereport(call, event))
     assert position.activity is Activity.REPORTS
     assert position.site.endswith(" in fail")
+    assert position.is_reporting
     passed = read_during(lambda event: pytest_runtest_makereport(Call(), event))
     assert passed.activity is Activity.RUNS
+    assert not passed.is_reporting
+
+
+def test_rank_that_explains_a_comparison_is_reporting():
+    def pytest_assertrepr_compare(event):
+        event.wait(5)
+
+    assert read_during(pytest_assertrepr_compare).is_reporting
 
 
 def frame(path, name="f"):
@@ -208,10 +220,5 @@ def test_a_stopped_process_is_stopped_and_a_sleeping_one_is_not():
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert silent_activity(process.pid) is Activity.STOPPED
-        assert is_alive(process.pid)
         process.kill()
-        # Dead before its parent has waited for it.
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not is_alive(process.pid)
-    assert not is_alive(process.pid)
     assert silent_activity(process.pid) is Activity.SILENT

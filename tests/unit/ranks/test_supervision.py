@@ -11,7 +11,7 @@ from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.positions import Activity
+from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
 from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, RankSetSpec, StoreAddress
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Stopped
 
@@ -124,6 +124,28 @@ def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, mo
     assert results[1].position.activity is Activity.HAS_ENDED
     # It may keep fixtures for another test, which it ends itself.
     assert server.signals[-2:] == [signal.SIGSTOP, signal.SIGCONT]
+
+
+@pytest.mark.parametrize("is_reporting", [True, False])
+def test_grace_waits_for_a_rank_that_reports(spec, monkeypatch, is_reporting):
+    monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
+    server = Pausing()
+    supervision = Supervision(spec, server, server.connections)
+    asked = []
+
+    def positions():
+        asked.append(is_reporting)
+        if len(asked) == 3:
+            server.rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
+        return {1: Position(site="", is_reporting=is_reporting)}
+
+    monkeypatch.setattr(supervision, "_positions", positions)
+    try:
+        supervision.run(started_at=time.monotonic(), has_failed_elsewhere=lambda _: True)
+    finally:
+        supervision.end(0.0)
+    assert (signal.SIGSTOP in server.signals) == (not is_reporting)
+    assert len(asked) == (3 if is_reporting else 1)
 
 
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
