@@ -18,7 +18,6 @@ from pytest_fsdp_comm.command_line.documents import (
 )
 from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.reports.explanation import CURE
 from pytest_fsdp_comm.reports.html.sides import cost_rows
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
@@ -228,10 +227,10 @@ def _tell(pair: Pair, evidence: Evidence | None) -> Story:
         (pair.old.profile, pair.new.profile), where=name, evidence=evidence
     )
     explanation = difference.explanation
-    body = [line for line in explanation.full[1:] if not line.startswith(CURE)]
+    body = explanation.body
     if not body:
         # An update may write in other words what compares as equal.
-        body = [f"  {difference.text or 'nothing that is compared'}"]
+        body = (f"  {difference.text or 'nothing that is compared'}",)
     scope = f" ({explanation.scope})" if explanation.scope else ""
     differs = bool(difference.changes or difference.text) or pair.is_rename
     return Story(lines=(f"{head}:{scope}", *body), differs=differs)

@@ -28,7 +28,7 @@ _STYLES: Final = tuple(
         (r"\s*(?:\S+: )?(?:likely|note|not compared): ", _YELLOW),
         (r"\s+.* -> 0(?: \(-|,|$)|\s+.*(?:no longer|any more|merged into|: removed| less$)", _RED),
         (r"\s+.*(?<!rank) 0 -> \d|\s+.*(?:: becomes|: added|split off| now[,:]| more$)", _GREEN),
-        (r"\S(?!vv shows)", _BOLD),
+        (r"\S", _BOLD),
     )
 )
 

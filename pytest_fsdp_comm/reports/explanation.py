@@ -1,14 +1,13 @@
-"""Why an assertion failed, in the room that there is: a screen, or all of it."""
+"""Why an assertion failed: the one place that builds this text."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.text.words import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -16,308 +15,148 @@ if TYPE_CHECKING:
 # The title of the section below pytest's explanation.
 SECTION: Final = "comparison"
 LIKELY: Final = "  likely: "
-LEFT_OUT: Final = "  ... and "
 CURE: Final = "  or "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
 BESIDE: Final = "  not compared: "
 READ: Final = "  then read the file, and commit it with the test"
-"""How lines begin that name no change: causes, what is left out, cures and commands."""
+"""How lines begin that name no change: causes, cures and commands."""
 
 # pytest cuts an explanation at 8 lines or 640 characters outside CI, but not for less than what
 # saying so takes: 2 lines and 46 characters (9.2; 70 in 8.4).
-SHORT_LINES: Final = 8
-SHORT_CHARACTERS: Final = 660
-_PYTESTS_CHARACTERS: Final = 686
-
-_SCREEN_ROWS: Final = 24
-_SCREEN_COLUMNS: Final = 80
-_MARGIN: Final = 10
-"""What pytest puts before a line of its explanation: ``E`` and blanks."""
-_TITLE_AND_HINT_ROWS: Final = 2
-_LONGEST: Final = 3 * _SCREEN_COLUMNS
-"""The most characters of a change on a screen; neither a command nor a remedy is ever cut."""
-_COMMANDS: Final = (ACCEPT, RECORD, READ)
+MOST_LINES: Final = 8
+MOST_CHARACTERS: Final = 660
+_MOST_COSTS: Final = 2
+"""Of the whole, and of its parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureText:
-    """Why a comparison failed, at two lengths."""
+    """Why one comparison failed, by what its lines are."""
 
-    short: tuple[str, ...]
-    """What fits where pytest cuts: the first changes, the first cause, the command."""
-    full: tuple[str, ...]
+    head: str
     compared: str = ""
     """What differs, ``comm_mode`` or ``fsdp_tree``; empty if there was nothing to compare with."""
     snapshot: str = ""
     """The file that it differs from, as the user would type it; empty as above."""
+    scope: str = ""
+    """What the first line says of the whole, such as what is not compared; empty for most."""
     cost: tuple[str, ...] = ()
-    """The lines of `short` that say what the changes cost."""
+    """What the changes cost."""
+    changes: tuple[str, ...] = ()
+    """Most important first."""
     told: tuple[str, ...] = ()
     """Each change of the whole in one line with its probable cause, those of regressions first."""
     sent: tuple[tuple[str, str], ...] = ()
     """Each change whose call site is known, as ``path:line`` and the text of the change."""
-    scope: str = ""
-    """What the first line says of the whole, such as what is not compared; empty for most."""
+    causes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    cures: tuple[str, ...] = ()
+    """What else to do than to accept the change."""
+    is_missing: bool = False
+    """Whether the snapshot does not exist yet."""
 
     def __post_init__(self) -> None:
-        """Make every line printable, as the names in a file may not be."""
-        for name in ("short", "full", "cost"):
-            lines = tuple(map(printable, getattr(self, name)))
-            object.__setattr__(self, name, lines)
+        # Names in a file may not be printable.
+        object.__setattr__(self, "head", printable(self.head))
+        for name in ("cost", "changes", "causes", "notes"):
+            object.__setattr__(self, name, tuple(map(printable, getattr(self, name))))
+
+    @classmethod
+    def of_text(cls, text: str) -> FailureText:
+        """Make the text of a comparison that had nothing to compare with."""
+        first, *others = text.splitlines()
+        return cls(head=first, changes=tuple(others))
+
+    @property
+    def body(self) -> tuple[str, ...]:
+        """All lines between the first one and what to do, with what they begin with."""
+        return (
+            *_named("", self, (*self.cost, *self.changes)),
+            *(f"{LIKELY}{cause}" for cause in self.causes),
+            *(f"  note: {note}" for note in self.notes),
+        )
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return (self.head, *self.body, *(f"{CURE}{cure}" for cure in self.cures))
 
     def within(self, scope: str, cure: str = "") -> FailureText:
         """Add `scope` behind the snapshot's path, and another `cure`, which may be empty."""
-        cures = (f"{CURE}{cure}",) if cure else ()
-
-        def scoped(lines: tuple[str, ...]) -> tuple[str, ...]:
-            commands = tuple(line for line in lines if line.startswith(_COMMANDS))
-            body = tuple(line for line in lines[1:] if line not in commands)
-            return (f"{lines[0]}, {scope}", *body, *cures, *commands)
-
-        scopes = ", ".join(filter(None, (self.scope, scope)))
-        return replace(self, short=scoped(self.short), full=scoped(self.full), scope=scopes)
+        return replace(
+            self,
+            head=f"{self.head}, {scope}",
+            scope=", ".join(filter(None, (self.scope, scope))),
+            cures=(*self.cures, *([cure] if cure else [])),
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """One of the comparisons of an assertion, failed."""
-
-    name: str
-    """The value's, where a dict was compared; empty otherwise."""
-    explanation: FailureText
-    difference: tuple[str, ...] = ()
-    """The lines of the file that differ; empty if there is none to compare with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """What is shown of a failed assertion. No line is in both."""
-
-    lines: tuple[str, ...]
-    """As pytest's explanation."""
-    below: tuple[str, ...]
-    """As a section of the report; empty for none."""
-
-
-def fit_changes(
-    head: Sequence[str], changes: Sequence[str], tail: Sequence[str], *, left_out: int = 0
+def failure_lines(
+    texts: Mapping[str, FailureText], *, accept: str, beside: str = "", everything: bool = False
 ) -> tuple[str, ...]:
-    """Keep as many changes as pytest does not cut, at least one, and count those left out."""
-    left_out = left_out or len(changes)
-    text = [*head, *tail]
-    for shown in range(len(changes), 0, -1):
-        hidden = left_out - shown
-        what = "change" if hidden == 1 else "changes"
-        more = [f"{LEFT_OUT}{hidden} more {what}, below"] if hidden else []
-        text = [*head, *changes[:shown], *more, *tail]
-        if fits(text):
-            break
-    return tuple(text)
+    """Explain the failed comparisons of one assertion in 8 lines, or with everything.
 
-
-def fits(text: Sequence[str]) -> bool:
-    """Whether pytest shows all of a text."""
-    return len(text) <= SHORT_LINES and sum(map(len, text)) <= SHORT_CHARACTERS
-
-
-def show_on_screen(failures: Sequence[Failure], *, accept: str, beside: str = "") -> Shown:
-    """Fit failures on a screen of 24 lines of 80 characters, the most important line first."""
-    is_alone = len(failures) == 1
-    short = failures[0].explanation.short if is_alone else combine(failures, accept=accept)
-    above = _fitted(_with_beside(short, beside))
-    lines = tuple(map(_clipped, above))
-    room = _SCREEN_ROWS - _TITLE_AND_HINT_ROWS - sum(_rows(line, _MARGIN) for line in lines)
-    rest = {failure.name: _not_shown(failure, above) for failure in failures}
-    return Shown(lines=lines, below=tuple(_below(failures, rest, room)))
-
-
-def show_everything(failures: Sequence[Failure], *, accept: str, beside: str = "") -> Shown:
-    """Show all changes and causes, and the lines of the files that differ."""
-    if len(failures) == 1:
-        full = _with_beside(failures[0].explanation.full, beside)
-        return Shown(lines=tuple(full), below=failures[0].difference)
-    tail = _commands(failures, accept)
-    first = int(_all_compared(failures))
-    bodies = [
-        (failure.name, line) for failure in failures for line in failure.explanation.full[first:]
-    ]
-    causes = [line for _, line in bodies if line.startswith(LIKELY)]
-    cures = _cures(line for _, line in bodies)
-    shared = {*causes, *cures}
-    changes = [
-        f"  {name}: {line.strip()}"
-        for name, line in bodies
-        if line not in shared and not line.startswith(_COMMANDS)
-    ]
-    lines = _with_beside((_head(failures), *changes, *dict.fromkeys(causes), *cures, *tail), beside)
-    below = [
-        line
-        for failure in failures
-        if failure.difference
-        for line in (_heading(failure), *failure.difference)
-    ]
-    return Shown(lines=tuple(lines), below=tuple(below))
-
-
-def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
-    """Explain failed comparisons of one assertion in the space of one; `accept` may be empty."""
-    head = _head(failures)
-    first = int(_all_compared(failures))
-    # What a change costs comes first, whatever the order of the values.
-    failures = sorted(failures, key=lambda failure: not failure.explanation.cost)
-    bodies = {failure.name: list(failure.explanation.short[first:]) for failure in failures}
-    left_out = {line for line in chain(*bodies.values()) if line.startswith(LEFT_OUT)}
-    causes = [line for line in chain(*bodies.values()) if line.startswith(LIKELY)]
-    costs = {failure.name: failure.explanation.cost for failure in failures}
-    cures = _cures(chain(*bodies.values()))
-    tail = [*causes[:1], *cures, *_commands(failures, accept)]
-    shared = (*left_out, *causes, *cures, *chain(*costs.values()), *_COMMANDS)
-    bodies = {
-        name: [line for line in body if not line.startswith(shared)]
-        for name, body in bodies.items()
-    }
-    # Costs come before changes, but make room for them.
-    for name, body in bodies.items():
-        body[1:1] = costs[name]
-    shown: dict[str, list[str]] = {name: [] for name in bodies}
-    room = SHORT_CHARACTERS - sum(map(len, (head, *tail)))
-    for _ in range(SHORT_LINES):
-        for name, body in bodies.items():
-            count = sum(map(len, shown.values())) + 1 + len(tail)
-            line = f"  {name}: {body[0].strip()}" if body else ""
-            # One line of each, whatever its length.
-            if line and (not shown[name] or (count < SHORT_LINES - 1 and len(line) <= room)):
-                shown[name].append(line)
-                room -= len(line)
-                body.pop(0)
-    for name, lines in shown.items():
-        told_first = {f"  {name}: {line.strip()}" for line in costs[name]}
-        lines.sort(key=told_first.__contains__, reverse=True)
-    is_cut = any(bodies.values()) or left_out or len(causes) > 1
-    more = [f"{LEFT_OUT}more, below"] if is_cut else []
-    return (head, *chain(*shown.values()), *more, *tail)
-
-
-def _with_beside(lines: Sequence[str], beside: str) -> list[str]:
-    """Put a line before the command, which comes last."""
-    place = next(
-        (place for place, line in enumerate(lines) if line.startswith(_COMMANDS)), len(lines)
+    Args:
+        texts: By the names of values; by "" where a single value was compared.
+        accept: The command that accepts what differs; may be empty.
+        beside: What was not compared; may be empty.
+        everything: Show all lines, where pytest does not cut them either.
+    """
+    head = _head(texts)
+    is_several = len(texts) > 1
+    values = [(name if is_several else "", text) for name, text in texts.items()]
+    has_own_heads = is_several and not _share_head(texts)
+    costs = [line for name, text in values for line in _named(name, text, text.cost)]
+    changes = _in_turn(
+        [_named(name, text, (*[text.head] * has_own_heads, *text.changes)) for name, text in values]
     )
-    return [*lines[:place], *([beside] if beside else []), *lines[place:]]
+    causes, notes, cures = (
+        [*dict.fromkeys(chain.from_iterable(getattr(one, name) for one in texts.values()))]
+        for name in ("causes", "notes", "cures")
+    )
+    tail = [f"{CURE}{cure}" for cure in cures]
+    tail += [f"{BESIDE}{beside}"] if beside else []
+    if accept and all(text.is_missing for text in texts.values()):
+        tail += [f"{RECORD}{accept}", READ]
+    elif accept:
+        tail += [f"{ACCEPT}{accept}"]
+    likely = [f"{LIKELY}{cause}" for cause in causes]
+    if everything or not any(text.compared for text in texts.values()):
+        return (head, *costs, *changes, *likely, *(f"  note: {note}" for note in notes), *tail)
+    # The command, which comes last, must not be what pytest cuts.
+    for some in range(min(_MOST_COSTS, len(costs)), -1, -1):
+        for shown in range(len(changes), min(len(texts), len(changes)) - 1, -1):
+            left = len(changes) - shown
+            more = [f"  ... and {left} more change{'s' * (left > 1)} (-vv)"] if left else []
+            lines = [head, *costs[:some], *changes[:shown], *more, *likely[:1], *tail]
+            if len(lines) <= MOST_LINES and sum(map(len, lines)) <= MOST_CHARACTERS:
+                return tuple(lines)
+    return tuple(lines)
 
 
-def _commands(failures: Sequence[Failure], accept: str) -> list[str]:
-    """What several failures say to do, once: to record, if nothing was compared."""
-    recording = [
-        [line for line in failure.explanation.short if line.startswith((RECORD, READ))]
-        for failure in failures
-    ]
-    if all(recording):
-        return [*dict.fromkeys(chain(*recording))]
-    return [f"{ACCEPT}{accept}"] if accept else []
+def _head(texts: Mapping[str, FailureText]) -> str:
+    if len(texts) == 1:
+        return next(iter(texts.values())).head
+    if not _share_head(texts):
+        return f"{len(texts)} comparisons failed"
+    what = " and ".join(dict.fromkeys(text.compared for text in texts.values()))
+    where = os.path.commonprefix([text.snapshot for text in texts.values()])  # noqa: RUF071  # the names' beginning, no directory
+    scopes = dict.fromkeys(f", {text.scope}" for text in texts.values() if text.scope)
+    return f"{what} differ from {where.rstrip('.')} ({len(texts)} files){''.join(scopes)}"
 
 
-def _fitted(above: Sequence[str]) -> list[str]:
-    """Leave out the last changes where pytest would cut the end, which has the command."""
-    lines = list(above)
-    kept = (LIKELY, LEFT_OUT, CURE, BESIDE, *_COMMANDS)
-    changes = [line for line in lines if line.startswith("  ") and not line.startswith(kept)]
-    while len(changes) > 1 and (
-        len(lines) > SHORT_LINES + 1 or sum(map(len, lines)) > _PYTESTS_CHARACTERS
-    ):
-        place = lines.index(changes.pop())
-        is_said = lines[place + 1 : place + 2] and lines[place + 1].startswith(LEFT_OUT)
-        lines[place : place + 1 + bool(is_said)] = [f"{LEFT_OUT}more, below"]
-    return lines
-
-
-def _head(failures: Sequence[Failure]) -> str:
-    explained = [failure.explanation for failure in failures]
-    if not _all_compared(failures):
-        return f"{len(explained)} comparisons failed"
-    what = " and ".join(dict.fromkeys(explanation.compared for explanation in explained))
-    where = os.path.commonprefix([one.snapshot for one in explained])  # noqa: RUF071  # the names' beginning, no directory
-    scopes = [f", {one.scope}" for one in explained if one.scope]
-    files = f"({len(explained)} files)"
-    return f"{what} differ from {where.rstrip('.')} {files}{''.join(dict.fromkeys(scopes))}"
-
-
-def _cures(lines: Iterable[str]) -> list[str]:
-    return [*dict.fromkeys(line for line in lines if line.startswith(CURE))]
-
-
-def _all_compared(failures: Sequence[Failure]) -> bool:
+def _share_head(texts: Mapping[str, FailureText]) -> bool:
     """Whether each has a snapshot that it differs from: then one head serves all."""
-    return all(failure.explanation.compared for failure in failures)
+    return all(text.compared for text in texts.values())
 
 
-def _not_shown(failure: Failure, above: Sequence[str]) -> list[str]:
-    """List the lines of a failure that are not above, causes first."""
-    full = failure.explanation.full
-    lines = full[1:] if failure.explanation.compared else full
-    rest = [
-        line
-        for line in lines
-        if not {line, f"  {failure.name}: {line.strip()}"} & {*above}
-        and not line.startswith(_COMMANDS)
-    ]
-    return sorted(rest, key=lambda line: not line.startswith(LIKELY))
+def _named(name: str, text: FailureText, lines: Iterable[str]) -> list[str]:
+    if name:
+        return [f"  {name}: {line.strip()}" for line in lines]
+    # An error is written as it is.
+    return [f"  {line}" if text.compared else line for line in lines]
 
 
-def _below(failures: Sequence[Failure], rest: dict[str, list[str]], room: int) -> Iterable[str]:
-    """Yield what the lines above do not say, as far as there is room, and what is left out."""
-    several = len(failures) > 1
-    room -= len(failures) if several else 0
-    kept, hidden = _in_turn(rest, room)
-    room -= sum(map(_rows, chain(*kept.values())))
-    files = 0
-    for failure in failures:
-        lines: Sequence[str] = failure.difference
-        if lines and (hidden or sum(map(_rows, lines)) > room):
-            files += 1
-            is_explained = any(
-                not line.startswith(_COMMANDS) for line in failure.explanation.full[1:]
-            )
-            used = accumulate(map(_rows, lines))
-            fitting = [line for line, rows in zip(lines, used, strict=True) if rows <= room]
-            lines = () if is_explained else fitting
-        room -= sum(map(_rows, lines))
-        kept[failure.name] += lines
-    for failure in failures:
-        yield from [_heading(failure)] if several and kept[failure.name] else []
-        yield from kept[failure.name]
-    if hidden or files:
-        more = [f"{hidden} more {'change' if hidden == 1 else 'changes'}"] if hidden else []
-        more += [f"the lines{f' of {files} files' if files > 1 else ''} that differ"] * bool(files)
-        yield f"-vv shows {' and '.join(more)}"
-
-
-def _in_turn(rest: Mapping[str, Sequence[str]], room: int) -> tuple[dict[str, list[str]], int]:
-    """Keep the first lines of each, a line of each in turn; count those besides."""
-    lines = [
-        (name, _clipped(lines[number]))
-        for number in range(max(map(len, rest.values())))
-        for name, lines in rest.items()
-        if number < len(lines)
-    ]
-    kept: dict[str, list[str]] = {name: [] for name in rest}
-    for place, (name, line) in enumerate(lines):
-        room -= _rows(line)
-        if room < 0:
-            return kept, len(lines) - place
-        kept[name].append(line)
-    return kept, 0
-
-
-def _heading(failure: Failure) -> str:
-    return f"{failure.name}: {failure.explanation.snapshot}".rstrip()
-
-
-def _rows(line: str, margin: int = 0) -> int:
-    return max(1, -(-(margin + len(line)) // _SCREEN_COLUMNS))
-
-
-def _clipped(line: str) -> str:
-    is_change = line.startswith("  ") and not line.startswith(_COMMANDS)
-    return shorten(line, _LONGEST) if is_change else line
+def _in_turn(values: Sequence[Sequence[str]]) -> list[str]:
+    """One line of each value after the other, as long as there are some."""
+    return [line for lines in zip_longest(*values) for line in lines if line is not None]

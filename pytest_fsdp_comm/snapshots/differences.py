@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from pytest_fsdp_comm.comm import diff as comm_diff
 from pytest_fsdp_comm.comm.diff import Change
 from pytest_fsdp_comm.comm.profile import CommProfile
-from pytest_fsdp_comm.reports.comm_changes import render_comparison
-from pytest_fsdp_comm.reports.explanation import ACCEPT, FailureText
+from pytest_fsdp_comm.reports.changes import render_comparison, render_tree_changes
+from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.reports.headline import headline, headline_of_steps
-from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.tree import diff as tree_diff
@@ -44,14 +43,13 @@ def explain_profiles(
     *,
     where: str,
     evidence: Evidence | None = None,
-    accept: str = "",
 ) -> Difference:
-    """Explain how a reviewed and a recorded profile differ; `accept` is empty for no command."""
+    """Explain how a reviewed and a recorded profile differ."""
     old, new = sides
     match sides:
         case CommProfile() as old, CommProfile() as new:
             found = comm_diff.compare(old, new, evidence)
-            explanation = render_comparison(found, snapshot=where, accept=accept, notes=new.notes)
+            explanation = render_comparison(found, snapshot=where, notes=new.notes)
             return Difference(
                 explanation=_within_scope(explanation, old, new),
                 changes=found.changes,
@@ -59,13 +57,16 @@ def explain_profiles(
             )
         case TreeProfile() as old, TreeProfile() as new:
             changes = tree_diff.compare(old, new)
-            explanation = render_tree_changes(changes, snapshot=where, accept=accept)
+            explanation = render_tree_changes(changes, snapshot=where)
             return Difference(explanation=_within_scope(explanation, old, new), changes=changes)
     compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
     text = f"a snapshot of kind {kind_of(old)!r}, not {kind_of(new)!r}"
-    cure = [f"{ACCEPT}{accept}"] if accept else []
-    lines = (f"{compared} differs from {where}", f"  {text}", *cure)
-    explanation = FailureText(short=lines, full=lines, compared=compared, snapshot=where)
+    explanation = FailureText(
+        head=f"{compared} differs from {where}",
+        compared=compared,
+        snapshot=where,
+        changes=(text,),
+    )
     return Difference(explanation=explanation, text=text)
 
 
@@ -76,8 +77,7 @@ def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
     """
     old, new = sides
     compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
-    lines = (f"{compared} differs from {where}",)
-    head = FailureText(short=lines, full=lines, compared=compared, snapshot=where)
+    head = FailureText(head=f"{compared} differs from {where}", compared=compared, snapshot=where)
     return _within_scope(head, old, new)
 
 

@@ -17,16 +17,7 @@ from pytest_fsdp_comm.comm.profile import has_further_ranks
 from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
-from pytest_fsdp_comm.reports.explanation import (
-    ACCEPT,
-    BESIDE,
-    READ,
-    RECORD,
-    Failure,
-    FailureText,
-    show_everything,
-    show_on_screen,
-)
+from pytest_fsdp_comm.reports.explanation import ACCEPT, RECORD, FailureText, failure_lines
 from pytest_fsdp_comm.snapshots.differences import (
     Difference,
     call_sites,
@@ -42,7 +33,7 @@ from pytest_fsdp_comm.snapshots.unused import describe_neighbour
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from syrupy.assertion import AssertionResult
 
@@ -50,28 +41,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
 
 
-# Options that an accept command leaves out: they choose other tests, or only change what is shown.
-_DROPPED_LETTERS: Final = frozenset("xvqsl")
-_DROPPED: Final = frozenset(
-    {
-        *("--exitfirst", "--last-failed", "--lf", "--failed-first", "--ff", "--new-first", "--nf"),
-        *("--stepwise", "--sw", "--stepwise-skip", "--sw-skip", "--stepwise-reset", "--sw-reset"),
-        *("--verbose", "--quiet", "--showlocals", "--no-header", "--no-summary", "--full-trace"),
-        *("--collect-only", "--co", "--setup-show", "--cache-clear", "--disable-warnings"),
-        *("--pdb", "--trace", "--snapshot-update", "--snapshot-update-new-only"),
-        *("--snapshot-warn-unused", "--snapshot-details", "--snapshot-no-cleanup"),
-        *("--snapshot-disable-unused", "--snapshot-no-colors"),
-    }
-)
-_DROPPED_WITH_VALUE: Final = frozenset(
-    {
-        *("-k", "-m", "-n", "-r", "--numprocesses", "--maxprocesses", "--dist", "--maxfail"),
-        *("--tb", "--basetemp", "--randomly-seed", "--comm-report", "--comm-summary"),
-        *("--deselect", "--ignore", "--ignore-glob", "--last-failed-no-failures", "--lfnf"),
-        *("--junitxml", "--junit-xml", "--durations", "--durations-min", "--color", "--capture"),
-        *("--show-capture", "--verbosity", "--comm-artifacts", "--pdb-rank", "--rank-slots"),
-    }
-)
+# Options without which an update would record something else.
+_REPEATED: Final = ("--world-size", "--comm-backend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,37 +70,30 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
     item = assertion.test_location.item
     if UNEXPLAINED in item.stash:
         del item.stash[UNEXPLAINED]
-    accept, differences = _explain(assertion, results)
+    differences = _explain(assertion, results)
     for name, result in results.items():
         if result.exception is None and assertion.explains:
             _keep(assertion.extension, result, differences[name].explanation)
-    failures = [
-        Failure(
-            name=name,
-            explanation=differences[name].explanation,
-            difference=_file_lines(assertion.extension, result),
-        )
-        for name, result in results.items()
-    ]
-    beside = _unreached(assertion)
-    shown = everything = show_everything(failures, accept=accept, beside=beside)
-    if not _is_verbose(item.config):
-        shown = show_on_screen(failures, accept=accept, beside=beside)
+    texts = {name: one.explanation for name, one in differences.items()}
+    accept, beside = _accept_command(item, list(results.values())), _unreached(assertion)
+    everything = failure_lines(texts, accept=accept, beside=beside, everything=True)
+    is_verbose = _is_verbose(item.config)
+    shown = everything if is_verbose else failure_lines(texts, accept=accept, beside=beside)
     item.stash[FAILED_COMPARISON] = FailedComparison(
-        first_line=shown.lines[0],
-        below="\n".join(shown.below),
+        first_line=shown[0],
+        below="\n".join(_file_lines(assertion, results)) if is_verbose else "",
         comparisons=Comparisons(
             files=(),
             headline=headline_of_values(differences) if assertion.explains else "",
-            story=tuple(line for line in everything.lines if not line.startswith(ACCEPT)),
-            told=tuple(line for one in failures for line in one.explanation.told),
-            sent=tuple(change for one in failures for change in one.explanation.sent),
-            cost=tuple(line.strip() for one in failures for line in one.explanation.cost),
+            story=tuple(line for line in everything if not line.startswith(ACCEPT)),
+            told=tuple(line for one in texts.values() for line in one.told),
+            sent=tuple(change for one in texts.values() for change in one.sent),
+            cost=tuple(line for one in texts.values() for line in one.cost),
             # Where there is no snapshot yet, the story has the command.
-            accept="" if any(line.startswith(RECORD) for line in everything.lines) else accept,
+            accept="" if any(line.startswith(RECORD) for line in everything) else accept,
         ),
     )
-    return list(shown.lines)
+    return list(shown)
 
 
 def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:
@@ -147,13 +111,39 @@ def explain_result(
     assertion: CommSnapshot, name: str, result: AssertionResult
 ) -> tuple[tuple[str, ...], str]:
     """Return all lines of the explanation, even if the whole passed; and each change in a line."""
-    _, differences = _explain(assertion, {name: result})
-    explanation = differences[name].explanation
-    return explanation.full, "\n".join(explanation.told) or headline_of_values(differences)
+    difference = _explain(assertion, {name: result})[name]
+    explanation = difference.explanation
+    accept = _accept_command(assertion.test_location.item, [result])
+    lines = failure_lines({name: explanation}, accept=accept, everything=True)
+    return lines, "\n".join(explanation.told) or headline_of_values({name: difference})
+
+
+def _explain(
+    assertion: CommSnapshot, results: Mapping[str, AssertionResult]
+) -> dict[str, Difference]:
+    """How these values of the last comparison differ, by name."""
+    root = assertion.test_location.item.config.rootpath
+    differences = {}
+    for name, result in results.items():
+        where = show_path(Path(result.snapshot_location), root)
+        if result.exception is not None:
+            explanation = FailureText.of_text(describe_error(result, root))
+            text = describe_problem(result.exception, where=where)
+            differences[name] = Difference(explanation=explanation, text=text)
+        elif result.recalled_data is None:
+            explanation = FailureText(
+                head=f"there is no snapshot {where} yet",
+                changes=tuple(_neighbours(assertion, result)),
+                is_missing=True,
+            )
+            differences[name] = Difference(explanation=explanation, text="no snapshot yet")
+        for sides in _compared_profiles(result):
+            differences[name] = _difference(assertion, name, sides, where)
+    return differences
 
 
 def _difference(
-    assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str, accept: str
+    assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
     """Why a value of the last comparison differs; found once, and by one rank."""
     if not assertion.explains:
@@ -162,44 +152,30 @@ def _difference(
         # Trees of the same comparison are evidence for each of these values.
         trees = [found for _, one in assertion.last_results for found in _compared_profiles(one)]
         assertion.differences[name] = explain_profiles(
-            sides, where=where, evidence=evidence_of(trees), accept=accept
+            sides, where=where, evidence=evidence_of(trees)
         )
     return assertion.differences[name]
 
 
-def _explain(
-    assertion: CommSnapshot, results: Mapping[str, AssertionResult]
-) -> tuple[str, dict[str, Difference]]:
-    """The command that accepts these values of the last comparison; how they differ, by name."""
-    item = assertion.test_location.item
-    accept = _accept_command(item, list(results.values()))
-    differences = {}
+def _neighbours(assertion: CommSnapshot, result: AssertionResult) -> Iterator[str]:
+    """Name the file that a renamed test left, or that of another world size."""
+    item, path = assertion.test_location.item, Path(result.snapshot_location)
+    if assertion.explains:
+        neighbour = describe_neighbour(item, path, str(result.asserted_data))
+        yield from [f"  {neighbour}"] if neighbour else []
+
+
+def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
+    """Yield the lines of the files that differ, below the name of each if there are several."""
+    root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
-        where = show_path(Path(result.snapshot_location), item.config.rootpath)
-        if result.exception is not None:
-            lines = tuple(describe_error(result, item.config.rootpath).splitlines())
-            explanation = FailureText(short=lines, full=lines)
-            text = describe_problem(result.exception, where=where)
-            differences[name] = Difference(explanation=explanation, text=text)
-        elif result.recalled_data is None:
-            path = Path(result.snapshot_location)
-            lines = (f"there is no snapshot {where} yet",)
-            text = str(result.asserted_data)
-            if assertion.explains and (neighbour := describe_neighbour(item, path, text)):
-                lines += (f"  {neighbour}",)
-            lines += (f"{RECORD}{accept}", READ) if accept else ()
-            explanation = FailureText(short=lines, full=lines)
-            differences[name] = Difference(explanation=explanation, text="no snapshot yet")
-        for sides in _compared_profiles(result):
-            differences[name] = _difference(assertion, name, sides, where, accept)
-    return accept, differences
-
-
-def _file_lines(extension: CommSnapshotExtension, result: AssertionResult) -> tuple[str, ...]:
-    if not _compared_profiles(result):
-        return ()
-    with disable_color():
-        return tuple(extension.diff_lines(result.asserted_data, result.recalled_data))
+        if _compared_profiles(result):
+            shown = show_path(Path(result.snapshot_location), root)
+            yield from [f"{name}: {shown}"] if len(results) > 1 else []
+            with disable_color():
+                yield from assertion.extension.diff_lines(
+                    result.asserted_data, result.recalled_data
+                )
 
 
 def _is_verbose(config: pytest.Config) -> bool:
@@ -211,7 +187,6 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
     """The command that accepts what failed; empty if an update would refuse it."""
     if any(result.exception is not None for result in failed):
         return ""
-    accept = _update_command(item)
     # An update refuses to replace files of ranks that do not run now, so these are removed first.
     wider = [
         shlex.quote(show_path(Path(result.snapshot_location), item.config.rootpath))
@@ -219,11 +194,13 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
         for old, new in _compared_profiles(result)
         if has_further_ranks(old, new)
     ]
-    if not wider:
-        return accept
+    options = {name: item.config.getoption(name) for name in _REPEATED}
     # Without the fake backend, the update records all ranks that the file has.
-    command, count = re.subn(r" --comm-backend[ =]fake\b", "", accept)
-    return command if count else f"rm {' '.join(wider)} && {accept}"
+    if wider and options["--comm-backend"] == "fake":
+        wider, options["--comm-backend"] = [], None
+    remove = f"rm {' '.join(wider)} && " if wider else ""
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    return " ".join([f"{remove}pytest --snapshot-update", *given, _quoted_id(item)])
 
 
 def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
@@ -249,7 +226,7 @@ def _unreached(assertion: CommSnapshot) -> str:
         return ""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return (
-        f"{BESIDE}{left[0]}{more}; "
+        f"{left[0]}{more}; "
         'assert {"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once'
     )
 
@@ -289,7 +266,7 @@ def _keep(
         artifacts.keep(
             received=str(new),
             expected=None if old is None else str(old),
-            story=[*explanation.full, *(["", "sent by:"] if sites else []), *sites],
+            story=[*explanation.lines, *(["", "sent by:"] if sites else []), *sites],
         )
     except OSError as problem:
         # The difference is shown all the same.
@@ -301,48 +278,12 @@ def _keep(
         )
 
 
-def _update_command(item: pytest.Item) -> str:
-    """The command that records a test again, with the settings of the last, not its selection."""
-    config = item.config
-    # A worker of xdist has its controller's command line only here.
-    given = getattr(config, "workerinput", {}).get("mainargv", [""])[1:]
-    given = given or list(map(str, config.invocation_params.args))
-    kept = map(shell_word, repeated_options(given, list(map(str, config.option.file_or_dir))))
-    module = os.path.relpath(item.path, config.invocation_params.dir)
+def _quoted_id(item: pytest.Item) -> str:
+    module = os.path.relpath(item.path, item.config.invocation_params.dir)
     # So that it is not read as an option, or as a file of arguments.
     module = f"./{module}" if module[0] in "-@" else module
     _, separator, names = item.nodeid.partition("::")
     name = f"{module}{separator}{names}"
     # Brackets, which most names of tests have, need no escape in double quotes.
     is_plain = name.isprintable() and not re.search(r'["$`\\!]', name)
-    quoted = f'"{name}"' if is_plain else shell_word(name)
-    return " ".join(["pytest", "--snapshot-update", *kept, quoted])
-
-
-def repeated_options(given: Sequence[str], selected: Sequence[str]) -> list[str]:
-    """The arguments that a command for one test repeats: without what was `selected`."""
-    rest = list(given)
-    for argument in reversed(selected):
-        if argument in rest:
-            # The last one: an option may have the same text as its value.
-            del rest[len(rest) - 1 - rest[::-1].index(argument)]
-    kept: list[str] = []
-    arguments = iter(rest)
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        is_short = re.match(r"-[A-Za-z]", argument) is not None
-        if name in _DROPPED_WITH_VALUE:
-            _ = None if equals else next(arguments, None)
-        elif name in _DROPPED or (
-            # as in -kname, -n2 or -xvs
-            is_short
-            and (argument[:2] in _DROPPED_WITH_VALUE or set(argument[1:]) <= _DROPPED_LETTERS)
-        ):
-            continue
-        elif argument == "-p":
-            plugin = next(arguments, "")
-            # A plugin that is switched off changes no recording.
-            kept += [] if plugin.startswith("no:") else ["-p", plugin]
-        elif not argument.startswith("-pno:"):
-            kept.append(argument)
-    return kept
+    return f'"{name}"' if is_plain else shell_word(name)

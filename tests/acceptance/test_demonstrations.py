@@ -86,7 +86,7 @@ HEAD = (
     "snapshots/examples/test_llama/test_train_step[untied].ws4 (2 files)"
 )
 ACCEPT = (
-    "accept: pytest --snapshot-update --world-size 4 "
+    "accept: pytest --snapshot-update --world-size=4 "
     '"examples/test_llama.py::test_train_step[untied]"'
 )
 # A block has 36,992 float32 parameters: q and o 64x64, k and v 32x64, three 64x128, two norms

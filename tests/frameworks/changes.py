@@ -12,7 +12,7 @@ from oracle import witnessed
 from regressions.table import Side, both_sides, side_of, told
 
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
+from pytest_fsdp_comm.reports.changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.tree import diff as tree_diff
 
@@ -62,4 +62,4 @@ def tree_told_of(old: Side, new: Side) -> list[str]:
     changes = tree_diff.compare(old.tree, new.tree)
     if not changes:
         return []
-    return [line.strip() for line in render_tree_changes(changes, snapshot="s", accept="").full[1:]]
+    return [line.strip() for line in render_tree_changes(changes, snapshot="s").body]

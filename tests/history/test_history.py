@@ -15,7 +15,7 @@ from oracle import profiled
 from regressions.table import both_sides, record, told
 
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
+from pytest_fsdp_comm.reports.changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.tree import diff as tree_diff
 
@@ -58,7 +58,7 @@ def check(comm_mode, name):
     if not case.is_silent:
         # Without what DDP carries, whose role is not the point.
         assert told(comparison)[0].partition(", none -> ")[0] == case.first
-    tree = render_tree_changes(tree_diff.compare(old.tree, new.tree), snapshot="s", accept="").full
+    tree = render_tree_changes(tree_diff.compare(old.tree, new.tree), snapshot="s").lines
     assert not case.tree or tree[1].strip() == case.tree
     assert case.first or case.tree
     if case.neighbour is not None:

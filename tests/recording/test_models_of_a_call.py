@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.profile import fold, merge
-from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.reports.changes import render_comparison
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -83,11 +83,11 @@ def test_an_all_gather_has_the_models_that_the_page_lists(device_mesh, comm_mode
     try:
         reviewed = str(SnapshotText.of(profile(1), where="reviewed"))
         comparison = compare(SnapshotText(reviewed, where="reviewed").profile, profile(2))
-        text = render_comparison(comparison, snapshot="reviewed", accept="")
+        text = render_comparison(comparison, snapshot="reviewed")
     finally:
         sys.setprofile(None)
     assert f"all_gather[dp] x1 of {NBYTES:_} B" in reviewed
-    assert "  every count x2" in text.full
+    assert "  every count x2" in text.body
     listed = re.search(r"\n\| model \|.*?\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
     named = re.findall(r"^\| [^|]*?`(\w+)`", listed, re.MULTILINE)
     assert len(named) <= MOST

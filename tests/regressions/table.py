@@ -20,7 +20,7 @@ from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.fixtures import mesh_sizes
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.reports.changes import render_comparison
 from pytest_fsdp_comm.snapshots import comm_text, tree_text
 from pytest_fsdp_comm.tree.profile import merge, tree_facts
 
@@ -164,5 +164,5 @@ def write(folder, texts):
 
 def told(comparison: "Comparison") -> list[str]:
     """What is told of a change: without its head, its cost, and where in the code it was."""
-    shown = render_comparison(replace(comparison, cost=Cost()), snapshot="s", accept="").full[1:]
+    shown = render_comparison(replace(comparison, cost=Cost()), snapshot="s").body
     return [re.sub(r",(?: issued)?(?: in \S+)? at \S+:\d+$", "", line.strip()) for line in shown]

@@ -30,7 +30,7 @@ from torch_facts import needs_default_reshard
 
 from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.reports.changes import render_comparison
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -60,7 +60,7 @@ def said(reviewed, regressed):
     comparison = dataclasses.replace(compare(reviewed, regressed), cost=Cost())
     return [
         re.sub(r"py:\d+", "py:N", line.strip())
-        for line in render_comparison(comparison, snapshot="s", accept="a").full[1:-1]
+        for line in render_comparison(comparison, snapshot="s").body
         if line.startswith("  likely:") or (" unshard" not in line and " reshard " not in line)
     ]
 

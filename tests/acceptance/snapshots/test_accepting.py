@@ -152,8 +152,8 @@ CASES = {
         f"{STEP}::TestLlama::test_step[ws3]", ".", "TestLlama.test_step.ws3"
     ),
     "parameters": (f"{STEP}::test_names", ".", "test_names"),
-    "with settings of the command line": (
-        f"-c pytest.ini -o fsdp_comm_world_size=2 --world-size 3 '{STEP}::test_names[un tied]'",
+    "with a world size of the command line": (
+        f"--world-size 3 '{STEP}::test_names[un tied]'",
         ".",
         "test_names[un tied]",
     ),
@@ -176,45 +176,6 @@ def test_the_printed_command_changes_exactly_the_files_of_its_test(changed, args
     assert changed_files(changed, before) == expected
     assert len(expected) in {2, 12}
     assert changed.run(*shlex.split(args), cwd=cwd).returncode == 0
-
-
-OPTION = """
-import pytest
-
-def pytest_addoption(parser):
-    parser.addoption("--kept", action="store_true")
-
-@pytest.fixture(autouse=True)
-def _as_chosen(request, monkeypatch):
-    import training
-    monkeypatch.setattr(training, "KEPT", request.config.getoption("--kept"))
-"""
-
-
-def test_the_printed_command_repeats_what_the_project_s_own_options_chose(recorded, tmp_path):
-    shutil.copytree(recorded.path, tmp_path / "project")
-    project = Project(tmp_path / "project")
-    (project.path / "conftest.py").write_text(OPTION)
-    odd = project.path / "@x"
-    odd.mkdir()
-    source = "def test_odd(both, comm_snapshot):\n    assert both == comm_snapshot\n"
-    (odd / "test_odd.py").write_text(source)
-    (project.path / "tests/sub/test_even.py").write_text(source)
-    (odd / "conftest.py").write_text(CONFTEST)
-    assert project.run("--snapshot-update", "./@x", "tests/sub/test_even.py").returncode == 0
-    before = project.files()
-    arguments = ("--kept", "-n", "2", "-vv", "tests/sub/test_even.py", "./@x/test_odd.py")
-    result = project.run(*arguments)
-    assert result.returncode == 1
-    commands = accept_commands(result)
-    assert sorted(commands) == [
-        'pytest --snapshot-update --kept "./@x/test_odd.py::test_odd"',
-        'pytest --snapshot-update --kept "tests/sub/test_even.py::test_odd"',
-    ]
-    for command in commands:
-        assert project.shell(command).returncode == 0
-    assert len(changed_files(project, before)) == 4
-    assert project.run(*arguments).returncode == 0
 
 
 def test_a_broken_file_among_several_is_reported_without_a_command_that_would_fail(changed):

@@ -152,10 +152,6 @@ def line_of(text):
     return next(n for n, line in enumerate(SOURCE.splitlines(), start=1) if text in line)
 
 
-def rows(lines):
-    return sum(-(-max(1, len(line)) // 80) for line in lines)
-
-
 def summary(result):
     """The line of each test in the summary."""
     found = (
@@ -165,7 +161,7 @@ def summary(result):
     return {match[1]: match[2] for match in found if match}
 
 
-def test_a_screen_of_80_columns(changed):
+def test_eight_lines_and_a_headline(changed):
     result = changed.run()
     result.assert_outcomes(failed=7)
     lines = failure(result, "test_train_step")
@@ -175,16 +171,10 @@ def test_a_screen_of_80_columns(changed):
     assert shown[-1] == (
         'accept: pytest --snapshot-update "tests/models/test_llama.py::test_train_step"'
     )
-    assert "tree: body.{0..3}: reshard_after_forward True -> False" in shown
-    assert below[0] == f"comm: {where}.comm"
-    assert re.fullmatch(
-        r"-vv shows (?:\d+ more changes and )?the lines of 2 files that differ", below[-1]
-    )
-    # pytest's own lines are the title, the arguments, the source and the place.
-    first = next(n for n, line in enumerate(lines) if line.startswith("E  "))
-    assert rows([line for line in lines[first:] if "AssertionError" not in line and line]) <= 24
-    texts = [re.sub("^(comm|tree): ", "", line.strip()) for line in (*shown, *below)]
-    assert len(texts) == len(set(texts))
+    assert any(line.startswith("tree: body.{0..3}: ") for line in shown)
+    assert re.fullmatch(r"\.\.\. and \d+ more changes \(-vv\)", shown[-3])
+    assert len(shown) <= 8
+    assert not below
     # The arguments: one short line each, or two in one.
     arguments = lines[2 : lines.index("", 2)]
     assert arguments == [
@@ -204,9 +194,6 @@ def test_a_screen_of_80_columns(changed):
     assert cut["test_message"].startswith("AssertionError: a message")
     assert cut["test_caught"].startswith("AssertionError: after a")
     assert cut["test_neighbour"] == "assert not True"
-    assert explained(failure(result, "test_message"))[1]
-    assert not explained(failure(result, "test_caught"))[1]
-    assert not explained(failure(result, "test_neighbour"))[1]
     assert "\x1b[" not in result.stdout.str()
 
 
@@ -222,7 +209,7 @@ def test_verbose_and_ci_show_everything_and_nothing_twice(changed, monkeypatch):
     ):
         assert shown.count(line) == 1
     assert sum(line.startswith("likely: ") for line in shown) == 2
-    assert not [line for line in (*shown, *below) if "below" in line or "-vv" in line]
+    assert not [line for line in (*shown, *below) if "-vv" in line]
     assert "+ forward lm_head all_gather[dp] x4 of 256 B float32 parameters" in below
     assert "+ unit lm_head fsdp2 shard=dp reshard_after_forward=true" in below
     lines = [line for line in (*shown, *below) if line not in {"  ...", "  end", "  world_size 2"}]
@@ -237,7 +224,7 @@ def test_verbose_and_ci_show_everything_and_nothing_twice(changed, monkeypatch):
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
 def test_a_terminal_has_colours_and_no_file_has_any(changed, arguments):
-    chosen = ("-k", "train_step or tree or neighbour", "--junitxml=junit.xml", *arguments)
+    chosen = ("-vv", "-k", "train_step or tree or neighbour", "--junitxml=junit.xml", *arguments)
     result = changed.run("--color=yes", *chosen)
     result.assert_outcomes(failed=3)
     text = result.stdout.str()
@@ -248,7 +235,6 @@ def test_a_terminal_has_colours_and_no_file_has_any(changed, arguments):
     assert "\n\x1b[1mcomm: snapshots/" in text
     assert "\n\x1b[32m+ unit lm_head fsdp2" in text
     assert "\n\x1b[31m- unit body.{0..3} fsdp2" in text
-    assert "\n-vv shows " in text
     # An ordinary failure: all in pytest's bold red.
     assert "\x1b[1m\x1b[31mE       assert not True\x1b[0m" in text
     written = (changed.path / "junit.xml").read_text()

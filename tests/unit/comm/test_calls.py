@@ -18,7 +18,7 @@ from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Source
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import fold, merge
-from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.reports.changes import render_comparison
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
 call = Collective(
@@ -33,9 +33,9 @@ one = Recording(
 other = replace(one, collectives=(replace(call, op="c10d.long"),))
 old, new = (merge([fold(held)] * 2, ranks=(0, 1)) for held in (one, other))
 text = SnapshotText.of(new, where="x")
-explained = render_comparison(compare(old, new), snapshot="x", accept="")
+explained = render_comparison(compare(old, new), snapshot="x")
 print(json.dumps([text.splitlines()[3], SnapshotText(str(text), where="x").profile == new,
-                  explained.full]))
+                  explained.lines]))
 """
 
 

@@ -38,7 +38,7 @@ from pytest_fsdp_comm.comm.explanation.between import Between
 from pytest_fsdp_comm.comm.explanation.contents import Pool, State
 from pytest_fsdp_comm.comm.explanation.search import explain
 from pytest_fsdp_comm.comm.explanation.units import propose_of_units
-from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.reports.changes import render_comparison
 
 # What may be told of each planted change.
 PLANTED = {
@@ -165,9 +165,9 @@ def test_rows_that_no_step_explains_are_left_and_nothing_is_guessed():
     ],
 )
 def test_an_innocent_neighbour_of_a_cause_is_not_called_so(new, never):
-    text = render_comparison(compare(profile(), new), snapshot="s", accept="")
-    assert len(text.full) > 1
-    assert never not in "\n".join(text.full)
+    text = render_comparison(compare(profile(), new), snapshot="s")
+    assert len(text.lines) > 1
+    assert never not in "\n".join(text.lines)
 
 
 def test_a_head_that_is_split_off_and_called_for_each_chunk_is_named_as_both():
@@ -322,8 +322,7 @@ def test_a_fraction_is_told_of_gathers_and_reductions_alike_beside_another_chang
 
 def test_the_layers_of_a_large_model_are_one_line():
     old, new = profile(126, tensor_parallel=True), profile(128, tensor_parallel=True)
-    text = render_comparison(compare(old, new), snapshot="s", accept="")
-    lines = [line for line in text.full if line not in text.cost]
-    assert lines[0] == "comm_mode differs from s"
-    assert lines[-1] == "  layers: 126 -> 128 modules, each as its siblings"
+    text = render_comparison(compare(old, new), snapshot="s")
+    assert text.head == "comm_mode differs from s"
+    assert text.changes == ("layers: 126 -> 128 modules, each as its siblings",)
     assert "bytes in all" in text.cost[0]

@@ -26,10 +26,9 @@ MARKUP = {
     "  +63 % bytes in all_gather[dp]": {"yellow", "bold"},
     "  likely: a unit is missing": {"yellow"},
     "  note: the model is on meta": {"yellow"},
-    "  ... and 3 more changes, below": set(),
+    "  ... and 3 more changes (-vv)": set(),
     "  accept: pytest --snapshot-update": set(),
     "comm: snapshots/test_it/test_step.ws2.comm": {"bold"},
-    "-vv shows 3 more changes": set(),
     "": set(),
 }
 

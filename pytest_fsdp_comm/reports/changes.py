@@ -1,14 +1,15 @@
-"""Changes of communication as the text of a failed test."""
+"""Changes of communication and of trees as the text of a failed test."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.steps import Replaced
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
-from pytest_fsdp_comm.reports.explanation import LIKELY, FailureText, fit_changes, fits
+from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.reports.headline import headline, weight
 from pytest_fsdp_comm.text.fqn import fold_fqns, name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
@@ -21,23 +22,21 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
     from pytest_fsdp_comm.comm.explanation.steps import Step
     from pytest_fsdp_comm.comm.profile import Row
+    from pytest_fsdp_comm.tree.diff import TreeChange
 
 _MAX_CALLS: Final = 3
-# Of the whole, and of its parts or seconds.
-_SHORT_COST: Final = 2
 
 
 def render_comparison(
-    comparison: Comparison, *, snapshot: str, accept: str, notes: Sequence[str] = ()
+    comparison: Comparison, *, snapshot: str, notes: Sequence[str] = ()
 ) -> FailureText:
-    """Explain a failed comparison, the most important line first; `accept` may be empty."""
-    head = [f"comm_mode differs from {snapshot}"]
+    """Explain a failed comparison of recordings, the most important change first."""
     sites = [_site_of(step, comparison.sites) for step in comparison.steps]
-    told = [
-        f"  {step.line}, at {site}" if site else f"  {step.line}"
+    steps = [
+        f"{step.line}, at {site}" if site else step.line
         for step, site in zip(comparison.steps, sites, strict=True)
     ]
-    cost = [f"  {line}" for line in cost_lines(comparison.cost)]
+    cost = cost_lines(comparison.cost)
     # The lines about the cost say it better.
     told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
     left = sorted((one for one in comparison.left if one.subject != told_twice), key=weight)
@@ -45,35 +44,41 @@ def render_comparison(
     quiet = [one for one in left if one not in loud]
     # What is issued earlier or later follows from which units there are.
     timings = () if comparison.explanation is None else comparison.explanation.timings
-    lines = [f"  {line}" for line in (*map(_change_line, loud), *(one.line for one in timings))]
-    shown_lines = len(lines)
-    lines += [f"  {_change_line(change)}" for change in quiet]
-    causes = [f"{LIKELY}{cause.text}" for cause in comparison.causes]
-    tail = [f"  accept: {accept}"] if accept else []
-    full = [*head, *cost, *told, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
-    # The command, which comes last, must not be what pytest cuts.
-    for shown in range(_SHORT_COST, -1, -1):
-        short = fit_changes(
-            [*head, *cost[:shown]],
-            [*told, *lines[:shown_lines]],
-            [*causes[:1], *tail],
-            left_out=len(told) + len(lines),
+    told = tuple(
+        "; likely: ".join(
+            (step.line, *(cause.text for cause in comparison.causes if step in cause.steps))
         )
-        if fits(short):
-            break
-    steps = [
-        (step.line, *(cause.text for cause in comparison.causes if step in cause.steps))
         for step in comparison.steps
-    ]
-    lines_of_steps = tuple(map("; likely: ".join, steps))
+    )
     return FailureText(
-        short=short,
-        full=tuple(full),
+        head=f"comm_mode differs from {snapshot}",
         compared="comm_mode",
         snapshot=snapshot,
-        cost=tuple(cost[:shown]),
-        told=lines_of_steps,
-        sent=tuple(_sent(comparison, sites, lines_of_steps)),
+        cost=cost,
+        changes=(
+            *steps,
+            *map(_change_line, loud),
+            *(one.line for one in timings),
+            *map(_change_line, quiet),
+        ),
+        told=told,
+        sent=tuple(_sent(comparison, sites, told)),
+        causes=tuple(cause.text for cause in comparison.causes),
+        notes=tuple(notes),
+    )
+
+
+def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> FailureText:
+    """Explain how trees differ, the most important change first."""
+    return FailureText(
+        head=f"fsdp_tree differs from {snapshot}",
+        compared="fsdp_tree",
+        snapshot=snapshot,
+        changes=tuple(
+            f"{subject}: {', '.join(change.what for change in same)}"
+            for subject, same in groupby(changes, key=lambda change: change.subject)
+        ),
+        causes=tuple(dict.fromkeys(one.likely for one in changes if one.likely)),
     )
 
 

@@ -1,0 +1,157 @@
+"""The text of failed comparisons: at most 8 lines, or everything."""
+
+import re
+
+import pytest
+from sample_profiles import in_bfloat16, profile, reduced_often
+
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.reports.changes import render_comparison, render_tree_changes
+from pytest_fsdp_comm.reports.explanation import FailureText, failure_lines
+from pytest_fsdp_comm.reports.headline import headline, headline_of_steps
+from pytest_fsdp_comm.tree.diff import TreeChange
+
+ACCEPT = "pytest --snapshot-update x"
+COMMAND = f"  accept: {ACCEPT}"
+
+
+def comm(changes=1, cost=(), **known):
+    return FailureText(
+        head="comm_mode differs from a.ws4.comm",
+        compared="comm_mode",
+        snapshot="a.ws4.comm",
+        cost=cost,
+        changes=tuple(f"layers.{n}: {known.pop('text', 'changed')}" for n in range(changes)),
+        causes=("one", "two"),
+        **known,
+    )
+
+
+def tree(changes=1):
+    return FailureText(
+        head="fsdp_tree differs from a.ws4.tree.comm",
+        compared="fsdp_tree",
+        snapshot="a.ws4.tree.comm",
+        changes=tuple(f"norm.{n}: becomes a root" for n in range(changes)),
+    )
+
+
+def missing(name):
+    return FailureText(head=f"there is no snapshot a.{name} yet", is_missing=True)
+
+
+def test_one_change_is_shown_with_all_that_belongs_to_it():
+    text = comm(cost=("+1 % bytes",), notes=("odd",))
+    assert failure_lines({"": text}, accept=ACCEPT, beside="x", everything=True) == (
+        "comm_mode differs from a.ws4.comm",
+        "  +1 % bytes",
+        "  layers.0: changed",
+        "  likely: one",
+        "  likely: two",
+        "  note: odd",
+        "  not compared: x",
+        COMMAND,
+    )
+
+
+def test_eight_lines_end_with_the_command():
+    assert failure_lines({"comm": comm(9, cost=("a", "b", "c"))}, accept=ACCEPT) == (
+        "comm_mode differs from a.ws4.comm",
+        "  a",
+        "  b",
+        "  layers.0: changed",
+        "  layers.1: changed",
+        "  ... and 7 more changes (-vv)",
+        "  likely: one",
+        COMMAND,
+    )
+
+
+def test_two_values_share_a_head_and_take_turns():
+    texts = {"comm": comm(5, cost=("+1 % bytes",)), "tree": tree(4)}
+    assert failure_lines(texts, accept="") == (
+        "comm_mode and fsdp_tree differ from a.ws4 (2 files)",
+        "  comm: +1 % bytes",
+        "  comm: layers.0: changed",
+        "  tree: norm.0: becomes a root",
+        "  comm: layers.1: changed",
+        "  tree: norm.1: becomes a root",
+        "  ... and 5 more changes (-vv)",
+        "  likely: one",
+    )
+    lines = failure_lines(texts, accept=ACCEPT, everything=True)
+    assert len(lines) == 1 + 1 + 5 + 4 + 2 + 1
+
+
+@pytest.mark.parametrize("room", [300, 900])
+def test_a_long_text_leaves_out_costs_then_changes(room):
+    command = "a" * room
+    lines = failure_lines({"": comm(3, cost=("c" * 400,))}, accept=command)
+    assert lines[-1] == f"  accept: {command}"
+    changes = [line for line in lines if "layers." in line]
+    assert len(changes) == (3 if room == 300 else 1)
+    assert not [line for line in lines if "ccc" in line]
+
+
+def test_a_value_without_a_file_has_a_head_of_its_own():
+    assert failure_lines({"comm": missing("comm"), "tree": missing("tree")}, accept=ACCEPT) == (
+        "2 comparisons failed",
+        "  comm: there is no snapshot a.comm yet",
+        "  tree: there is no snapshot a.tree yet",
+        f"  record it: {ACCEPT}",
+        "  then read the file, and commit it with the test",
+    )
+    lines = failure_lines({"comm": comm(), "tree": missing("tree")}, accept=ACCEPT)
+    assert lines[:4] == (
+        "2 comparisons failed",
+        "  comm: comm_mode differs from a.ws4.comm",
+        "  tree: there is no snapshot a.tree yet",
+        "  comm: layers.0: changed",
+    )
+    assert lines[-1] == COMMAND
+
+
+def test_an_error_is_shown_as_it_is():
+    text = FailureText.of_text("first\n  second\nthird")
+    assert failure_lines({"comm": text}, accept="") == ("first", "  second", "third")
+
+
+def test_a_scope_is_in_the_head_and_its_cure_above_the_command():
+    relaxed = comm().within("sizes apart", "pass the option")
+    assert relaxed.head == "comm_mode differs from a.ws4.comm, sizes apart"
+    lines = failure_lines({"comm": relaxed, "tree": tree()}, accept=ACCEPT)
+    assert lines[0] == "comm_mode and fsdp_tree differ from a.ws4 (2 files), sizes apart"
+    assert lines[-2:] == ("  or pass the option", COMMAND)
+
+
+def test_changes_of_a_tree_share_a_line_and_causes_come_once():
+    changes = [
+        TreeChange(subject="layers.{0..3}", what="becomes a root", likely="no root"),
+        TreeChange(subject="layers.{0..3}", what="reshard True -> False", likely="no root"),
+    ]
+    assert render_tree_changes(changes, snapshot="s").lines == (
+        "fsdp_tree differs from s",
+        "  layers.{0..3}: becomes a root, reshard True -> False",
+        "  likely: no root",
+    )
+
+
+def test_a_regression_comes_first_and_each_change_has_its_cause():
+    """Other element types, which are the larger change, beside gradients reduced too often."""
+    old = profile()
+    comparison = compare(old, reduced_often(in_bfloat16(old)))
+    explained = render_comparison(comparison, snapshot="x")
+    reduced = "gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter)"
+    # In the fewest words, the largest change of single modules.
+    assert not headline_of_steps(comparison)
+    assert re.fullmatch(r"\S+: \+3 reduce_scatter( each)?, \d+ more", headline(comparison.changes))
+    assert [line.partition("; likely: ")[0] for line in explained.told] == [
+        f"{reduced}, gathers as before",
+        "parameters[dp], gradients[dp] float32 -> bfloat16, x1/2 bytes",
+    ]
+    causes = [line.partition("; likely: ")[2] for line in explained.told]
+    assert causes[0].startswith("reduced in each micro-batch: call set_requires_gradient_sync")
+    assert causes[1] == "MixedPrecisionPolicy, or the model's own dtype"
+    # The same order on the terminal.
+    assert explained.changes[0].startswith(reduced)
+    assert "bfloat16" in explained.changes[1]
