@@ -90,7 +90,7 @@ def _add_comparisons(
     vars(report)[_COMPARISONS] = to_json(comparisons)
     properties = [
         *(("comm_snapshot", file) for file in files),
-        *([("comm_headline", comparisons.headline)] if failed else []),
+        *([("comm_headline", comparisons.headline)] if comparisons.headline else []),
         *(("comm_change", line) for line in comparisons.told if line != comparisons.headline),
         *(("comm_cost", line) for line in comparisons.cost),
     ]

@@ -32,11 +32,6 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
         return None
     except OSError as error:
         raise _no_file(path, where, error.strerror or str(error)) from None
-    return decode_snapshot(raw, where=where)
-
-
-def decode_snapshot(raw: bytes, *, where: str) -> SnapshotText:
-    """Check the frame of a snapshot file's content, with errors as above."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -77,45 +72,12 @@ def _no_file(path: Path, where: str, reason: str) -> SnapshotFormatError:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file by a whole one: at any time, the old or the new is there; or raise OSError."""
-    # Where the file system can (O_TMPFILE), the new one has no name before it is complete, so that
-    # a process that is killed leaves nothing behind. An existing file can only be replaced by one
-    # with a name: it has one between two system calls, and if the process is killed just there, the
-    # next write removes it.
-    unfinished = path.with_name(f".{path.name[:200]}.unfinished")
-    unfinished.unlink(missing_ok=True)
-    content = text.encode()
+    unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
-        descriptor = os.open(path.parent, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o666)
-    except (AttributeError, OSError):  # not Linux, or e.g. NFS
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor, is_named = os.open(unfinished, flags, 0o666), True
-    else:
-        is_named = False
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            if not is_named:
-                try:
-                    _name(descriptor, path)
-                except FileExistsError:
-                    _name(descriptor, unfinished)
-                    is_named = True
-        if is_named:
-            unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def _name(descriptor: int, path: Path) -> None:
-    """Give a name to a file that has none."""
-    # os.link follows a symbolic link only if it is given a directory, unused by absolute paths.
-    here = os.open("/", os.O_PATH | os.O_CLOEXEC)
-    try:
-        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=here)
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+        unfinished.replace(path)
     finally:
-        os.close(here)
+        unfinished.unlink(missing_ok=True)
 
 
 # Note [Kept files]: each directory is laid out like that of the snapshots.
@@ -153,15 +115,9 @@ class Artifacts:
         for path, content in contents:
             if content is None:
                 path.unlink(missing_ok=True)
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # All ranks of a test do this at once, with the same content.
-            unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
-            try:
-                unfinished.write_text(content, encoding="utf-8", newline="\n")
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, content)
 
     def forget(self) -> None:
         """Remove those of an earlier run, which would bring its state back."""

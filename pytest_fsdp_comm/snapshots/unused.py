@@ -6,10 +6,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import unquote
 
 import pytest
@@ -25,7 +24,6 @@ from pytest_fsdp_comm.snapshots.names import (
     written_module,
     written_test,
 )
-from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.words import counted, show_path
 
 if TYPE_CHECKING:
@@ -55,19 +53,12 @@ _SELECTING_OPTIONS: Final = (
 _HEADER: Final = b"# pytest-fsdp-comm "
 # A comparison imports this module, which takes longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-# The name under which an xdist worker hands its controller a `_Session` as JSON.
+# The name under which an xdist worker hands its controller what it collected and compared.
 _OUTPUT: Final = "fsdp_comm_collected"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectedTest:
-    """A test that was collected."""
-
-    name: str
-    """As `names.written_test` writes it."""
-    variant: str
-    """E.g. ``ws4``."""
-    nodeid: str
+# A test: its name as `names.written_test` writes it, its variant (``ws4``), its node id.
+_Test: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +67,6 @@ class UnusedSnapshot:
 
     path: Path
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Session:
-    """What one process collected, and what it compared."""
-
-    modules: Mapping[str, tuple[CollectedTest, ...]] = field(default_factory=dict)
-    """The tests of each whole module, by the directory of its snapshots."""
-    ours: tuple[str, ...] = ()
-    """Node ids of the selected tests that run on ranks, record or show a tree."""
-    compared: tuple[str, ...] = ()
-    """Paths of the snapshot files that its assertions compared or wrote."""
 
 
 class UnusedSnapshots:
@@ -101,11 +80,14 @@ class UnusedSnapshots:
         # Whether a module was collected without an error.
         self._modules: dict[Path, bool] = {}
         self._all_items: frozenset[pytest.Item] = frozenset()
-        self._collected = _Session()
+        # The tests of each whole module, by the directory of its snapshots.
+        self._whole: dict[str, tuple[_Test, ...]] = {}
+        # The selected tests that run on ranks, record or show a tree.
+        self._ours: list[str] = []
         self._called: set[str] = set()
         self._unpassed: set[str] = set()
         self._started_workers = 0
-        self._of_workers: list[_Session] = []
+        self._of_workers: list[dict[str, Any]] = []
 
     @property
     def is_failure(self) -> bool:
@@ -135,26 +117,19 @@ class UnusedSnapshots:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Sum up, once it is known which tests are selected."""
-        ours = tuple(item.nodeid for item in session.items if may_record(item))
-        modules: dict[str, tuple[CollectedTest, ...]] = {}
+        self._ours = [item.nodeid for item in session.items if may_record(item)]
         if not selects_tests(self._config):
             deselected = {item.path for item in self._all_items.difference(session.items)}
-            tests: dict[Path, list[CollectedTest]] = {}
+            tests: dict[Path, list[_Test]] = {}
             for item in session.items:
-                tests.setdefault(item.path, []).append(
-                    CollectedTest(
-                        name=written_test(snapshot_test_name(item)),
-                        variant=snapshot_variant(item),
-                        nodeid=item.nodeid,
-                    )
-                )
-            modules = {
+                name, variant = written_test(snapshot_test_name(item)), snapshot_variant(item)
+                tests.setdefault(item.path, []).append((name, variant, item.nodeid))
+            self._whole = {
                 str(written_module(path, self._options.snapshot_anchor)): (*tests.get(path, ()),)
                 for path, is_whole in self._modules.items()
                 # Where a module has no test left, nothing shows whether it had deselected ones.
                 if is_whole and path not in deselected and (path in tests or not deselected)
             }
-        self._collected = _Session(modules=modules, ours=ours)
         # Collected nodes are many.
         self._all_items = frozenset()
 
@@ -200,7 +175,7 @@ class UnusedSnapshots:
         del error
         data = getattr(node, "workeroutput", {}).get(_OUTPUT)
         if data is not None:
-            self._of_workers.append(from_json(_Session, data))
+            self._of_workers.append(data)
 
     # The end.
 
@@ -213,23 +188,21 @@ class UnusedSnapshots:
         if self._options.launched and not self._options.launched.is_leader:
             return (yield)
         passed = self._called - self._unpassed
-        compared: Sequence[str] = ()
+        used: set[str] = set()
         if _EXTENSION in sys.modules:
             from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
 
-            compared = replay.compared_files(self._config)
+            used.update(replay.compared_files(self._config))
         if hasattr(self._config, "workeroutput"):
-            own = _Session(
-                modules=self._collected.modules,
-                ours=self._collected.ours,
-                compared=tuple(compared),
-            )
-            self._config.workeroutput[_OUTPUT] = to_json(own)
+            output = {"whole": self._whole, "ours": self._ours, "used": [*used]}
+            self._config.workeroutput[_OUTPUT] = output
             return (yield)
-        # Each worker of xdist collected the same, and compared what it ran.
-        collected = self._of_workers[0] if self._of_workers else self._collected
+        for data in self._of_workers:
+            # Each worker of xdist collected the same, and compared what it ran.
+            self._whole, self._ours = data["whole"], data["ours"]
+            used.update(data["used"])
         has_lost = len(self._of_workers) < self._started_workers
-        kept = [nodeid for nodeid in collected.ours if has_lost or nodeid not in passed]
+        kept = [nodeid for nodeid in self._ours if has_lost or nodeid not in passed]
         if kept:
             from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
 
@@ -238,18 +211,12 @@ class UnusedSnapshots:
             session.shouldstop or session.shouldfail or has_lost
         )
         if has_ended and not self._config.option.disable_unused_snapshots:
-            used = {*compared, *(path for one in self._of_workers for path in one.compared)}
-            self.found = [*self._find(collected.modules, passed, used)]
+            self.found = [*self._find(passed, used)]
         if self.is_failure:
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
-    def _find(
-        self,
-        modules: Mapping[str, Sequence[CollectedTest]],
-        passed: AbstractSet[str],
-        used: AbstractSet[str],
-    ) -> Iterator[UnusedSnapshot]:
+    def _find(self, passed: AbstractSet[str], used: AbstractSet[str]) -> Iterator[UnusedSnapshot]:
         """Apply Note [Unused files]."""
         root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
         given = [Path(self._config.invocation_params.dir, str(arg)) for arg in self._config.args]
@@ -259,13 +226,13 @@ class UnusedSnapshots:
             if named is None or str(path) in used:
                 continue
             reason = ""
-            if str(place) in modules:
-                reason = _reason(*named, modules[str(place)], passed)
+            if str(place) in self._whole:
+                reason = _reason(*named, self._whole[str(place)], passed)
             elif not module_exists(place, anchor) and any(
                 map((anchor / place).is_relative_to, directories)
             ):
                 reason = f"{place}.py no longer exists"
-            if reason and modules and _is_ours(path):
+            if reason and self._whole and _is_ours(path):
                 yield UnusedSnapshot(path=path, reason=reason)
 
     @pytest.hookimpl(trylast=True)
@@ -298,20 +265,18 @@ def selects_tests(config: pytest.Config) -> bool:
     return names_tests or selects or bool(settings & _NARROWING_SETTINGS)
 
 
-def _reason(
-    name: str, variant: str, tests: Sequence[CollectedTest], passed: AbstractSet[str]
-) -> str:
+def _reason(name: str, variant: str, tests: Sequence[_Test], passed: AbstractSet[str]) -> str:
     """Why a file of a module that no test compared is unused; empty if it may be needed."""
-    alike = [test for test in tests if test.name == name]
+    alike = [test for test in tests if test[0] == name]
     if alike:
-        is_passed = any(test.variant == variant and test.nodeid in passed for test in alike)
-        return "its test passed without comparing it" if is_passed else ""
-    siblings = [test for test in tests if function_of(test.name) == function_of(name)]
+        has_passed = any(own == variant and nodeid in passed for _, own, nodeid in alike)
+        return "its test passed without comparing it" if has_passed else ""
+    siblings = [test for test in tests if function_of(test[0]) == function_of(name)]
     if not siblings:
         return "its test no longer exists"
     # Without any parameters, say, a test is skipped.
-    is_run = variant in {test.variant for test in siblings}
-    all_passed = all(test.nodeid in passed for test in siblings)
+    is_run = variant in {own for _, own, _ in siblings}
+    all_passed = all(nodeid in passed for *_, nodeid in siblings)
     return "its test no longer has these parameters" if is_run and all_passed else ""
 
 

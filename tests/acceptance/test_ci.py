@@ -133,7 +133,7 @@ def test_the_summary_is_appended_once_below_those_of_other_steps(repository):
     assert "  +63 % bytes" in text
     assert "a|b`" not in text.partition("<details>")[0]
     assert "pytest --snapshot-update" in text
-    assert "1 snapshot file unused:" in text
+    assert "1 snapshot file unused; " in text
 
 
 def test_outside_github_a_file_gets_the_same_markdown(repository):
