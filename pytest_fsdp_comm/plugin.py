@@ -168,7 +168,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _prepare_ranks(
     session: pytest.Session, ours: Iterable[pytest.Item], launched: LaunchedRank | None
 ) -> None:
-    from pytest_fsdp_comm.ranks.session import properties, runner  # noqa: PLC0415  # few need them
+    from pytest_fsdp_comm.ranks.session import recorded, runner  # noqa: PLC0415  # few need them
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # as above
 
     config = session.config
@@ -176,7 +176,7 @@ def _prepare_ranks(
         return
     extensions: list[RankExtension[Any]] = [
         replay.RankSnapshots(),
-        properties.SuitePropertiesOfRanks(),
+        recorded.SuitePropertiesOfRanks(),
     ]
     if options.OBSERVER in config.stash:
         extensions.append(config.stash[options.OBSERVER])

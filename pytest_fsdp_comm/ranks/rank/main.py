@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.hangs.watchdog import Watchdog
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
-from pytest_fsdp_comm.ranks.rank.debugger import debug_elsewhere, debug_here, refuse_debuggers
+from pytest_fsdp_comm.ranks.rank.debugger import (
+    RankTerminal,
+    debug_elsewhere,
+    debug_here,
+    refuse_debuggers,
+)
 from pytest_fsdp_comm.ranks.rank.isolation import isolate_session, leave_to_parent
 from pytest_fsdp_comm.ranks.rank.kept_output import shortened
 from pytest_fsdp_comm.ranks.rank.plugin import RankPlugin
@@ -27,12 +32,11 @@ from pytest_fsdp_comm.ranks.rank.process_group import (
 from pytest_fsdp_comm.ranks.rank.processes import (
     end_forked_child,
     flush_streams,
+    forget_exit_functions,
     put_sockets_below,
     redirect_output,
     run_finalizers,
 )
-from pytest_fsdp_comm.ranks.rank.session_end import forget_exit_functions
-from pytest_fsdp_comm.ranks.rank.terminal import RankTerminal
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks, RankExchange
 from pytest_fsdp_comm.ranks.wire.messages import (

@@ -34,32 +34,14 @@ def interface_towards(host: str, port: int) -> str | None:
 
 def gloo_problem(environment: Mapping[str, str]) -> str:
     """What keeps gloo from connecting on this machine, and the remedy; empty if nothing known."""
-    if problem := no_network_problem():
-        return problem
     name = environment.get(INTERFACE_VARIABLE)
-    if not name:
-        host = socket.gethostname()
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError:
-            return (
-                f"this machine's name, {host}, cannot be resolved, and {INTERFACE_VARIABLE} is not "
-                "set: set it to the network interface that the other machines reach, or to lo if "
-                "there is one machine only"
-            )
-        return ""
-    up = ", ".join(one for one in _names() if _is_up(one))
-    if name not in _names():
-        return (
-            f"{INTERFACE_VARIABLE}={name} names no network interface of this machine; unset the "
-            f"variable, or set it to one that is up ({up})"
-        )
-    if not _is_up(name):
-        return (
-            f"network interface {name} is down, through which the ranks connect: bring it up "
-            f"(`ip link set {name} up`), or set {INTERFACE_VARIABLE} to one that is up ({up})"
-        )
-    return ""
+    up = [one for one in _names() if _is_up(one)]
+    if not up or not name or name in up:
+        return no_network_problem()
+    return (
+        f"{INTERFACE_VARIABLE}={name} names no network interface that is up; set it to one that is "
+        f"({', '.join(up)})"
+    )
 
 
 def no_network_problem() -> str:

@@ -18,9 +18,12 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened, shortened_texts
 from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_group, real_groups
-from pytest_fsdp_comm.ranks.rank.processes import end_forked_child
+from pytest_fsdp_comm.ranks.rank.processes import (
+    end_forked_child,
+    raise_lost_exceptions,
+    run_exit_functions,
+)
 from pytest_fsdp_comm.ranks.rank.random_states import equalize, read_states, restore_states
-from pytest_fsdp_comm.ranks.rank.session_end import raise_lost_exceptions, run_exit_functions
 from pytest_fsdp_comm.ranks.wire.messages import (
     DebuggerSkipped,
     Debugging,

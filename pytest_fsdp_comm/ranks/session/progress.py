@@ -1,12 +1,15 @@
-"""Shows where the ranks of a long test are."""
+"""Shows on the terminal what ranks print, and where they are in a long test."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
+from pytest_fsdp_comm.ranks.rank.kept_output import KEPT_NBYTES, read_kept
 from pytest_fsdp_comm.ranks.wire.positions import Activity
 from pytest_fsdp_comm.text.rank_lists import name_equal
 
@@ -16,6 +19,46 @@ if TYPE_CHECKING:
     import pytest
 
     from pytest_fsdp_comm.ranks.wire.positions import Position
+    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+
+
+class Echo:
+    """Follows the logs of a rank set."""
+
+    def __init__(self, spec: RankSetSpec) -> None:
+        """Follow the streams in `RankSetSpec.echoes` from their start."""
+        self._spec = spec
+        self._offsets: dict[tuple[int, str], int] = {}
+
+    def copy(self) -> None:
+        """Write the new lines."""
+        if not self._spec.echoes:
+            return
+        for rank in self._spec.ranks:
+            for stream in self._spec.echoes:
+                with contextlib.suppress(FileNotFoundError):  # not yet, or no longer
+                    self._copy_one(rank, stream)
+        sys.stdout.flush()
+
+    def _copy_one(self, rank: int, stream: str) -> None:
+        path = self._spec.log_path(rank, stream)
+        offset = self._offsets.get((rank, stream), 0)
+        if path.stat().st_size <= offset:
+            return
+        with path.open("rb") as file:
+            end = path.stat().st_size
+            if end - offset > KEPT_NBYTES:
+                # Shown text takes no room, so that only its speed is limited.
+                text = read_kept(file.fileno(), [(offset, end)])
+            else:
+                file.seek(offset)
+                data = file.read()
+                # The rest of the last line is still to come.
+                whole = data[: data.rfind(b"\n") + 1]
+                text, end = whole.decode("utf-8", "backslashreplace"), offset + len(whole)
+        self._offsets[rank, stream] = end
+        for line in text.splitlines():
+            sys.stdout.write(f"[rank {rank}] {line}\n")
 
 
 class Progress:

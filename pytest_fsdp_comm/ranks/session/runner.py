@@ -20,7 +20,9 @@ from pytest_fsdp_comm.marker import with_further_ranks
 from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS, SETTINGS, BadValueError
 from pytest_fsdp_comm.ranks.rank.debugger import (
     QUIT,
+    copied_terminal,
     explain_skipped_debuggers,
+    kept_foreground,
     point_to_debugger,
 )
 from pytest_fsdp_comm.ranks.rank.gpus import (
@@ -30,14 +32,16 @@ from pytest_fsdp_comm.ranks.rank.gpus import (
 )
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
-from pytest_fsdp_comm.ranks.rank.terminal import copied_terminal, kept_foreground
 from pytest_fsdp_comm.ranks.session.peers import Peers
 from pytest_fsdp_comm.ranks.session.progress import progress_on_terminal
-from pytest_fsdp_comm.ranks.session.properties import merge_user_properties
+from pytest_fsdp_comm.ranks.session.recorded import (
+    merge_user_properties,
+    replay_warnings,
+    warn_of_test,
+)
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision, UnendedRank
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
-from pytest_fsdp_comm.ranks.session.warnings import replay_warnings, warn_of_test
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, LAST_LOOK_S, PATIENCE_S
 from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError, fork_server
 from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork

@@ -10,10 +10,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity, start_time
-from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
+from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack, silent_activity, start_time
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
-from pytest_fsdp_comm.ranks.session.echo import Echo
+from pytest_fsdp_comm.ranks.session.progress import Echo
 from pytest_fsdp_comm.ranks.start.fork_client import ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.directories import remove_directory

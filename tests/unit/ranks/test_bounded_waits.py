@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_fsdp_comm.ranks.hangs.process_state import start_time
+from pytest_fsdp_comm.ranks.hangs.stacks import start_time
 from pytest_fsdp_comm.ranks.start import ending, fork_client, fork_server
 from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages

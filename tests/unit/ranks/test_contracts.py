@@ -38,15 +38,15 @@ def test_making_a_group_empties_the_caches_that_are_emptied_before():
 
 EXIT = """
 import atexit, weakref
-from pytest_fsdp_comm.ranks.rank import session_end
+from pytest_fsdp_comm.ranks.rank import processes
 class Owner: pass
 ran, owner = [], Owner()
 weakref.finalize(owner, ran.append, "of the parent")
 atexit.register(ran.append, "of the parent")
-session_end.forget_exit_functions()
-print(session_end.has_exit_functions())
+processes.forget_exit_functions()
+print(processes.has_exit_functions())
 {register}
-print(session_end.has_exit_functions(), session_end.run_exit_functions(), ran)
+print(processes.has_exit_functions(), processes.run_exit_functions(), ran)
 """
 
 

@@ -12,8 +12,7 @@ import time
 import pytest
 
 from pytest_fsdp_comm.ranks.hangs.position import _stack, is_waiting, read_position
-from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity
-from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
+from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, silent_activity
 from pytest_fsdp_comm.ranks.rank import main
 from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
 from pytest_fsdp_comm.ranks.wire.positions import Activity

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.ranks.session.properties import merged_properties
+from pytest_fsdp_comm.ranks.session.recorded import merged_properties
 
 
 @pytest.mark.parametrize(
