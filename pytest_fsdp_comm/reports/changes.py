@@ -94,9 +94,8 @@ def _sent(
     ]
     if not found:
         places = (site.call_site for change in comparison.changes for site in change.sites)
-        first = next(filter(None, places), "")
-        text = next(iter(lines), "") or headline(comparison.changes)
-        found = [(first, text)] if first else []
+        if first := next(filter(None, places), ""):
+            found = [(first, next(iter(lines), "") or headline(comparison.changes))]
     yield from found
 
 

@@ -5,30 +5,31 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pytest_fsdp_comm.comm.calls import CALL_WORDS, Calls
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Answer, Phase, Role
 from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, GatheredPeak, Row, sort_rows
 from pytest_fsdp_comm.errors import quoted_part
-from pytest_fsdp_comm.snapshots.lines import END, MAX_RANKS, NUMBER, header
-from pytest_fsdp_comm.snapshots.records import (
+from pytest_fsdp_comm.snapshots.lines import (
+    END,
+    NUMBER,
     RANKS,
-    RecordReader,
     folded_lines,
+    header,
     read_world,
     with_ranks,
     world_lines,
 )
-from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, read_word, unescape, write_word
+from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, expand, read_word, unescape, write_word
 from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from pytest_fsdp_comm.comm.profile import RowKey, Subject, Total
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines
-    from pytest_fsdp_comm.snapshots.records import World
 
 # Note [Text of a recording]:
 #
@@ -161,38 +162,42 @@ class _Record(NamedTuple):
     """None stands for no module."""
     row: Row
     """That of no module."""
-    ranks: str
-    """As they are written; empty for all ranks."""
 
 
 def read_comm(lines: SnapshotLines) -> CommProfile:
     """Read the snapshot of a recording (see Note [Strict reading])."""
-    reader, world = RecordReader(), read_world(lines)
-    first = world.end
-    shows_async = lines.line(first) != _ASYNC_UNKNOWN
-    first += not shows_async
-    sizes_activations = lines.line(first) != _UNSIZED
-    first += not sizes_activations
-    answers = _read_answers(lines, first)
-    first += len(answers)
+    world = read_world(lines)
+    # Rows share the lists of ranks that are written alike.
+    ranks_of = cache(world.read_ranks)
+    known, used = {axis.name for axis in world.mesh_axes}, set[str]()
+    shows_async = sizes_activations = True
+    answers: list[Answer] = []
     records: list[_Record] = []
     peaks: list[GatheredPeak] = []
-    peak_ranks: set[int] = set()
-    for number, line in enumerate(lines.lines[first - 1 : -1], start=first):
-        if line.startswith(_TOTAL):
-            break
+    for number, line in enumerate(lines.lines[world.end - 1 : -1], start=world.end):
         with lines.at(number):
-            if line.startswith(_PEAK):
-                peak = _read_peak(line, reader, world)
-                last = peaks[-1].ranks if peaks else ()
-                is_next = not peaks or (last and peak.ranks > last)
-                if not peak.nbytes or not is_next or not peak_ranks.isdisjoint(peak.ranks):
-                    raise ValueError("expected each rank once, in order, and no peak of 0 bytes")
-                peaks.append(peak)
-                peak_ranks.update(peak.ranks)
-                continue
-            match = _RECORD.fullmatch(line)
-            if match is None:
+            if line.startswith(_TOTAL):
+                break
+            if line == _ASYNC_UNKNOWN:
+                shows_async = False
+            elif line == _UNSIZED:
+                sizes_activations = False
+            elif match := _ANSWER_LINE.fullmatch(line):
+                words = {name: read_word(text) for name, text in match.groupdict().items()}
+                answers.append(Answer(**words))
+            elif match := _PEAK_LINE.fullmatch(line):
+                ranks = ranks_of(match["ranks"] or "")
+                peaks.append(GatheredPeak(nbytes=_read_nbytes(match), ranks=ranks))
+            elif match := _RECORD.fullmatch(line):
+                ranks = ranks_of(match["ranks"] or "")
+                row = _read_row(match, ranks, sizes_activations=sizes_activations)
+                used.add(row.axis)
+                if row.axis and row.axis not in known:
+                    raise ValueError("expected an axis that has a 'mesh' line above")
+                pattern = match["names"]
+                names = (None,) if pattern == NO_MODULE else expand(pattern)
+                records.append(_Record(number, names, row))
+            else:
                 is_phase = line.partition(" ")[0] in tuple(Phase)
                 raise ValueError(
                     "expected '<phase> <module> <collective>[<axis>] x<count> of <bytes> B "
@@ -200,58 +205,36 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
                     if is_phase
                     else f"expected a phase first: {', '.join(Phase)}"
                 )
-            pattern, ranks = match["names"], match["ranks"] or ""
-            row = _read_row(match, reader.ranks(ranks, world), sizes_activations=sizes_activations)
-            names = (None,) if pattern == NO_MODULE else reader.names(pattern)
-            written = with_ranks(_row_content(row), ranks)
-            lines.check(number, f"{row.phase} {pattern} {written}")
-            if row.axis not in {"", *(axis.name for axis in world.mesh_axes)}:
-                raise ValueError("expected an axis that has a 'mesh' line above")
-            records.append(_Record(number, names, row, ranks))
-    _check_once(lines, records, reader)
-    used = {record.row.axis for record in records}
-    for number, axis in enumerate(world.mesh_axes, start=world.end - len(world.mesh_axes)):
-        with lines.at(number):
-            if axis.name not in used:
-                raise ValueError("expected only axes that a record below has")
+    _check_once(lines, records)
     profile = CommProfile(
         world_size=world.size,
-        mesh_axes=world.mesh_axes,
+        mesh_axes=tuple(axis for axis in world.mesh_axes if axis.name in used),
         rows=sort_rows(replace(one.row, owner=name) for one in records for name in one.names),
         peaks=tuple(peaks),
         recorded_ranks=world.ranks,
         shows_async=shows_async,
         sizes_activations=sizes_activations,
-        answers=answers,
+        answers=tuple(sorted({*answers})),
         torch_version=lines.torch_version,
     )
-    lines.check_all(_comm_lines(profile))
+    lines.check(_comm_lines(profile))
     return profile
 
 
-def _read_answers(lines: SnapshotLines, first: int) -> tuple[Answer, ...]:
-    answers: list[Answer] = []
-    while lines.line(first + len(answers)).startswith(_ANSWER):
-        number = first + len(answers)
-        with lines.at(number):
-            match = _ANSWER_LINE.fullmatch(lines.line(number))
-            if match is None:
-                raise ValueError(
-                    f"expected '{_ANSWER}<value> to <module>:<function> (<what asked>)'"
-                )
-            answers.append(
-                Answer(**{name: read_word(text) for name, text in match.groupdict().items()})
-            )
-            if answers != sorted(set(answers)):
-                raise ValueError("expected each answer once, sorted by who asked")
-    return tuple(answers)
-
-
-def _read_peak(line: str, reader: RecordReader, world: World) -> GatheredPeak:
-    match = _PEAK_LINE.fullmatch(line)
-    if match is None:
-        raise ValueError(f"expected '{_PEAK}<bytes> B'")
-    return GatheredPeak(nbytes=_read_nbytes(match), ranks=reader.ranks(match["ranks"] or "", world))
+def _check_once(lines: SnapshotLines, records: Sequence[_Record]) -> None:
+    """Check that no two records have one row on one rank, nor the same on several lists."""
+    # As after a merge that kept the lines of both sides.
+    places: defaultdict[tuple[RowKey, str | None], list[int]] = defaultdict(list)
+    for place, record in enumerate(records):
+        for name in record.names:
+            places[record.row.key, name].append(place)
+    for alike in {tuple(held) for held in places.values() if len(held) > 1}:
+        rows = [records[place].row for place in alike]
+        ranks = [rank for row in rows for rank in row.ranks]
+        is_once = all(row.ranks for row in rows) and len({*ranks}) == len(ranks)
+        if not is_once or len({row.calls for row in rows}) < len(rows):
+            with lines.at(records[alike[-1]].number):
+                raise ValueError("expected each row once, with all of its ranks")
 
 
 def _read_row(match: re.Match[str], ranks: tuple[int, ...], *, sizes_activations: bool) -> Row:
@@ -271,12 +254,12 @@ def _read_row(match: re.Match[str], ranks: tuple[int, ...], *, sizes_activations
             f"unknown collective {quoted_part(kind)}: expected one of "
             f"{', '.join(COLLECTIVE_KINDS)} or unknown:<operation>"
         )
-    calls = _read_calls(match["calls"], kind, sizes_activations=sizes_activations)
+    calls = _read_calls(match["calls"], sizes_activations=sizes_activations)
     axis = unescape(match["axis"]) if match["axis"] else ""
     return Row(phase=phase, owner=None, what=kind, axis=axis, calls=calls, ranks=ranks)
 
 
-def _read_calls(text: str, kind: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
+def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
     calls: list[Calls] = []
     for part in text.split(", "):
         match = _CALLS.fullmatch(part)
@@ -293,11 +276,6 @@ def _read_calls(text: str, kind: str, *, sizes_activations: bool) -> tuple[Calls
                 "with 'ahead 1', 'async', 'peer +1' or 'root 0' after it"
             )
         given = {name: word for name, word in CALL_WORDS.items() if match[name] is not None}
-        for word in given.values() if kind in COLLECTIVE_KINDS else ():
-            if word.kinds and kind not in word.kinds:
-                raise ValueError(
-                    f"{kind} has {word.name!r}: expected it of {', '.join(sorted(word.kinds))}"
-                )
         calls.append(
             Calls(
                 nbytes=_read_nbytes(match) if match["nbytes"] and not is_unsized else 0,
@@ -310,39 +288,8 @@ def _read_calls(text: str, kind: str, *, sizes_activations: bool) -> tuple[Calls
                 **{name: word.read(match[name]) for name, word in given.items()},
             )
         )
-    kinds = [replace(one, count=0) for one in calls]
-    if kinds != sorted(set(kinds)):
-        raise ValueError(
-            f"calls {quoted_part(text)} out of order: expected each kind of call once, by size"
-        )
-    return tuple(calls)
+    return tuple(sorted(calls))
 
 
 def _read_nbytes(match: re.Match[str]) -> int:
     return int(match["nbytes"].replace("_", "") or "0")
-
-
-def _check_once(lines: SnapshotLines, records: Iterable[_Record], reader: RecordReader) -> None:
-    """Check that no two records have one row on one rank, nor the same on several lists."""
-    classes_of = reader.classes_of_ranks()
-    # The classes of ranks that have a row; none of them stands for all ranks.
-    seen: dict[tuple[RowKey, str | None], frozenset[int]] = {}
-    contents: set[tuple[RowKey, str | None, tuple[Calls, ...]]] = set()
-    steps = 0
-    for number, names, row, ranks in records:
-        key, classes = row.key, classes_of[ranks]
-        steps += len(names) * (1 + len(classes))
-        with lines.at(number):
-            if steps > MAX_RANKS:
-                raise ValueError("expected lines whose ranks overlap in fewer ways")
-            for name in names:
-                held = seen.get((key, name))
-                if held is not None and (
-                    not (held and classes)
-                    or not classes.isdisjoint(held)
-                    or (key, name, row.calls) in contents
-                ):
-                    raise ValueError("expected each row once, with all of its ranks")
-                seen[key, name] = held | classes if held else classes
-                if classes:
-                    contents.add((key, name, row.calls))

@@ -49,7 +49,7 @@ def _read_regular(path: Path, where: str) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise _no_file(path, where, "")
         if found.st_size > MAX_BYTES:
-            raise too_large(where, f"{found.st_size} bytes")
+            raise too_large(where, found.st_size)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(MAX_BYTES + 1)
     finally:

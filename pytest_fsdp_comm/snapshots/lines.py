@@ -1,45 +1,49 @@
-"""The frame of a snapshot file, alike for both kinds: first and last line, size, errors."""
+"""What both kinds of snapshot files share: first and last line, world and mesh, names, errors."""
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
 from pytest_fsdp_comm.errors import SnapshotFormatError, quoted
+from pytest_fsdp_comm.text.fqn import (
+    NO_MODULE,
+    escape,
+    first_name,
+    fold_fqns,
+    natural_key,
+    unescape,
+)
+from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, read_ranks, write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-# Note [Strict reading]: a reader takes a line apart, writes it again and compares, and does the
-# same with the whole file. So it accepts only what the writer writes: each fault has a line and an
-# error, no two texts mean the same, and a reader need not check what writing again shows. Only line
-# ends may be CRLF, and what the first line says after its kind is free.
-
-# Note [Limits of a file]: a broken file costs two seconds and 200 MB at most, wherever it is broken
-# (tests/unit/snapshots/test_limits.py). It has at most `MAX_BYTES` and `MAX_LINES`;
-# `text.fqn.MAX_NAMES` names in all lines together, in `MAX_NAME_TEXT` characters as they are
-# written; `MAX_RANKS` ranks in all lists together, and as many in the groups of all axes;
-# `MAX_WORLD_SIZE` ranks in the world; numbers of at most 18 digits.
+# Note [Strict reading]: a reader takes a file apart without much checking, writes what it read and
+# compares the lines. So it accepts exactly what the writer writes: no two texts mean the same, and
+# an error names the first line that differs. Line ends may be CRLF, and anything may follow the
+# kind in the first line.
 
 FORMAT_VERSION: Final = 2
 """Rises when an older reader would misread a snapshot."""
 
 MAX_BYTES: Final = 4 << 20
 """The largest snapshot file: eight times what GitHub shows of one file's changes."""
-MAX_LINES: Final = 10_000
-"""Half of what GitHub shows of a file's changes; 126 layers of 128 experts have 60 lines."""
-MAX_RANKS: Final = 1_000_000
 MAX_WORLD_SIZE: Final = 131_072
 """As `pytest_fsdp_comm.options.MAX_SIMULATED`."""
-MAX_NAME_TEXT: Final = 1_000_000
-"""100 characters for each of the most lines."""
 
 END: Final = "end"
 INDENT: Final = "  "
 """Before the lines of ranks that differ."""
+RANKS: Final = "ranks "
+_WORLD_SIZE: Final = "world_size "
+_MESH: Final = "mesh "
 
 NUMBER: Final = r"[1-9][0-9]{0,17}"
 REMEDY: Final = (
@@ -72,10 +76,10 @@ def line_error(where: str, number: int, came: str, expected: str) -> SnapshotFor
     return SnapshotFormatError(f"{where}, line {number}: {came}; expected {expected}. {REMEDY}")
 
 
-def too_large(where: str, size: str) -> SnapshotFormatError:
+def too_large(where: str, nbytes: int) -> SnapshotFormatError:
     """The error of a file that nobody wrote as a snapshot."""
-    expected = f"a snapshot of at most {MAX_LINES} lines and {MAX_BYTES} bytes"
-    return line_error(where, 1, f"the file has {size}", expected)
+    expected = f"a snapshot of at most {MAX_BYTES} bytes"
+    return line_error(where, 1, f"the file has {nbytes} bytes", expected)
 
 
 class SnapshotLines:
@@ -88,9 +92,8 @@ class SnapshotLines:
         """Lines of the file above these."""
         if not text.strip():
             raise self.error(1, "the file is empty", "a snapshot")
-        lines = 1 + text.count("\n", 0, -1)
-        if len(text) > MAX_BYTES or lines > MAX_LINES:
-            raise too_large(where, f"{lines} lines and {len(text)} characters")
+        if len(text) > MAX_BYTES:
+            raise too_large(where, len(text))
         self._check_characters(text)
         self.lines: list[str] = text.split("\n")
         """From the first, whose number is 1, to the last, which is `END`."""
@@ -172,7 +175,9 @@ class SnapshotLines:
         try:
             yield
         except ValueError as error:
-            came, _, expected = f": {error}".partition(": expected ")
+            came, is_ours, expected = f": {error}".partition(": expected ")
+            if not is_ours:  # of Python, such as int()
+                came, expected = "", "a line as the plugin writes it"
             line = quoted(self.line(number))
             raise self.error(number, f"it reads {line}{came}", expected) from None
 
@@ -180,22 +185,107 @@ class SnapshotLines:
         """As `line_error`."""
         return line_error(self.where, self.before + number, came, expected)
 
-    def check(self, number: int, written: str, why: str = "") -> None:
-        """Check that a line is what the writer writes; `why` follows what it reads."""
-        read = self.line(number)
-        if read == written:
+    def check(self, written: Sequence[str]) -> None:
+        """Check that all lines but the first are those that the writer writes."""
+        if self.lines[1:] == [*written]:
             return
-        pairs = enumerate(zip_longest(read, written))
-        same = next(place for place, pair in pairs if pair[0] != pair[1])
-        cut = same - _SHOWN // 2 if same > _SHOWN else 0
-        shown = [("..." if cut else "") + text[cut:] for text in (read, written)]
-        raise self.error(number, f"it reads {quoted(shown[0])}{why}", quoted(shown[1]))
-
-    def check_all(self, written: Sequence[str]) -> None:
-        """As `check`, of all lines from the second on."""
         pairs = enumerate(zip_longest(self.lines[1:], written, fillvalue=""), start=2)
-        for number, (read, line) in pairs:
-            if read != line:
-                is_total = "total" in (read.partition(" ")[0], line.partition(" ")[0])
-                lost = "; the totals do not match the records: a line was lost or edited by hand"
-                self.check(number, line, lost if is_total else "")
+        number, (read, line) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+        is_total = "total" in (read.partition(" ")[0], line.partition(" ")[0])
+        lost = "; the totals do not match the records: a line was lost or edited by hand"
+        letters = enumerate(zip_longest(read, line))
+        same = next(place for place, pair in letters if pair[0] != pair[1])
+        cut = same - _SHOWN // 2 if same > _SHOWN else 0
+        shown = [("..." if cut else "") + text[cut:] for text in (read, line)]
+        came = f"it reads {quoted(shown[0])}{lost if is_total else ''}"
+        raise self.error(number, came, quoted(shown[1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What both kinds of snapshots say first."""
+
+    size: int
+    """Ranks of the default group."""
+    ranks: tuple[int, ...]
+    """Those that were recorded, ascending; empty for all ranks."""
+    mesh_axes: tuple[MeshAxis, ...]
+    """Sorted by name."""
+    end: int
+    """Number of the first line below."""
+
+    def read_ranks(self, text: str) -> tuple[int, ...]:
+        """Read some of the recorded ranks; empty for all of them, as the text may be."""
+        ranks = read_ranks(text, self.size) if text else ()
+        return ranks_or_empty_if_all(ranks, len(self.ranks) or self.size)
+
+
+def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis]) -> list[str]:
+    """Write world, ranks and mesh; arguments as the fields of `World`."""
+    return [
+        f"{_WORLD_SIZE}{world_size}",
+        *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
+        *(f"{_MESH}{escape(axis.name)}={axis.layout}" for axis in axes),
+    ]
+
+
+def read_world(lines: SnapshotLines) -> World:
+    """Read world, ranks and mesh (see Note [Strict reading])."""
+    text = lines.line(2).removeprefix(_WORLD_SIZE)
+    size = int(text) if re.fullmatch(NUMBER, text) else 0
+    with lines.at(2):
+        if not (lines.line(2).startswith(_WORLD_SIZE) and 0 < size <= MAX_WORLD_SIZE):
+            raise ValueError(f"expected 'world_size <N>' with a number from 1 to {MAX_WORLD_SIZE}")
+    number = 3
+    ranks: tuple[int, ...] = ()
+    if lines.line(number).startswith(RANKS):
+        with lines.at(number):
+            listed = read_ranks(lines.line(number).removeprefix(RANKS), size)
+            ranks = ranks_or_empty_if_all(listed, size)
+        number += 1
+    axes: list[MeshAxis] = []
+    while lines.line(number).startswith(_MESH):
+        with lines.at(number):
+            axes += _read_axis(lines.line(number).removeprefix(_MESH), size)
+        number += 1
+    return World(size=size, ranks=ranks, mesh_axes=merge_axes(axes), end=number)
+
+
+def _read_axis(text: str, world_size: int) -> tuple[MeshAxis, ...]:
+    escaped, _, layout = text.rpartition("=")
+    name = unescape(escaped)
+    shape, _, how = layout.partition(" ")
+    kind, _, rest = how.partition(" ")
+    if kind == "ranks":
+        return merge_axes(axis_of(name, read_ranks(one, world_size)) for one in rest.split(" | "))
+    sizes = [*map(int, shape.split("x"))]
+    strides = [*map(int, rest.split("x"))] if rest else [1]
+    if min(*sizes, *strides) < 1 or math.prod(sizes) > world_size:
+        raise ValueError(
+            f"expected '<axis>=<size> stride <stride>' or the like, with sizes up to {world_size}"
+        )
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(sizes[::-1], strides[::-1], strict=True):
+        inner, step = dims[-1] if dims else (1, 0)
+        if dims and stride == inner * step:  # continues the inner dimension
+            dims[-1] = inner * size, step
+        elif size > 1:
+            dims.append((size, stride))
+    return (MeshAxis(name=name, size=math.prod(sizes), dims=tuple(dims)),)
+
+
+def with_ranks(content: str, ranks: str) -> str:
+    """A line's content with the ranks that share it, as they are written; empty for all ranks."""
+    return f"{content} {RANKS}{ranks}" if ranks else content
+
+
+def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
+    """Fold the names of each content, sorted naturally; None, for no module, comes last."""
+    lines: list[tuple[tuple[object, ...], str]] = []
+    for content, names in names_of.items():
+        for pattern in fold_fqns(name for name in names if name is not None):
+            key = (False, natural_key(first_name(pattern)), content)
+            lines.append((key, f"{pattern} {content}"))
+        if None in names:
+            lines.append(((True, natural_key(""), content), f"{NO_MODULE} {content}"))
+    return [line for _, line in sorted(lines)]

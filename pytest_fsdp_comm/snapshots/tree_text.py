@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, get_args
 
 from pytest_fsdp_comm.errors import quoted_part
-from pytest_fsdp_comm.snapshots.lines import END, INDENT, NUMBER, header
-from pytest_fsdp_comm.snapshots.records import (
+from pytest_fsdp_comm.snapshots.lines import (
+    END,
+    INDENT,
     RANKS,
-    RecordReader,
     folded_lines,
+    header,
     read_world,
     world_lines,
 )
-from pytest_fsdp_comm.text.fqn import escape, unescape
-from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, write_ranks
+from pytest_fsdp_comm.text.fqn import escape, expand, unescape
+from pytest_fsdp_comm.text.rank_lists import read_ranks, write_ranks
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
-from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, UnitFacts
+from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, UnitFacts, merge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_fsdp_comm.snapshots.lines import SnapshotLines
-    from pytest_fsdp_comm.snapshots.records import World
+    from pytest_fsdp_comm.snapshots.lines import SnapshotLines, World
 
 
 # Note [Text of a tree]:
@@ -52,25 +51,20 @@ _Facts = TypeVar("_Facts")
 # The words of a record: how they are written and read.
 
 
-def _checked(
-    pattern: str, what: str, expected: str, read: Callable[[str], Any] = str
-) -> Callable[[str], Any]:
-    shape = re.compile(pattern)
-
-    def read_checked(text: str) -> Any:
-        if shape.fullmatch(text) is None:
-            raise ValueError(f"bad {what} {quoted_part(text)}: expected {expected}")
-        return read(text)
-
-    return read_checked
-
-
 def _write_names(names: Iterable[str]) -> str:
     return ",".join(map(escape, names))
 
 
 def _read_names(text: str) -> tuple[str, ...]:
     return tuple(map(unescape, text.split(",")))
+
+
+def _read_reshard(text: str) -> bool | int:
+    if text in {"true", "false"}:
+        return text == "true"
+    if not text.isdecimal() or int(text) <= 1:  # one rank is no group, and 1 equals True
+        raise ValueError("expected reshard_after_forward=true, =false or a number of ranks")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,30 +80,10 @@ class _Word:
 _FLAG: Final = _Word(default=False)
 _AXIS: Final = _Word(write=escape, read=unescape)
 _NAMES: Final = _Word(default=(), write=_write_names, read=_read_names)
-_DTYPE: Final = _Word(
-    read=_checked(r"[A-Za-z0-9_]+(?:\+[A-Za-z0-9_]+)*", "element type", "one such as bfloat16")
-)
-_GROUP: Final = _Word(default=1, read=_checked(NUMBER, "number", "a number such as group=2", int))
-_RESHARD: Final = _Word(
-    write=lambda value: str(value).lower(),
-    read=_checked(
-        # One rank is no group, and 1 equals True.
-        f"true|false|(?!1$){NUMBER}",
-        "number",
-        "reshard_after_forward=true, =false or a number of ranks",
-        lambda text: int(text) if text.isdigit() else text == "true",
-    ),
-)
-_POLICIES: Final = _Word(
-    default=(),
-    write=",".join,
-    read=_checked(
-        "[A-Z_]+(?:,[A-Z_]+)*",
-        "prefetch",
-        "policies such as BACKWARD_PRE,FORWARD",
-        lambda text: tuple(text.split(",")),
-    ),
-)
+_DTYPE: Final = _Word(read=str)
+_GROUP: Final = _Word(default=1, read=int)
+_RESHARD: Final = _Word(write=lambda value: str(value).lower(), read=_read_reshard)
+_POLICIES: Final = _Word(default=(), write=",".join, read=lambda text: tuple(text.split(",")))
 _PRECISION: Final = {
     **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), _DTYPE),
     "cast_forward_inputs": _Word(default=True, write=lambda _: "false", read=lambda _: False),
@@ -129,14 +103,6 @@ _UNIT_WORDS: Final = {
 }
 # The fields of `UnitFacts` whose names are not their words.
 _FIELDS: Final = {"root": "is_root", "shard": "shard_axis", "replicate": "replicate_axis"}
-_read_tensor: Final = _checked(
-    r"[A-Za-z0-9_]+\[(?:[0-9]{1,18}(?:,[0-9]{1,18})*)?\]",
-    "tensor",
-    "one such as float32[64,64] after the parameter",
-)
-_read_placement: Final = _checked(
-    r".+=\w+\([^ ()=]*\)", "placement", "placements such as dp=Shard(0)"
-)
 
 
 def _unit_content(unit: UnitFacts, group: int) -> str:
@@ -185,12 +151,16 @@ def _parameter_content(parameter: ParameterFacts) -> str:
 
 def _read_parameter(content: str) -> ParameterFacts:
     tensor, *words = content.split(" ")
-    dtype, _, shape = _read_tensor(tensor).removesuffix("]").partition("[")
+    dtype, bracket, shape = tensor.removesuffix("]").partition("[")
+    if not bracket:
+        raise ValueError("expected a tensor such as float32[64,64] after the parameter")
     tied: tuple[str, ...] = ()
     if words and words[-1].startswith("tied=") and not words[-1].endswith(")"):
         tied = _read_names(words.pop().removeprefix("tied="))
     flags = [word for word in words if word in {"frozen", "unmanaged"}]
-    placed = (_read_placement(word).rpartition("=") for word in words[len(flags) :])
+    placed = [word.rpartition("=") for word in words[len(flags) :]]
+    if not all(axis for axis, _, _ in placed):
+        raise ValueError("expected placements such as dp=Shard(0)")
     return ParameterFacts(
         shape=tuple(map(int, shape.split(","))) if shape else (),
         dtype=dtype,
@@ -203,13 +173,19 @@ def _read_parameter(content: str) -> ParameterFacts:
 
 def format_profile(profile: TreeProfile) -> str:
     """Write a profile as a snapshot, which `read_tree` reads."""
-    lines = [header("tree", torch_version=profile.torch_version, backend=profile.backend)]
+    first = header("tree", torch_version=profile.torch_version, backend=profile.backend)
+    return "\n".join([first, *_lines(profile)]) + "\n"
+
+
+def _lines(profile: TreeProfile) -> list[str]:
+    """All lines but the first."""
+    lines = []
     for ranks, facts in profile.trees.items():
         if not ranks:
-            return "\n".join([*lines, *_tree_lines(facts, profile.recorded_ranks)]) + "\n"
+            return _tree_lines(facts, profile.recorded_ranks)
         lines.append(RANKS + write_ranks(ranks))
         lines += [INDENT + line for line in _tree_lines(facts)]
-    return "\n".join([*lines, END]) + "\n"
+    return [*lines, END]
 
 
 def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
@@ -240,53 +216,26 @@ def _folded(facts: Mapping[str, _Facts], content: Callable[[_Facts], str]) -> li
 
 def read_tree(lines: SnapshotLines) -> TreeProfile:
     """Read the snapshot of a sharded tree, or of several (see Note [Strict reading])."""
-    reader = RecordReader()
     if lines.line(2).startswith(RANKS):
-        trees = _read_trees(lines, reader)
-        recorded = tuple(sorted(chain.from_iterable(trees)))
-        world_size = next(iter(trees.values())).world_size
-        ranks = ranks_or_empty_if_all(recorded, world_size)
+        trees = {}
+        starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
+        for start, end in pairwise([*starts, len(lines.lines)]):
+            facts, world = _read_facts(lines.section(start + 1, end - 1))
+            with lines.at(start):
+                ranks = read_ranks(lines.line(start).removeprefix(RANKS), world.size)
+            trees.update(dict.fromkeys(ranks, facts))
+        profile = merge(dict(sorted(trees.items())), torch_version=lines.torch_version)
     else:
-        facts, world = _read_facts(lines, reader)
-        trees, ranks = {(): facts}, world.ranks
-    return TreeProfile(trees=trees, recorded_ranks=ranks, torch_version=lines.torch_version)
+        facts, world = _read_facts(lines)
+        profile = TreeProfile(
+            trees={(): facts}, recorded_ranks=world.ranks, torch_version=lines.torch_version
+        )
+    lines.check(_lines(profile))
+    return profile
 
 
-def _read_trees(lines: SnapshotLines, reader: RecordReader) -> dict[tuple[int, ...], TreeFacts]:
-    starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
-    if len(starts) == 1:
-        with lines.at(2):
-            raise ValueError("expected a line 'ranks <N>,...' above each of several trees")
-    trees: dict[tuple[int, ...], TreeFacts] = {}
-    bodies: set[tuple[str, ...]] = set()
-    for start, end in pairwise([*starts, len(lines.lines)]):
-        for number in range(start + 1, end):
-            with lines.at(number):
-                if not lines.line(number).startswith(INDENT):
-                    raise ValueError("expected two spaces first, below the ranks of a tree")
-        with lines.at(end - 1):
-            if lines.line(end - 1) != INDENT + END:
-                raise ValueError(f"expected {INDENT + END!r} as the last line of a tree")
-        section = lines.section(start + 1, end - 1)
-        facts, world = _read_facts(section, reader)
-        body = tuple(section.lines[1:])
-        with lines.at(start):
-            ranks = reader.ranks(lines.line(start).removeprefix(RANKS), world)
-            before = next(reversed(trees), ())
-            if ranks <= before or not set(ranks).isdisjoint(chain.from_iterable(trees)):
-                raise ValueError("expected each rank once, trees in the order of their first ranks")
-            if body in bodies:
-                raise ValueError("expected each tree once, with all of its ranks")
-        trees[ranks] = facts
-        bodies.add(body)
-    return trees
-
-
-def _read_facts(lines: SnapshotLines, reader: RecordReader) -> tuple[TreeFacts, World]:
+def _read_facts(lines: SnapshotLines) -> tuple[TreeFacts, World]:
     world = read_world(lines)
-    if world.ranks and lines.before:
-        with lines.at(3):
-            raise ValueError("expected no further list of ranks in one tree of several")
     units: defaultdict[int, dict[str, UnitFacts]] = defaultdict(dict)
     parameters: dict[str, ParameterFacts] = {}
     for number, line in enumerate(lines.lines[world.end - 1 : -1], start=world.end):
@@ -297,21 +246,13 @@ def _read_facts(lines: SnapshotLines, reader: RecordReader) -> tuple[TreeFacts, 
         with lines.at(number):
             if word not in {"unit", "parameter"} or not pattern:
                 raise ValueError("expected 'unit ...', 'parameter ...' or 'total ...'")
-            known: dict[str, Any]
-            value: Any
+            names = expand(pattern)
             if word == "unit":
-                value, group = _read_unit(content)
-                known, written = units[group], _unit_content(value, group)
+                unit, group = _read_unit(content)
+                units[group].update(dict.fromkeys(names, unit))
             else:
-                value = _read_parameter(content)
-                known, written = parameters, _parameter_content(value)
-            names = reader.names(pattern)
-            lines.check(number, f"{word} {pattern} {written}")
-            if not known.keys().isdisjoint(names):
-                raise ValueError(f"expected each {word} once")
-            known.update(dict.fromkeys(names, value))
+                parameters.update(dict.fromkeys(names, _read_parameter(content)))
     facts = TreeFacts(
         world_size=world.size, mesh_axes=world.mesh_axes, units=units, parameters=parameters
     )
-    lines.check_all(_tree_lines(facts, world.ranks))
     return facts, world

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Final, TypeAlias
 
@@ -14,7 +14,8 @@ from pytest_fsdp_comm.text.rank_lists import runs_of
 
 # Note [Patterns]: a pattern is the text of one or more FQNs: `layers.{0..3,7}.mlp.weight` is five
 # names. `fold_fqns` writes patterns and `expand` reads them; one undoes the other, whatever the
-# names hold. `matcher` checks whether a name matches one.
+# names hold. `expand` also reads patterns that `fold_fqns` writes otherwise: write them again to
+# check. `matcher` checks whether a name matches one.
 
 # How the root's FQN, which is empty, is written. Parentheses in names are escaped.
 ROOT_TEXT: Final = "(root)"
@@ -22,13 +23,8 @@ ROOT_TEXT: Final = "(root)"
 # What is written where there is no module.
 NO_MODULE: Final = "(no-module)"
 
-# The most FQNs that a pattern, or a whole snapshot, may stand for: those of 60 layers of 256
-# experts with 8 lines each. A reader lists them, 15 microseconds each.
+# The most FQNs that a pattern may stand for.
 MAX_NAMES: Final = 131_072
-
-# How many numbers of an FQN fold, from the left, as folding costs their square; others are text.
-# `layers.3.experts.7` has two, a unit such as `a.0+a.1` those of all its modules.
-MAX_NUMBERS: Final = 8
 
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
@@ -37,8 +33,6 @@ _DIGITS: Final = re.compile(r"([0-9]+)")
 _SEPARATOR: Final = re.compile(r"([.+])")
 # At most nine digits: such a number is exact everywhere, and no model has more siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
-# Within braces a dot separates nothing.
-_TOKEN: Final = re.compile(r"\{[^{}]*\}|[.+]|[^.+{}]+")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
@@ -112,21 +106,8 @@ def _escape_word(text: str, reserved: Container[str] = _RESERVED) -> str:
 
 
 def unescape(text: str) -> str:
-    """Read what `escape` wrote; ValueError for what it would write otherwise, or never."""
-    if not text:
-        raise ValueError(f"the name is missing: expected {ROOT_TEXT} for the root")
-    return "" if text == ROOT_TEXT else _unescape_word(text)
-
-
-def _unescape_word(text: str) -> str:
-    if not text or _PLAIN.fullmatch(text):
-        return text
-    name = read_word(text)
-    if _escape_word(name) != text:
-        raise ValueError(
-            f"bad name {quoted_part(text)}: expected {quoted_part(_escape_word(name))}"
-        )
-    return name
+    """Read what `escape` wrote; ValueError for an escape that it never writes."""
+    return "" if text == ROOT_TEXT else read_word(text)
 
 
 def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
@@ -161,7 +142,7 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     words = [""]
     numbers: list[int] = []
     for token in _SEPARATOR.split(fqn):
-        if len(numbers) < MAX_NUMBERS and _FOLDABLE.fullmatch(token):
+        if _FOLDABLE.fullmatch(token):
             numbers.append(int(token))
             words.append("")
         else:
@@ -199,36 +180,19 @@ def _write_ranges(ranges: Ranges) -> str:
     return written if written.isdigit() else f"{{{written}}}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pattern:
-    """A pattern taken apart, whose FQNs are not listed before they are needed."""
-
-    words: tuple[str, ...]
-    """The escaped text before, between and after the numbers."""
-    box: tuple[Ranges, ...]
-    """The numbers at each position."""
-
-    @property
-    def size(self) -> int:
-        """How many FQNs it stands for, but not more than one above `MAX_NAMES`."""
-        size = 1
-        for ranges in self.box:
-            count = sum(last - first + 1 for first, last in ranges)
-            size = min(size * count, MAX_NAMES + 1)
-        return size
-
-    def expand(self) -> tuple[str, ...]:
-        """List its FQNs, the last number running fastest."""
-        if self.words == (ROOT_TEXT,):
-            return ("",)
-        words = [*map(_unescape_word, self.words)]
-        axes = ([str(n) for a, b in ranges for n in range(a, b + 1)] for ranges in self.box)
-        return tuple(_join(words, numbers) for numbers in product(*axes))
-
-
 def expand(pattern: str) -> tuple[str, ...]:
-    """List the FQNs of a pattern, the last number running fastest; ValueError as `read_pattern`."""
-    return read_pattern(pattern).expand()
+    """List the FQNs of a pattern, the last number running fastest; ValueError if it is none."""
+    parts = _BRACES.split(pattern)
+    _check_braces("".join(parts[::2]), pattern)
+    words = [unescape(part) for part in parts[::2]]
+    axes = [_read_ranges(part, pattern) for part in parts[1::2]]
+    sizes = (sum(last - first + 1 for first, last in ranges) for ranges in axes)
+    if math.prod(sizes) > MAX_NAMES:
+        raise ValueError(
+            f"{quoted_part(pattern)} stands for too many names: expected at most {MAX_NAMES}"
+        )
+    numbers = ([str(n) for a, b in ranges for n in range(a, b + 1)] for ranges in axes)
+    return tuple(_join(words, chosen) for chosen in product(*numbers))
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
@@ -267,37 +231,6 @@ def _check_braces(between: str, pattern: str) -> None:
 def first_name(pattern: str) -> str:
     """Return the first FQN of a valid pattern."""
     return unescape(re.sub(r"\{([0-9]+)[^{}]*\}", r"\1", pattern))
-
-
-def read_pattern(text: str) -> Pattern:
-    """Take a pattern apart; ValueError if `fold_fqns` would not write it so."""
-    # It says where, and what was expected. The work does not grow with the number of its FQNs.
-    _check_braces(_TOKEN.sub("", text), text)
-    tokens = _TOKEN.findall(text)
-    parts: list[list[str]] = [[]]
-    box: list[Ranges] = []
-    for before, token, after in zip(("", *tokens), tokens, (*tokens[1:], ""), strict=False):
-        if token[0] == "{" and {before, after} <= {"", ".", "+"}:
-            if len(box) == MAX_NUMBERS:
-                raise ValueError(
-                    f"too many numbers in {quoted_part(text)}: expected {{...}} among the first "
-                    f"{MAX_NUMBERS} alone"
-                )
-            box.append(_read_ranges(token, text))
-            parts.append([])
-        elif len(box) < MAX_NUMBERS and _FOLDABLE.fullmatch(token):
-            box.append(((int(token), int(token)),))
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    pattern = Pattern(words=tuple(map("".join, parts)), box=tuple(box))
-    for word in pattern.words:
-        _unescape_word(word) if box else unescape(word)
-    if pattern.size > MAX_NAMES:
-        raise ValueError(
-            f"{quoted_part(text)} stands for too many names: expected at most {MAX_NAMES}"
-        )
-    return pattern
 
 
 def _read_ranges(token: str, pattern: str) -> Ranges:

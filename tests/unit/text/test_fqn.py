@@ -56,11 +56,6 @@ def test_folding_partitions_the_names(fqns):
         (["b", "a", "b"], ["a", "b"]),
         (["layers.00", "layers.1"], ["layers.00", "layers.1"]),
         (["3"], ["3"]),
-        # The ninth number of a name, here of a unit of three modules, does not fold.
-        (
-            [f"a.{i}.0.0+a.1.1.1+a.2.2.{j}" for i in range(2) for j in range(2)],
-            ["a.{0..1}.0.0+a.1.1.1+a.2.2.0", "a.{0..1}.0.0+a.1.1.1+a.2.2.1"],
-        ),
         (["a b.{1}"], ["a\\x20b.\\x7b1\\x7d"]),
     ],
 )
