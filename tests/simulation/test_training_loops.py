@@ -103,13 +103,12 @@ def one_step(ranks):
     ]
 
 
-def gathered(ranks, times=1):
-    """The weights, or `times` tensors like each, outside of forward and backward."""
-    owners = (".", "blocks.0", "blocks.1")
-    return [
-        f"outside {one} all_gather[dp] {nbytes(one, ranks)} < -"
-        for one in owners
-        for _ in range(times)
+def gathered(ranks):
+    """The weights, outside of forward and backward, and AdamW's state, which has no owner."""
+    sizes = {one: nbytes(one, ranks) for one in (".", "blocks.0", "blocks.1")}
+    weights = [f"outside {one} all_gather[dp] {size} < -" for one, size in sizes.items()]
+    return weights + [
+        f"outside - all_gather[dp] {size} < -" for size in sizes.values() for _ in range(2)
     ]
 
 
@@ -300,7 +299,7 @@ def data_in_any_order(loop):
     assert sorted(seen[0] + seen[1]) == sorted(seen[3])
 
 
-@case(sends=lambda ranks: [*one_step(ranks), *gathered(ranks), *gathered(ranks, 2)])
+@case(sends=lambda ranks: one_step(ranks) + gathered(ranks))
 def states_that_are_whole(loop):
     loop.step()
     get_model_state_dict(loop.model, options=FULL)
