@@ -1,6 +1,5 @@
 """Frameworks' training programs, recorded by one command, and what ``diff`` says of a mistake."""
 
-import json
 import os
 import subprocess
 import sys
@@ -63,28 +62,6 @@ sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 128}
 model_args = {"tiny": replace(spec.model_args["debugmodel"], **sizes)}
 loading = {"build_tokenizer_fn": None, "build_dataloader_fn": lambda **_: Loader()}
 register_train_spec("tiny", replace(spec, model_args=model_args, **loading))
-"""
-TRAINER = """
-import sys
-from dataclasses import dataclass
-
-import tiny_llama
-from frameworks.accelerated import BATCHES, FsdpOnCpu
-from transformers import HfArgumentParser, Trainer, TrainingArguments
-
-
-@dataclass
-class Ours:
-    samples: int = 64
-
-
-class FsdpTrainer(FsdpOnCpu, Trainer): ...
-
-
-if __name__ == "__main__":
-    parser = HfArgumentParser((TrainingArguments, Ours))
-    arguments, ours = parser.parse_json_file(sys.argv[1])
-    FsdpTrainer(tiny_llama.build(), arguments, train_dataset=BATCHES[: ours.samples]).train()
 """
 ACCELERATED = """
 import argparse
@@ -172,27 +149,6 @@ def test_torchtitans_train_py():
         "3 calls, 272.5 KiB in all less",
         "layers.{0..1}: reshard_after_forward True -> False",
     }
-
-
-def test_a_script_with_the_trainer():
-    pytest.importorskip("transformers.distributed", reason="needs transformers 5")
-    pytest.importorskip("accelerate")
-    Path("train.py").write_text(TRAINER)
-    given = {
-        "output_dir": "out",
-        "use_cpu": True,
-        "max_steps": 4,
-        "report_to": "none",
-        "save_strategy": "no",
-        "gradient_accumulation_steps": 2,
-        "fsdp": True,
-        "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-    }
-    each = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
-    for name, changed in (("own.json", {}), ("each.json", each)):
-        Path(name).write_text(json.dumps(given | changed))
-    train = (*RECORD, "--nproc", "2", "train.py")
-    assert PER_MICRO_BATCH in told((*train, "own.json"), (*train, "each.json"))
 
 
 def test_a_script_that_accelerate_launches():

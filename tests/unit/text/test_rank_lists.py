@@ -1,7 +1,7 @@
 """Lists of ranks: one text for one set, short for those of a mesh, and no other is read."""
 
 import re
-from itertools import chain, product
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -116,22 +116,6 @@ def test_a_text_says_just_the_ranks_it_was_written_for(ranks):
     assert re.fullmatch(RANKS_PATTERN, text)
     assert read_ranks(text, ranks[-1] + 1) == tuple(ranks)
     assert expanded(text) == ranks
-
-
-@given(SETS)
-def test_entries_fold_greedily_from_the_left(ranks):
-    runs = list(runs_of(ranks))
-    for entry in write_ranks(ranks).split(","):
-        # As many runs as go on at the distance of the first two, of the length of the first.
-        first, last = runs[0]
-        distance = runs[1][0] - first if len(runs) > 1 else 1
-        steps = range(len(runs))
-        alike = [runs[n] == (first + n * distance, last + n * distance) for n in steps]
-        count = (*alike, False).index(False)
-        taken = runs[: count if count >= 4 else 1]
-        assert expanded(entry) == list(chain(*(range(a, b + 1) for a, b in taken)))
-        del runs[: len(taken)]
-    assert not runs
 
 
 def test_each_set_of_ranks_has_a_text_of_its_own():
