@@ -5,8 +5,7 @@ from dataclasses import replace
 from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Reshard, Role, Source
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import fold, merge
-from pytest_fsdp_comm.reports.html.timeline import timeline_of
-from pytest_fsdp_comm.reports.html.values import Compared, Record, Result
+from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, timeline_of
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.tree.model import (

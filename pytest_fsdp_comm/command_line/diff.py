@@ -18,7 +18,7 @@ from pytest_fsdp_comm.command_line.documents import (
 )
 from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.reports.html.sides import cost_rows
+from pytest_fsdp_comm.reports.html.tables import cost_rows
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_fsdp_comm.comm.evidence import Evidence
-    from pytest_fsdp_comm.reports.html.sides import CostRow
+    from pytest_fsdp_comm.reports.html.tables import CostRow
 
 # What git calls the file of a side that has none.
 _NOWHERE: Final = "/dev/null"

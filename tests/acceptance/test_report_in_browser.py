@@ -7,8 +7,7 @@ from browser import find_browser, opened_browser
 from report_values import KIB, compared, profile_of, read, record_step, result, stack
 
 from pytest_fsdp_comm.reports.html.pages import render_pages, tree_page
-from pytest_fsdp_comm.reports.html.timeline import timeline_of
-from pytest_fsdp_comm.reports.html.values import Run
+from pytest_fsdp_comm.reports.html.values import Run, timeline_of
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 

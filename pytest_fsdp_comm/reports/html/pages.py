@@ -16,18 +16,18 @@ from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.profile import CommProfile, comparable
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.reports.explanation import ACCEPT, CURE, LIKELY, READ, RECORD
-from pytest_fsdp_comm.reports.html.modules import module_table
-from pytest_fsdp_comm.reports.html.sides import (
+from pytest_fsdp_comm.reports.html.tables import (
     MARKS,
     CostRow,
     cost_rows,
     differing_modules,
     line_rows,
+    list_entries,
+    module_table,
     rank_rows,
     side_rows,
 )
-from pytest_fsdp_comm.reports.html.timeline import list_entries
-from pytest_fsdp_comm.reports.html.values import TreeView
+from pytest_fsdp_comm.reports.html.values import Compared, Entry, Result, Run, TreeView
 from pytest_fsdp_comm.reports.tree_rows import (
     mark,
     parameter_words,
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from jinja2 import Environment
 
-    from pytest_fsdp_comm.reports.html.timeline import Entry
-    from pytest_fsdp_comm.reports.html.values import Compared, Result, Run
     from pytest_fsdp_comm.tree.model import ShardTree
     from pytest_fsdp_comm.tree.profile import TreeProfile
 
@@ -304,7 +302,7 @@ def _texts(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
 # and an order of indices for each timeline: a step of 126 layers is some thousand entries.
 # Positions, intervals from unshard to reshard and bytes that are gathered are worked out where they
 # are drawn. Three things keep it bounded: a timeline keeps its first entries
-# (`timeline.MAX_ENTRIES`), those of a page share `_ENTRIES`, and where the page is still too large,
+# (`values.MAX_ENTRIES`), those of a page share `_ENTRIES`, and where the page is still too large,
 # both that share and then the number of values are halved until it is not.
 
 
@@ -325,11 +323,7 @@ def _data(sections: Sequence[dict[str, Any]]) -> str:
             timelines.append({"order": order, "peak": one.peak, "left_out": one.left_out})
         differing = sorted(section["differing"], key=str)
         drawn[section["id"]] = {"differing": differing, "timelines": timelines}
-    return _json({"entries": [*entries], "sections": drawn})
-
-
-def _json(data: object) -> str:
-    text = json.dumps(data, separators=(",", ":"))
+    text = json.dumps({"entries": [*entries], "sections": drawn}, separators=(",", ":"))
     # See Note [Nothing runs but ours].
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 

@@ -2,20 +2,104 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from operator import attrgetter
+from typing import Final, Literal
 
+from pytest_fsdp_comm.comm.events import Collective, Recording, Reshard
 from pytest_fsdp_comm.reports.ci.outcomes import Origin
-from pytest_fsdp_comm.reports.html.timeline import Timeline
 from pytest_fsdp_comm.reports.tree_rows import TreeRow, summary_words, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding
-
-if TYPE_CHECKING:
-    from pytest_fsdp_comm.tree.model import ShardTree
+from pytest_fsdp_comm.tree.model import ShardTree
 
 Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
 Outcome = Literal["failed", "error", "passed", "skipped", "xfailed", "unfinished"]
+
+# Entries that are kept of one rank: 126 layers in two steps have about 6,000.
+MAX_ENTRIES: Final = 8_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A collective, an unshard or a reshard, without its place in the order."""
+
+    what: str
+    """The kind of a collective, ``unshard`` or ``reshard``."""
+    module: str | None
+    """The owner, or the module of the unit; None for no module."""
+    phase: str
+    nbytes: int
+    """The message size, or the bytes of the unit's parameters."""
+    axis: str = ""
+    """Empty for an unshard or a reshard."""
+    site: str = ""
+    """The call site; empty where unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The collectives, unshards and reshards of ranks that recorded the same."""
+
+    ranks: tuple[int, ...]
+    """Ascending; at least one."""
+    entries: tuple[Entry, ...]
+    """Each once, in the order of first appearance."""
+    order: tuple[int, ...]
+    """What happened: places in `entries`."""
+    peak: int
+    """As `events.Recording.peak_gathered_nbytes`, of the whole recording."""
+    left_out: int = 0
+    """Later entries that are not kept."""
+
+    def first(self, count: int) -> Timeline:
+        """Drop what happened after the first `count` entries."""
+        order = self.order[:count]
+        return replace(
+            self,
+            entries=self.entries[: max(order, default=-1) + 1],
+            order=order,
+            left_out=self.left_out + len(self.order) - len(order),
+        )
+
+
+def timeline_of(recording: Recording) -> Timeline:
+    """Put a recording in order; the first `MAX_ENTRIES` are kept."""
+    records: list[Collective | Reshard] = [*recording.collectives, *recording.reshards]
+    records.sort(key=attrgetter("index"))
+    entries: dict[Entry, int] = {}
+    order = tuple(entries.setdefault(_entry(one), len(entries)) for one in records[:MAX_ENTRIES])
+    return Timeline(
+        ranks=(recording.rank,),
+        entries=tuple(entries),
+        order=order,
+        peak=recording.peak_gathered_nbytes,
+        left_out=len(records) - len(order),
+    )
+
+
+def _entry(record: Collective | Reshard) -> Entry:
+    phase = record.phase.value
+    if isinstance(record, Collective):
+        return Entry(
+            what=record.kind,
+            module=record.owner,
+            phase=phase,
+            nbytes=record.nbytes,
+            axis=record.axis,
+            site=record.call_site,
+        )
+    return Entry(what=record.action, module=record.module, phase=phase, nbytes=record.nbytes)
+
+
+def share_timelines(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
+    """One timeline for all ranks that recorded the same, in the order of their lowest ranks."""
+    ranks: dict[Timeline, tuple[int, ...]] = {}
+    for one in timelines:
+        alike = replace(one, ranks=())
+        ranks[alike] = (*ranks.get(alike, ()), *one.ranks)
+    return tuple(replace(one, ranks=held) for one, held in ranks.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,22 +12,23 @@ from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Source
 from pytest_fsdp_comm.reports.ci.outcomes import Origin
 from pytest_fsdp_comm.reports.html import pages
-from pytest_fsdp_comm.reports.html.modules import module_table
 from pytest_fsdp_comm.reports.html.pages import MAX_PAGE, page_name, render_pages, status_of
-from pytest_fsdp_comm.reports.html.sides import (
+from pytest_fsdp_comm.reports.html.tables import (
     cost_rows,
     differing_modules,
     line_rows,
+    list_entries,
+    module_table,
     rank_rows,
     side_rows,
 )
-from pytest_fsdp_comm.reports.html.timeline import (
+from pytest_fsdp_comm.reports.html.values import (
     MAX_ENTRIES,
-    list_entries,
+    Record,
+    Run,
     share_timelines,
     timeline_of,
 )
-from pytest_fsdp_comm.reports.html.values import Record, Run
 from pytest_fsdp_comm.text.fqn import name_owners
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{7*7}}\N{BUG}\u2028\udc80"
