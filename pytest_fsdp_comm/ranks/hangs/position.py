@@ -107,8 +107,8 @@ def _described(code: CodeType, line: int | None) -> StackFrame:
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
-    # The innermost one is socket.recv_fds.
-    if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:2]):
+    # Within a few frames of multiprocessing.connection.
+    if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
         # It waits for another test. pytest keeps what a call raised until the next one begins.
         return getattr(sys, "last_value", None)
     for frame in frames:

@@ -37,8 +37,8 @@ from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterable, Mapping
+    from multiprocessing.connection import Connection
 
     from pytest_fsdp_comm.ranks.session.progress import Progress
     from pytest_fsdp_comm.ranks.start.fork_client import ForkServer
@@ -54,10 +54,10 @@ _ANSWER_S = 1.0
 # Reading the groups takes processor time of each rank, and ranks may share few cores.
 _GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
-# A message fits into the socket, unless the rank does not read at all.
-_SEND_S = 1.0
-# More than a socket holds: a rank that goes on sending is not listened to for ever.
-_DRAINED_CHUNKS = 64
+# A rank that begins a message sends it whole, unless it is ended or stopped.
+_STALLS_S = 5.0
+# A rank that goes on sending is not listened to for ever.
+_DRAINED_MESSAGES = 1000
 
 _Channel: TypeAlias = Channel[RankMessage]
 
@@ -95,7 +95,7 @@ class Supervision:
         self,
         spec: RankSetSpec,
         server: ForkServer,
-        connections: Mapping[int, tuple[socket.socket, socket.socket]],
+        connections: Mapping[int, tuple[Connection, Connection]],
     ) -> None:
         """Begin with a rank set that has just started, and `ForkServer.fork_ranks` returned."""
         self.spec = spec
@@ -105,9 +105,8 @@ class Supervision:
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ, None)
         for rank, (connection, watchdog) in connections.items():
-            self._channels[rank] = Channel(connection, SUPERVISOR)
-            self._channels[rank].settimeout(_SEND_S)
-            self._watchdogs[rank] = Channel(watchdog, SUPERVISOR)
+            self._channels[rank] = Channel(connection, SUPERVISOR, stalls_s=_STALLS_S)
+            self._watchdogs[rank] = Channel(watchdog, SUPERVISOR, stalls_s=_STALLS_S)
             self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
         # The size of each log when a later test of the rank set began.
@@ -307,20 +306,17 @@ class Supervision:
     def _drain(self, rank: int) -> None:
         """Read what a rank has sent; see Note [Dead ranks are read first]."""
         channel = self._channels[rank]
-        channel.settimeout(0.0)
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(_DRAINED_CHUNKS):
-                if channel.is_closed:
-                    break
-                self._read(rank)
+        for _ in range(_DRAINED_MESSAGES):
+            if channel.is_closed or not channel.connection.poll(0):
+                break
+            self._read(rank)
 
     def _read(self, rank: int) -> None:
         channel = self._channels[rank]
         try:
-            for message in channel.receive_available():
+            message = channel.receive()
+            if message is not None:
                 self._record(self._results[rank], message)
-        except BlockingIOError:
-            raise
         except (CodecError, OSError) as error:
             # The rank's test wrote to a descriptor that is not its own.
             result = self._results[rank]
@@ -445,7 +441,6 @@ class Supervision:
         asked = [(one, self._watchdogs[one.rank]) for one in results]
         for _, watchdog in asked:
             with contextlib.suppress(OSError):
-                watchdog.settimeout(_SEND_S)
                 watchdog.send(PositionQuestion(number=self._questions, with_groups=with_groups))
         until = time.monotonic() + within_s
         for result, watchdog in asked:
@@ -453,8 +448,7 @@ class Supervision:
                 while True:
                     # The children of a dead rank may keep its socket open.
                     left_s = 0.0 if result.rank in self._exited else until - time.monotonic()
-                    watchdog.settimeout(max(left_s, 0.001))
-                    answer = watchdog.receive()
+                    answer = watchdog.receive(within_s=left_s)
                     if answer is None:
                         break
                     # An earlier question may have been answered after its time.

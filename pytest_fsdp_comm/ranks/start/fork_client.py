@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import time
+from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
@@ -22,16 +22,18 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     ServerFailed,
     SetEnded,
     SetStarted,
+    StartRank,
     StartSet,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from multiprocessing.connection import Connection
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
     from pytest_fsdp_comm.ranks.start.slots import SharedDirectory
-    from pytest_fsdp_comm.ranks.wire.messages import ServerReply
+    from pytest_fsdp_comm.ranks.wire.messages import ServerReply, ServerRequest
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 _Reply = TypeVar("_Reply", SetStarted, SetEnded)
@@ -43,9 +45,9 @@ _ANSWERED_WITHIN_S = 15.0
 # It kills its ranks (`ending.HURRIED_S`) and removes a directory.
 _CLOSED_WITHIN_S = 5.0
 
-# Note [Connections]: each rank and its watchdog have a socket pair with the pytest process, which
-# makes them all, and after `StartSet` sends the ranks' ends one by one and closes its copies. The
-# server passes each rank its own and closes its copies before it forks the next one. So neither has
+# Note [Connections]: each rank and its watchdog have a connection with the pytest process, which
+# makes them all, sends the ranks' ends after each `StartRank`, and closes its copies. The server
+# passes each rank its own and closes its copies before it forks the next one. So neither has
 # more open files than it needs, and the pytest process alone has its ends: when it dies, each rank
 # reads an end of file. A rank's end may stay open after the rank, in what its test forked; so that
 # a rank has died only the server tells.
@@ -58,28 +60,26 @@ class ServerDiedError(Exception):
 class ForkServer:
     """The fork server, or the process that starts ranks, with the rank set that it has."""
 
-    def __init__(
-        self, start: Callable[[socket.socket, socket.socket], int], directory: Path
-    ) -> None:
+    def __init__(self, start: Callable[[Connection, Connection], int], directory: Path) -> None:
         """Start the server with `start(ours, theirs)`, ends of a connection; it returns the pid.
 
         The server removes `directory` in the end, unless it is killed.
         """
         self._directory = directory
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         self._pid = start(ours, theirs)
         theirs.close()
         # The server goes on cleaning up after this process only once that has really ended: the
         # interpreter closes sockets before it ends, but no descriptors.
         self._until_exit = os.dup(ours.fileno())
-        self._channel = Channel(ours, FORK_CLIENT)
+        self._channel = Channel(ours, FORK_CLIENT, stalls_s=_ANSWERED_WITHIN_S)
         self.pids: dict[int, int] = {}
         """The process that each rank is, or was; empty before the first rank set."""
         self._exited: dict[int, int] = {}
         self._status: int | None = None
         self._is_reaped = False
 
-    def fork_ranks(self, spec: RankSetSpec) -> dict[int, tuple[socket.socket, socket.socket]]:
+    def fork_ranks(self, spec: RankSetSpec) -> dict[int, tuple[Connection, Connection]]:
         """Fork a rank set after the end of the last.
 
         Returns the connections to each rank and its watchdog; the caller is to close them.
@@ -90,58 +90,60 @@ class ForkServer:
         """
         self._exited.clear()
         self.pids = {}
-        connections: list[socket.socket] = []
+        connections: dict[int, tuple[Connection, Connection]] = {}
         with contextlib.ExitStack() as unused:
-            with self._expecting_answer(_PREPARED_WITHIN_S):
-                self._channel.send(StartSet(spec=spec))
-            for _ in range(2 * len(spec.ranks)):
+            self._send(StartSet(spec=spec))
+            for rank in spec.ranks:
                 try:
-                    ours, theirs = socket.socketpair()
+                    (ours, theirs), (our_watch, their_watch) = Pipe(), Pipe()
                 except OSError:
                     self.end_ranks(PATIENCE_S)  # those that have started
                     raise
-                connections.append(unused.enter_context(ours))
-                with theirs, self._expecting_answer(_PREPARED_WITHIN_S):
-                    self._channel.send_descriptors([theirs.fileno()])
+                for connection in (ours, our_watch):
+                    unused.enter_context(connection)
+                with theirs, their_watch:
+                    self._send(StartRank(rank=rank), theirs, their_watch)
+                connections[rank] = ours, our_watch
             self.pids = self._await(SetStarted, _PREPARED_WITHIN_S).pids
             unused.pop_all()
-        pairs = zip(connections[::2], connections[1::2], strict=True)
-        return dict(zip(spec.ranks, pairs, strict=True))
+        return connections
 
-    def ask(self, request: StartSet | EndSet, cls: type[_Reply], within_s: float) -> _Reply:
-        """Send a request and wait for its answer; a server that gives none is killed."""
-        with self._expecting_answer(within_s):
+    def _send(self, request: ServerRequest, *ends: Connection) -> None:
+        try:
             self._channel.send(request)
-        return self._await(cls, within_s)
+            if ends:
+                connection = socket.socket(fileno=self._until_exit)
+                try:
+                    socket.send_fds(connection, [b"."], [end.fileno() for end in ends])
+                finally:
+                    connection.detach()
+        except BlockingIOError:
+            self.kill()  # it reads nothing
+            raise ServerDiedError from None
+        except ConnectionError:
+            self._take(self._channel.receive_available())
+            raise ServerDiedError from None
 
     def _await(self, cls: type[_Reply], within_s: float) -> _Reply:
         until = time.monotonic() + within_s
         while True:
-            with self._expecting_answer(until - time.monotonic()):
-                reply = self._channel.receive()
+            try:
+                reply = self._channel.receive(within_s=until - time.monotonic())
+            except (TimeoutError, BlockingIOError):
+                self.kill()
+                raise ServerDiedError from None
             if reply is None:
                 raise ServerDiedError
             self._take([reply])
             if isinstance(reply, cls):
                 return reply
 
-    @contextlib.contextmanager
-    def _expecting_answer(self, within_s: float) -> Iterator[None]:
-        self._channel.settimeout(max(within_s, 0.001))
-        try:
-            yield
-        except TimeoutError:
-            self.kill()
-            raise ServerDiedError from None
-        except ConnectionError:
-            self._take(self._channel.receive_available())
-            raise ServerDiedError from None
-
     def end_ranks(self, within_s: float) -> dict[int, int]:
         """Kill what the ranks left, and free slots; return, by rank, the pids that are left."""
         request = EndSet(within_s=within_s)
         try:
-            return self.ask(request, SetEnded, within_s + _ANSWERED_WITHIN_S).unended
+            self._send(request)
+            return self._await(SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:
             # Its ranks died with it (`end_with_parent`), but not what they had forked.
             kill_groups(self.pids.values())
@@ -159,17 +161,12 @@ class ForkServer:
         Raises:
             ServerDiedError: The server is gone, and with it the ranks.
         """
-        self._take(self._channel.take_pending())
-        while select.select([self._channel], [], [], 0)[0]:
-            self.raise_if_failed()
+        self.raise_if_failed()
         return self._exited
 
     def raise_if_failed(self) -> None:
         """Read what the server has said, last words too; raise `ServerDiedError` if it ended."""
-        self._channel.settimeout(0.0)
-        with contextlib.suppress(BlockingIOError):
-            self._take(self._channel.receive_available())
-        self._channel.settimeout(None)
+        self._take(self._channel.receive_available())
         if self._channel.is_closed:
             raise ServerDiedError
 
@@ -228,7 +225,7 @@ def fork_server(
 ) -> ForkServer:
     """Fork the server from this process, to `fork_server.serve`; torch is always preloaded."""
 
-    def start(ours: socket.socket, theirs: socket.socket) -> int:
+    def start(ours: Connection, theirs: Connection) -> int:
         pid = fork_quietly()
         if pid == 0:
             ours.close()

@@ -38,6 +38,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     ServerFailed,
     SetEnded,
     SetStarted,
+    StartRank,
     StartSet,
 )
 from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
@@ -136,11 +137,12 @@ def serve(
 
 @dataclass(slots=True, kw_only=True)
 class _RankSet:
+    spec: RankSetSpec
     slots: HeldSlots
     """Held here: if this process is killed, the kernel frees them, as the ranks die with it."""
     pids: dict[int, int] = field(default_factory=dict)
     """Process ids of the ranks that are not reaped yet, by rank."""
-    groups: tuple[int, ...] = ()
+    groups: dict[int, int] = field(default_factory=dict)
     """The process groups of all ranks, in which others may be left."""
 
 
@@ -156,6 +158,7 @@ class _Server:
         self._pid = getpid()
         self._parent = os.getppid()
         self._channel = channel
+        self._socket = socket.socket(fileno=os.dup(channel.fileno()))
         self._run_rank = run_rank
         self._ranks_signals = {signal.SIGCHLD: signal.SIG_DFL, **ranks_signals}
         self._adopts = adopts
@@ -175,12 +178,10 @@ class _Server:
                 self._wakeup.recv(4096)
                 self._reap()
             if self._channel in readable:
-                for request in self._channel.receive_available():
-                    if self._channel.is_hung_up():
-                        return  # before ranks start that nobody waits for
-                    self._handle(request)
-                if self._channel.is_closed:
-                    return
+                request = self._channel.receive()
+                if request is None or self._channel.is_hung_up():
+                    return  # before ranks start that nobody waits for
+                self._handle(request)
 
     def kill_all(self) -> None:
         self._end_set(within_s=PATIENCE_S)
@@ -193,29 +194,40 @@ class _Server:
     def _handle(self, request: ServerRequest) -> None:
         match request:
             case StartSet():
-                self._start_set(request.spec)
+                # Before any fork: a child closes its copies of the slots.
+                self._set = _RankSet(spec=request.spec, slots=HeldSlots(request.spec.slots))
+            case StartRank():
+                self._start_rank(request.rank)
             case EndSet():
                 unended = self._end_set(within_s=request.within_s)
                 self._channel.send(SetEnded(unended=unended))
 
-    def _start_set(self, spec: RankSetSpec) -> None:
-        # Before any fork: a child closes its copies of the slots.
-        started = self._set = _RankSet(slots=HeldSlots(spec.slots))
-        for rank in spec.ranks:
-            descriptors = self._channel.take_descriptors()
-            if descriptors is None:
-                return  # the pytest process could not open more files, or is gone
-            started.pids[rank] = self._start_rank(spec, rank, descriptors)
-            started.groups = tuple(started.pids.values())
-        self._channel.send(SetStarted(pids=dict(started.pids)))
-
-    def _start_rank(self, spec: RankSetSpec, rank: int, descriptors: tuple[int, int]) -> int:
+    def _start_rank(self, rank: int) -> None:
+        started = self._set
+        if started is None:
+            raise RuntimeError("StartSet comes before StartRank")
+        descriptors = self._take_ends()
         try:
-            return self._fork(partial(self._run_rank, spec, rank, descriptors))
+            run = partial(self._run_rank, started.spec, rank, descriptors)
+            started.pids[rank] = self._fork(run)
         finally:
             # Before the next fork, so that a rank alone has its ends: see Note [Connections].
             for descriptor in descriptors:
                 os.close(descriptor)
+        started.groups[rank] = started.pids[rank]
+        if len(started.groups) == len(started.spec.ranks):
+            self._channel.send(SetStarted(pids=dict(started.groups)))
+
+    def _take_ends(self) -> tuple[int, int]:
+        byte, ends, *_ = socket.recv_fds(self._socket, 1, 2)
+        if not byte:
+            raise EOFError
+        if len(ends) != 2:  # noqa: PLR2004  # as the function returns
+            raise FsdpCommError(
+                "connections of ranks were lost, for the process that starts ranks has too many "
+                "open files: raise the limit (ulimit -n), or use fewer ranks"
+            )
+        return ends[0], ends[1]
 
     def _fork(self, run: Callable[[], NoReturn]) -> int:
         flush_streams()
@@ -235,8 +247,7 @@ class _Server:
             for number, handler in self._ranks_signals.items():
                 signal.signal(number, handler or signal.SIG_DFL)
             # A descriptor of the pytest process's end would keep it from seeing the server's death.
-            # The channel closes those of ranks that are yet to be forked.
-            for own in (self._channel, self._wakeup, self._write_end):
+            for own in (self._channel, self._socket, self._wakeup, self._write_end):
                 own.close()
             if self._set is not None:
                 self._set.slots.close()
@@ -263,7 +274,7 @@ class _Server:
         unended = self._await_ends(ended.pids, within_s)
         if unended or not self._adopts:
             # Of ranks that ended too: what a test started must not outlive it.
-            kill_groups(ended.groups)
+            kill_groups(ended.groups.values())
         self._unended += unended.values()
         self._unended += kill_children(self._unended, within_s=self._patience_s())
         ended.slots.release()

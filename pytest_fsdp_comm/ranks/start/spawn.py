@@ -21,7 +21,7 @@ from pytest_fsdp_comm.ranks.wire.messages import FORK_SERVER
 from pytest_fsdp_comm.text.codec import dump_tagged
 
 if TYPE_CHECKING:
-    import socket
+    from multiprocessing.connection import Connection
 
     import pytest
 
@@ -42,7 +42,7 @@ def spawn_server(
         arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
     places = (str(directory), str(shared or ""), str(config.invocation_params.dir))
 
-    def start(_: socket.socket, theirs: socket.socket) -> int:
+    def start(_: Connection, theirs: Connection) -> int:
         process = subprocess.Popen(  # noqa: S603  # this module itself
             [sys.executable, "-m", __name__, str(theirs.fileno()), *places, *arguments],
             stdin=subprocess.DEVNULL,

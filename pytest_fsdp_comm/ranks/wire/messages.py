@@ -133,9 +133,16 @@ SupervisorMessage = RunTest | EndTests | PositionQuestion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSet:
-    """Fork a rank set; comes with two descriptors for each rank, as `RunRank` gets them."""
+    """Begin a rank set, of which a `StartRank` for each rank follows."""
 
     spec: RankSetSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRank:
+    """Fork a rank; its ends of two connections follow, as `RunRank` gets them."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,14 +152,14 @@ class EndSet:
     within_s: float
 
 
-ServerRequest = StartSet | EndSet
+ServerRequest = StartSet | StartRank | EndSet
 
 # From the fork server to its pytest process.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetStarted:
-    """Answers `StartSet`."""
+    """Answers the last `StartRank`."""
 
     pids: dict[int, int]
     """Process ids by rank."""

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from pytest_fsdp_comm.text.codec import CodecError
 @pytest.fixture
 def channels():
     """A fork client's end, and a fork server's."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with (
         contextlib.closing(Channel(ours, messages.FORK_CLIENT)) as our,
         contextlib.closing(Channel(theirs, messages.FORK_SERVER)) as their,
@@ -46,7 +47,7 @@ def server(monkeypatch, tmp_path):
     ends, killed = [], []
 
     def start(_, theirs):
-        ends.append(Channel(theirs.dup(), messages.FORK_SERVER))
+        ends.append(Channel(Connection(os.dup(theirs.fileno())), messages.FORK_SERVER))
         return 0
 
     monkeypatch.setattr(ForkServer, "kill", lambda _: killed.append(True))
@@ -63,7 +64,7 @@ def test_a_server_that_does_not_answer_is_killed(server, monkeypatch):
         monkeypatch.setattr(fork_client, name, 0.05)
     theirs.send(messages.SetEnded(unended={}))  # of an earlier rank set
     with pytest.raises(ServerDiedError):
-        ours.ask(end(1.0), messages.SetStarted, 0.05)
+        ours._await(messages.SetStarted, 0.05)
     assert len(killed) == 1
     ours.pids = {0: 2**22 + 1}  # of nobody
     assert ours.end_ranks(0.0) == {}
@@ -122,7 +123,7 @@ def test_ranks_of_a_process_that_is_being_killed_have_time_to_end(channels, monk
 def test_messages_before_a_broken_one_are_received(channels):
     ours, theirs = channels
     theirs.send(started(1))
-    theirs._connection.sendall(b"broken\n")
+    theirs.connection.send_bytes(b"broken")
     received = []
     with pytest.raises(
         CodecError, match="a message as JSON, but it does not parse: Expecting value"

@@ -2,8 +2,8 @@
 
 import os
 import signal
-import socket
 import time
+from multiprocessing.connection import Pipe
 
 import pytest
 
@@ -23,8 +23,8 @@ class NoServer:
     """Rank 1 is no process, and has no watchdog."""
 
     def __init__(self):
-        ours, theirs = socket.socketpair()
-        watchdog, closed = socket.socketpair()
+        ours, theirs = Pipe()
+        watchdog, closed = Pipe()
         closed.close()
         self.pids = {1: os.getpid()}
         self.connections = {1: (ours, watchdog)}
@@ -150,16 +150,10 @@ def test_grace_waits_for_a_rank_that_reports(spec, monkeypatch, is_reporting):
 
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
     server = Pausing()
-    line = b'{"type":"DebuggerSkipped","site":"here"}\n'
-    server.rank._connection.sendall(line)  # makes it readable, and stays there
-
-    def read_what_comes_faster_than_it_is_read():
-        channel._pending += line
-
+    message = messages.DebuggerSkipped(site="here")
+    server.rank.send(message)  # makes it readable, and stays there
     supervision = Supervision(spec, server, server.connections)
-    supervision._wait(1.0)
-    channel = supervision._channels[1]
-    monkeypatch.setattr(channel, "_read_chunk", read_what_comes_faster_than_it_is_read)
+    monkeypatch.setattr(supervision._channels[1], "receive", lambda: message)
     try:
         results = supervision.run(
             started_at=time.monotonic() - 19.9, has_failed_elsewhere=lambda _: False
