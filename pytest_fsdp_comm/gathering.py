@@ -1,21 +1,140 @@
-"""Collects a value from every rank, or says that the ranks are at different comparisons."""
+"""Exchanges texts among ranks, and values of which most are equal."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
 import typing
 from dataclasses import is_dataclass, replace
 from functools import cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from os import getpid
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from pytest_fsdp_comm.errors import RanksDivergedError
+from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
 _Value = TypeVar("_Value")
+
+# A TCP store drops a client that sends 8 MiB or more at once (torch 2.13, libuv).
+_CHUNK_NBYTES: Final = 4 << 20
+_FIRST_PAUSE_S: Final = 0.0002
+_LONGEST_PAUSE_S: Final = 0.004
+
+
+class TextStore:
+    """Texts of any length under names, on a store of torch; each is written once."""
+
+    def __init__(self, store: Any, directory: Path | None = None) -> None:
+        """Use a store; `directory` is where a `FileStore` has its file."""
+        self._store = store
+        self._directory = directory
+
+    def put(self, name: str, text: str) -> None:
+        """Make a whole text visible, in one step for readers."""
+        self._check_directory()
+        data = text.encode("utf-8", "surrogatepass")
+        chunks = [
+            data[offset : offset + _CHUNK_NBYTES]
+            for offset in range(0, max(len(data), 1), _CHUNK_NBYTES)
+        ]
+        for number, chunk in enumerate(chunks[1:], 1):
+            self._store.set(f"{name}@{number}", chunk)
+        self._store.set(name, b"%d " % len(chunks) + chunks[0])
+
+    def has(self, name: str) -> bool:
+        """Whether there is a text; never waits."""
+        self._check_directory()
+        return bool(self._store.check([name]))
+
+    def get(self, name: str) -> str:
+        """Wait for a text, as long as the store's own timeout."""
+        self._check_directory()
+        num_chunks, _, data = self._store.get(name).partition(b" ")
+        rest = [self._store.get(f"{name}@{number}") for number in range(1, int(num_chunks))]
+        return b"".join([data, *rest]).decode("utf-8", "surrogatepass")
+
+    def _check_directory(self) -> None:
+        # A `FileStore` would wait for it until its timeout.
+        if self._directory is not None and not self._directory.exists():
+            raise FsdpCommError(
+                f"the other ranks are out of reach: {self._directory}, through which ranks "
+                "exchange what they have, has vanished. Did a test empty the temporary directory "
+                "(tempfile.gettempdir()), or a cleaner of it?"
+            )
+
+
+class Exchange:
+    """One rank's end of an exchange; no collective, which would be recorded, and could hang."""
+
+    def __init__(self, texts: TextStore, rank: int, ranks: Sequence[int]) -> None:
+        """Start before the first comparison; `texts` are of one test, `ranks` ascending."""
+        self._texts = texts
+        self._rank = rank
+        self._ranks = ranks
+        self._rounds = 0
+        self._pid = getpid()
+        self.before: Callable[[], None] = lambda: None
+        """Called before each comparison."""
+
+    def __call__(self, text: str) -> list[str]:
+        """Give this rank's text; return those of all in rank order, equal ones as one object."""
+        if getpid() != self._pid:
+            raise RanksDivergedError(
+                f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
+                "the rank itself can: end the forked process with os._exit before the comparison"
+            )
+        self.before()
+        self._rounds += 1
+        complaint = (
+            f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, but rank "
+            "{} ended the test without it; every rank must make the same comparisons in the same "
+            "order (is one inside an `if rank == ...`?)"
+        )
+        own = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        digests = self.share(str(self._rounds), own, complaint)
+        # The first rank that has a text gives it to those that have another.
+        givers = dict(zip(reversed(digests), reversed(self._ranks), strict=True))
+        texts = {own: text}
+        if len(givers) > 1 and givers[own] == self._rank:
+            self._texts.put(f"{self._rounds}.text.{self._rank}", text)
+        for digest, rank in givers.items():
+            if digest != own:
+                name = f"{self._rounds}.text.{rank}"
+                texts[digest] = self._await(name, rank, complaint.format(rank))
+        return [texts[digest] for digest in digests]
+
+    def share(self, name: str, text: str = "", complaint: str = "") -> list[str]:
+        """Give a text at a point, once in a test; return those of all ranks, in rank order.
+
+        `complaint`, for the error that a rank ended the test before, has a ``{}`` for that rank.
+        """
+        complaint = complaint or f"rank {{}} ended the test before {name}"
+        self._texts.put(f"{name}.{self._rank}", text)
+        return [self._await(f"{name}.{rank}", rank, complaint.format(rank)) for rank in self._ranks]
+
+    def leave(self) -> None:
+        """Announce that this rank makes no more comparisons; do nothing in a forked process."""
+        if getpid() == self._pid:
+            self._texts.put(f"left.{self._rank}", "")
+
+    # `ranks.hangs.position` reads its name and locals to find which rank this one waits for.
+    def _await(self, name: str, rank: int, complaint: str) -> str:
+        pause_s = _FIRST_PAUSE_S
+        # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
+        while not self._texts.has(name):
+            # Looked at again, since it may have been written just before the rank left.
+            if self._texts.has(f"left.{rank}") and not self._texts.has(name):
+                raise RanksDivergedError(complaint)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self._texts.get(name)
+
 
 # Note [Exchanged lines]: ranks differ little; most have the same, others the same but for a few
 # rows. So a text has each entry of a value's tuples on a line of its own, and each text, and each

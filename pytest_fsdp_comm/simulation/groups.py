@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.gathering import TextStore
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.operations import Operation
 from pytest_fsdp_comm.simulation.mirror import parts_for_each, reduction
@@ -26,14 +27,13 @@ class RealGroups:
     """What this rank exchanges with those that differ from it in real axes alone."""
 
     def __init__(
-        self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], store: Any
+        self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], texts: TextStore
     ) -> None:
         """Begin a test, which all `peers` begin; `axes` by name with size and stride."""
         self._axes = axes
         self._peers = frozenset(peers)
-        self._store: Any = dist.PrefixStore(  # type: ignore[attr-defined]  # as FileStore
-            f"{next(_tests)}", store
-        )
+        self._texts = texts
+        self._test = next(_tests)
         self._counts: Counter[str] = Counter()
 
     def has(self, group: dist.ProcessGroup) -> bool:
@@ -110,10 +110,10 @@ class RealGroups:
 
     def _post(self, key: str, values: Sequence[torch.Tensor] | None) -> None:
         sent = [(str(own.dtype).removeprefix("torch."), own.tolist()) for own in values or ()]
-        self._store.set(key, json.dumps(None if values is None else sent))
+        self._texts.put(f"{self._test}/{key}", json.dumps(None if values is None else sent))
 
     def _fetch(self, key: str) -> list[torch.Tensor] | None:
-        parts: list[Any] | None = json.loads(self._store.get(key))
+        parts: list[Any] | None = json.loads(self._texts.get(f"{self._test}/{key}"))
         if parts is None:
             return None
         return [torch.tensor(own, dtype=getattr(torch, name)) for name, own in parts]

@@ -11,6 +11,7 @@ import traceback
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, with_source
 from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.positions import (
@@ -147,14 +148,12 @@ def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
     with contextlib.suppress(Exception):  # see Note [Reading a stuck rank]
         for frame in frames:
             name, own = frame.f_code.co_name, frame.f_locals
-            if frame.f_globals.get("__name__", "").endswith("wire.exchange"):
-                missing = (own["rank"],) if name == "_await" else own.get("missing")
-                if missing is not None:
-                    number, _, _ = own["name"].rpartition(".")
-                    what = f"comparison {number} of comm_mode or fsdp_tree"
-                    if not number.isdecimal():
-                        what = "the making of the process group"
-                    return UnrecordedCall(name=what, ranks=tuple(missing), is_mutual=False)
+            if frame.f_code is Exchange._await.__code__:  # of this package
+                number, _, _ = own["name"].partition(".")
+                what = f"comparison {number} of comm_mode or fsdp_tree"
+                if not number.isdecimal():
+                    what = "the making of the process group"
+                return UnrecordedCall(name=what, ranks=(own["rank"],), is_mutual=False)
             if not _is_c10d(frame):
                 continue
             if name in _MAKING_GROUPS or name == "monitored_barrier":

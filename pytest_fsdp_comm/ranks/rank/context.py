@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
+from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.options import Backend, RealAxis, Simulation
-from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
-from pytest_fsdp_comm.ranks.wire.rank_set import StoreAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +34,9 @@ class RankContext:
     timeout_s: float
     directory: Path
     """Of the rank set, on this machine; gone after its last test."""
-    exchange: RankExchange
-    store: StoreAddress | None
-    """Where the ranks make their process group; None if through a file in `directory`."""
+    exchange: Exchange
+    store: Any
+    """The store of torch on which the ranks make their process group."""
 
 
 RANK_CONTEXT: Final = pytest.StashKey[RankContext]()

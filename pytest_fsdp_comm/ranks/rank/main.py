@@ -11,6 +11,7 @@ import time
 from os import getpid
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
+from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.hangs.watchdog import Watchdog
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
@@ -27,6 +28,7 @@ from pytest_fsdp_comm.ranks.rank.process_group import (
     BEYOND_DEADLINE_S,
     device_of,
     empty_compiler_caches,
+    open_store,
     set_environment,
 )
 from pytest_fsdp_comm.ranks.rank.processes import (
@@ -38,7 +40,6 @@ from pytest_fsdp_comm.ranks.rank.processes import (
     run_finalizers,
 )
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks, RankExchange
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     WATCHDOG,
@@ -137,7 +138,6 @@ class RankTemplate:
         self, spec: RankSetSpec, rank: int, channel: _Channel, watchdog: Watchdog
     ) -> None:
         session = self._session
-        departures = Marks(spec.departures_path)
         rank_pid = getpid()
         command: RunTest | EndTests | None = RunTest(
             item_index=spec.item_index, next_test=spec.next_test
@@ -146,7 +146,7 @@ class RankTemplate:
         while isinstance(command, RunTest):
             item, next_test = session.items[command.item_index], command.next_test
             nextitem = None if next_test.index is None else session.items[next_test.index]
-            context = _context(spec, rank, number, departures)
+            context = _context(spec, rank, number)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
             item.stash[SETTINGS] = spec.settings  # which may have more ranks than the marker
@@ -184,23 +184,16 @@ def _ask_for_next(channel: _Channel, ended: TestEnded | TestsEnded) -> RunTest |
     return channel.receive()
 
 
-def _context(spec: RankSetSpec, rank: int, number: int, departures: Marks) -> RankContext:
-    settings, local = spec.settings, spec.local
-    exchange: RankExchange
-    if local:
-        from pytest_fsdp_comm.ranks.wire.text_store import (  # noqa: PLC0415  # other ranks need no store
-            TextStore,
-            connect_store,
-        )
+def _context(spec: RankSetSpec, rank: int, number: int) -> RankContext:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
 
-        client = connect_store(
-            local.store.below(f"test{number}"), timeout_s=settings.timeout_s + BEYOND_DEADLINE_S
-        )
-        exchange = RankExchange(TextStore(client), rank, settings.ranks)
-    else:
-        exchange = DirectoryExchange(
-            spec.directory, rank, settings.ranks, number=number, departures=departures
-        )
+    settings, local = spec.settings, spec.local
+    timeout_s = settings.timeout_s + BEYOND_DEADLINE_S
+    # Two clients: the test's process group may use its own on another thread.
+    texts = TextStore(
+        PrefixStore(f"test{number}", open_store(spec, timeout_s=timeout_s)),
+        None if local else spec.directory,
+    )
     local_rank = local.local_rank if local else rank
     return RankContext(
         rank=rank,
@@ -216,8 +209,8 @@ def _context(spec: RankSetSpec, rank: int, number: int, departures: Marks) -> Ra
         device=device_of(settings, local_rank),
         timeout_s=settings.timeout_s,
         directory=spec.directory,
-        exchange=exchange,
-        store=local.store if local else None,
+        exchange=Exchange(texts, rank, settings.ranks),
+        store=open_store(spec, timeout_s=timeout_s),
     )
 
 

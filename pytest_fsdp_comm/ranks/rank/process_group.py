@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.gathering import TextStore
 from pytest_fsdp_comm.options import ranks_along
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
 from pytest_fsdp_comm.ranks.rank.network import (
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.rank.context import RankContext
-    from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank
+    from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, RankSetSpec
     from pytest_fsdp_comm.simulation.groups import RealGroups
 
 # Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
@@ -79,6 +80,20 @@ def set_environment(
     torch.set_num_threads(1)
 
 
+def open_store(spec: RankSetSpec, *, timeout_s: float) -> Any:
+    """Connect to the store of a rank set; `timeout_s` limits each wait."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
+
+    if spec.local:
+        # Not before it is needed: a rank that imports a plugin's module has pytest rewrite it.
+        from pytest_fsdp_comm.ranks.wire.text_store import connect_store  # noqa: PLC0415  # see above
+
+        return connect_store(spec.local.store, timeout_s=timeout_s)
+    store = FileStore(str(spec.directory / "store"), -1)
+    store.set_timeout(dt.timedelta(seconds=timeout_s))
+    return store
+
+
 def empty_compiler_caches() -> None:
     """Do once what making a process group does in each rank."""
     # Read in torch 2.7, 2.13 and 2.15. It costs a rank 310 page faults, nearly as many as its gloo
@@ -123,24 +138,13 @@ def join_group(context: RankContext) -> object:
     if context.backend == "fake":
         join_fake_group(context.rank, context.world_size)
         return dist.group.WORLD
-    timeout_s = context.timeout_s + BEYOND_DEADLINE_S
-    store: Any
-    if context.store:
-        # Not before it is needed: a rank that imports a plugin's module has pytest rewrite it.
-        from pytest_fsdp_comm.ranks.wire.text_store import connect_store  # noqa: PLC0415  # see above
-
-        store = connect_store(context.store.below("group"), timeout_s=timeout_s)
-    else:
-        store = dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
-            str(context.directory / "store"), context.world_size
-        )
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if context.backend == "nccl" else "gloo",
-            store=store,
+            store=dist.PrefixStore("group", context.store),  # type: ignore[attr-defined]  # as FileStore
             rank=context.rank,
             world_size=context.world_size,
-            timeout=dt.timedelta(seconds=timeout_s),
+            timeout=dt.timedelta(seconds=context.timeout_s + BEYOND_DEADLINE_S),
         )
     except RuntimeError as error:
         problem = gloo_problem(os.environ) if sys.platform == "linux" else ""
@@ -148,7 +152,7 @@ def join_group(context: RankContext) -> object:
             raise RuntimeError(f"the ranks cannot connect: {problem}") from error
         raise
     # Making a group is no barrier: a rank that ends right after it breaks those that still connect.
-    context.exchange.meet("joined")
+    context.exchange.share("joined")
     return dist.group.WORLD
 
 
@@ -160,13 +164,10 @@ def real_groups(context: RankContext) -> RealGroups | None:
 
     from pytest_fsdp_comm.simulation.groups import RealGroups  # noqa: PLC0415  # as above
 
-    store = dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
-        str(context.directory / "simulation"), len(context.ranks)
-    )
-    # As of a group: a rank that hangs ends in the supervisor's report.
-    store.set_timeout(dt.timedelta(seconds=context.timeout_s + BEYOND_DEADLINE_S))
+    # Waits as long as a group: a rank that hangs ends in the supervisor's report.
+    store = dist.PrefixStore("simulation", context.store)  # type: ignore[attr-defined]  # as FileStore
     axes = {axis.name: (axis.size, axis.stride) for axis in context.real}
-    return RealGroups(axes, ranks_along(context.real, [context.rank]), store)
+    return RealGroups(axes, ranks_along(context.real, [context.rank]), TextStore(store))
 
 
 def is_default_group(group: object) -> bool:

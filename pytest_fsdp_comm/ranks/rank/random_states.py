@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
+    from pytest_fsdp_comm.gathering import Exchange
 
 # Note [Equal draws]: models, data and sharding are drawn at random in many tests, and have to be
 # the same on all ranks. A fork copies the states of numpy and torch, but Python makes a new one for
@@ -54,7 +54,7 @@ def restore_states(states: Sequence[Any]) -> None:
             generator[1](state)
 
 
-def equalize(exchange: RankExchange) -> None:
+def equalize(exchange: Exchange) -> None:
     """Seed alike the libraries whose states differ between ranks; every rank calls it."""
     # The text of a tensor leaves numbers out.
     own = [state.tolist() if hasattr(state, "tolist") else state for state in read_states()]

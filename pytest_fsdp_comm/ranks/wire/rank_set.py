@@ -83,8 +83,3 @@ class RankSetSpec:
     def stacks_path(self, rank: int) -> Path:
         """Where a rank writes its stacks when asked."""
         return self.directory / f"rank{rank}.stacks"
-
-    @property
-    def departures_path(self) -> Path:
-        """Where the ranks note which tests they have left."""
-        return self.directory / "departures"

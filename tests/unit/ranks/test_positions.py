@@ -11,10 +11,10 @@ import time
 
 import pytest
 
+from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.ranks.hangs.position import _stack, is_waiting, read_position
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, silent_activity
 from pytest_fsdp_comm.ranks.rank import main
-from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
 from pytest_fsdp_comm.ranks.wire.positions import Activity
 
 # Everything that moves frames: calls, generators, exceptions, recursion and collections. Where
@@ -112,19 +112,19 @@ def test_a_position_names_what_the_user_called():
 
 
 def test_who_waits_for_the_group_to_be_made_names_the_ranks_that_are_missing(tmp_path):
+    from torch.distributed import FileStore
+
     ends = [
-        DirectoryExchange(
-            tmp_path, rank, range(3), number=0, departures=Marks(tmp_path / "departures")
-        )
+        Exchange(TextStore(FileStore(str(tmp_path / "store"), -1)), rank, range(3))
         for rank in range(3)
     ]
 
     def meet(event):
-        late = threading.Thread(target=lambda: event.wait(5) and ends[1].meet("joined"))
-        others = [late, threading.Thread(target=lambda: ends[2].meet("joined"))]
+        late = threading.Thread(target=lambda: event.wait(5) and ends[1].share("joined"))
+        others = [late, threading.Thread(target=lambda: ends[2].share("joined"))]
         for thread in others:
             thread.start()
-        ends[0].meet("joined")
+        ends[0].share("joined")
         for thread in others:
             thread.join()
 

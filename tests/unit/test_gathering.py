@@ -1,0 +1,173 @@
+"""Ranks exchange texts through a store of torch, and name the rank that does not come."""
+
+import shutil
+import threading
+import time
+from functools import partial
+
+import pytest
+from torch.distributed import FileStore, PrefixStore, TCPStore
+
+from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
+from pytest_fsdp_comm.gathering import Exchange, TextStore, gather_alike
+
+
+@pytest.fixture(scope="module")
+def tcp_port():
+    # A port that the system chooses, and that no other test can take meanwhile.
+    served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    yield served.port
+    del served
+
+
+@pytest.fixture(params=["file", "tcp"])
+def connect(request, tmp_path, tcp_port):
+    """Makes clients of one store."""
+
+    def make():
+        if request.param == "file":
+            return FileStore(str(tmp_path / "store"), -1)
+        store = TCPStore("localhost", tcp_port, is_master=False, wait_for_workers=False)
+        return PrefixStore(request.node.name, store)
+
+    return make
+
+
+@pytest.fixture
+def exchanges(connect):
+    def make(ranks, test=0):
+        stores = (TextStore(PrefixStore(f"test{test}", connect())) for _ in ranks)
+        return [Exchange(store, rank, ranks) for rank, store in zip(ranks, stores, strict=True)]
+
+    return make
+
+
+def in_threads(*calls):
+    results = [None] * len(calls)
+
+    def run(place, call):
+        try:
+            results[place] = call()
+        except RanksDivergedError as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return results
+
+
+# A TCP store itself drops a client that sends 8 MiB at once.
+@pytest.mark.parametrize("text", ["", "ü\udcff\n", "ü" * (5 << 20)], ids=["empty", "odd", "long"])
+def test_text_of_any_length_is_put_and_read(connect, text):
+    here, there = TextStore(connect()), TextStore(connect())
+    assert not there.has("name")
+    here.put("name", text)
+    # A TCP store answers nobody who writes: another client may see it a little later.
+    until = time.monotonic() + 10
+    while not there.has("name"):
+        assert time.monotonic() < until
+    assert there.get("name") == text
+
+
+def test_texts_come_in_rank_order(exchanges):
+    ranks = (0, 3, 7)
+    ends = exchanges(ranks)
+    for number in range(3):
+        calls = (partial(end, f"{number} ü {rank}") for end, rank in zip(ends, ranks, strict=True))
+        assert in_threads(*calls) == [[f"{number} ü {rank}" for rank in ranks]] * 3
+
+
+def test_equal_texts_are_put_once_or_not_at_all(exchanges, monkeypatch):
+    ends = exchanges(range(5))
+    sizes = []
+    put = TextStore.put
+
+    def noted(self, name, text):
+        sizes.append(len(text))
+        put(self, name, text)
+
+    monkeypatch.setattr(TextStore, "put", noted)
+    same, other = "same" * 1000, "other" * 1000
+    assert in_threads(*(partial(end, same) for end in ends)) == [[same] * 5] * 5
+    assert sizes == [64] * 5
+    texts = [same, other, same, other, same]
+    results = in_threads(*(partial(end, text) for end, text in zip(ends, texts, strict=True)))
+    assert results == [texts] * 5
+    for received in results:
+        assert received[0] is received[2] is received[4]
+        assert received[1] is received[3]
+    assert sorted(sizes) == [*[64] * 10, 4000, 5000]
+
+
+def test_a_rank_that_left_is_named(exchanges):
+    here, gone = exchanges((0, 1))
+    gone.leave()
+    with pytest.raises(RanksDivergedError) as caught:
+        here("text")
+    assert str(caught.value) == (
+        "rank 0 made comparison 1 of comm_mode or fsdp_tree, but rank 1 ended the test without it; "
+        "every rank must make the same comparisons in the same order (is one inside an "
+        "`if rank == ...`?)"
+    )
+    with pytest.raises(RanksDivergedError, match="rank 1 ended the test before joined"):
+        here.share("joined")
+
+
+def test_whoever_leaves_a_point_has_waited_for_all(exchanges):
+    ranks = (0, 1, 2)
+    came, left = [], []
+
+    def meet(rank, end):
+        time.sleep(0.05 * rank)
+        came.append(rank)
+        end.share("joined")
+        left.append(sorted(came))
+
+    in_threads(*(partial(meet, rank, end) for rank, end in enumerate(exchanges(ranks))))
+    assert left == [[0, 1, 2]] * 3
+
+
+def test_different_things_are_not_mixed(exchanges):
+    ends = exchanges((0, 1))
+    results = in_threads(
+        lambda: gather_alike(ends[0], "comm_mode", "{}"),
+        lambda: gather_alike(ends[1], "fsdp_tree", "# tree"),
+    )
+    assert str(results[0]).startswith("this rank compared comm_mode with a snapshot, another rank")
+    assert "every rank must make the same comparisons" in str(results[1])
+    same = in_threads(*(lambda e=end: gather_alike(e, "comm_mode", "a\nb") for end in ends))
+    assert same == [["a\nb", "a\nb"]] * 2
+
+
+def test_the_next_test_of_the_same_ranks_begins_anew(exchanges):
+    first = exchanges((0, 1))
+    assert in_threads(*(partial(end, "first") for end in first)) == [["first", "first"]] * 2
+    for end in first:
+        end.leave()
+    second = exchanges((0, 1), test=1)
+    texts = in_threads(*(partial(end, text) for end, text in zip(second, "ab", strict=True)))
+    assert texts == [["a", "b"]] * 2
+    second[1].leave()
+    with pytest.raises(RanksDivergedError):
+        second[0]("text")
+
+
+def test_64_ranks_exchange_different_texts(exchanges):
+    texts = [f"text of {rank}" * 1000 for rank in range(64)]
+    ends = exchanges(range(64))
+    results = in_threads(*(partial(end, text) for end, text in zip(ends, texts, strict=True)))
+    assert results == [texts] * 64
+
+
+def test_a_directory_that_vanished_is_named(tmp_path):
+    directory = tmp_path / "ranks"
+    directory.mkdir()
+    store = TextStore(FileStore(str(directory / "store"), -1), directory)
+    store.put("name", "text")
+    shutil.rmtree(directory)
+    for call in (partial(store.put, "other", ""), partial(store.has, "name")):
+        with pytest.raises(FsdpCommError, match=r"out of reach: .*, has vanished\. Did a test"):
+            call()
