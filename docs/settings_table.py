@@ -22,6 +22,9 @@ VARIABLES = {
     "process is one rank of every test, and meets the others at that address. Without a launcher, "
     "`RANK` and `WORLD_SIZE` are set in each rank",
     "LOCAL_RANK, LOCAL_WORLD_SIZE": "as above, of the ranks on this machine",
+    "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, PMI_RANK, PMI_SIZE, "
+    "MPI_LOCALRANKID, SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID": "set by `mpirun` and "
+    "`srun`: several processes without the variables above [are refused](../launchers.md)",
     "CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES": "the GPUs that tests may use; set in each rank to "
     "those of its test",
     "OMP_NUM_THREADS": "set to 1 in each rank, unless it is set",

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 # Environment variable that a launched pytest sets: a pytest that one of its tests runs inherits the
 # launcher's variables, but is not one of its ranks.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
+# Environment variable of the process that rank 0's pytest process starts as its rank, where it
+# cannot be forked.
+OWN_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_OWN_RANK"
 # Environment variable of a spawned rank: the path of its `RankSetSpec`.
 SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
 # Environment variable of a spawned rank: its number, then the descriptors of `RunRank`.
@@ -47,11 +50,8 @@ class LaunchedRank:
     """Differs between runs that share a store."""
     launcher: str
     """What started the ranks, for texts: ``torchrun``, or the variables it set."""
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank reports and writes for all."""
-        return self.rank == 0
+    is_leader: bool
+    """Whether this process reports and writes for all ranks."""
 
 
 def is_spawned_rank() -> bool:
@@ -89,6 +89,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
         has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
         run_id=f"{environment.get('TORCHELASTIC_RUN_ID', 'run')}.{restarts}",
         launcher="torchrun" if is_torchrun else "RANK and WORLD_SIZE",
+        is_leader=rank == 0 and OWN_RANK_VARIABLE not in environment,
     )
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
+    from pytest_fsdp_comm.ranks.launched.join import LaunchedRunner
     from pytest_fsdp_comm.ranks.session.runner import RankRunner
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
@@ -115,9 +116,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Keep all but one of the processes that a launcher started from the terminal."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
-        from pytest_fsdp_comm.ranks.launched import quiet  # noqa: PLC0415  # in such a process only
+        from pytest_fsdp_comm.ranks.launched import process  # noqa: PLC0415  # in such a process only
 
-        quiet.hold_terminal(session.config)
+        process.hold_terminal(session.config)
 
 
 @pytest.hookimpl(trylast=True)
@@ -150,9 +151,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         _prepare_ranks(session, ours, launched)
     elif launched:
         # Tests that were written for a launcher without this plugin run in every process.
-        from pytest_fsdp_comm.ranks.launched import quiet  # noqa: PLC0415  # in such a process only
+        from pytest_fsdp_comm.ranks.launched import process  # noqa: PLC0415  # in such a process only
 
-        quiet.release_terminal(session.config)
+        process.release_terminal(session.config)
 
 
 @pytest.hookimpl
@@ -186,6 +187,7 @@ def _prepare_ranks(
         spawned.run_spawned_rank(session, extensions)
     if config.option.collectonly:
         return
+    ranks: RankRunner | LaunchedRunner
     if launched:
         from pytest_fsdp_comm.ranks.launched import join as launch  # noqa: PLC0415  # as above
 
@@ -209,7 +211,7 @@ def _prepare_ranks(
 class _Protocol:
     """Registered last, so that its hook comes before those of plugins that take a test over."""
 
-    def __init__(self, ranks: RankRunner) -> None:
+    def __init__(self, ranks: RankRunner | LaunchedRunner) -> None:
         self._ranks = ranks
 
     @pytest.hookimpl(tryfirst=True)

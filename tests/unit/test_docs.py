@@ -93,7 +93,7 @@ def test_the_table_of_settings_matches_the_code():
 def test_every_environment_variable_is_documented():
     """Of those that are read or set; the plugin's own messages to its ranks are no setting."""
     internal = {"PYTEST_FSDP_COMM_LAUNCH", "PYTEST_FSDP_COMM_LAUNCHED", "PYTEST_FSDP_COMM_RANK"}
-    internal |= {"PYTEST_FSDP_COMM_COLLECTION", "PYTEST_CURRENT_TEST"}
+    internal |= {"PYTEST_FSDP_COMM_OWN_RANK", "PYTEST_FSDP_COMM_COLLECTION", "PYTEST_CURRENT_TEST"}
     internal |= {
         "TORCHELASTIC_RESTART_COUNT",
         "TORCHELASTIC_RUN_ID",

@@ -281,6 +281,7 @@ def launched(**changes):
         "run_id": "run",
         "launcher": "torchrun",
     }
+    values |= {"is_leader": values["rank"] == 0}
     return LaunchedRank(**{**values, **changes})
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
+from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, OWN_RANK_VARIABLE
 from pytest_fsdp_comm.options import SETTINGS
-from pytest_fsdp_comm.ranks.launched.follower import Follower, follow
-from pytest_fsdp_comm.ranks.launched.leader import Leader
-from pytest_fsdp_comm.ranks.launched.meeting import fits
+from pytest_fsdp_comm.ranks.launched.process import become_rank
+from pytest_fsdp_comm.ranks.launched.ranks import LaunchedRanks
+from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
+from pytest_fsdp_comm.ranks.start.ending import end_with_parent
+from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork
+from pytest_fsdp_comm.ranks.start.spawn import arguments_of
 from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
 
 if TYPE_CHECKING:
@@ -20,11 +27,25 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
-# Note [Launched ranks]: every process collects the same tests. For each distributed test each of
-# them starts its own rank from a fork server, as without a launcher, so that a rank that dies,
-# hangs or fails costs that test only. The ranks find each other, and the processes exchange what
-# happened, through the launcher's store. Rank 0's process alone runs the tests without ranks,
-# reports, and writes.
+
+class LaunchedRunner:
+    """Runs tests on the launched ranks, and simulated ones in rank 0's process as without them."""
+
+    def __init__(
+        self, launched: LaunchedRank, ranks: RankRunner, simulated: RankRunner | None
+    ) -> None:
+        self._launched = launched
+        self._ranks = ranks
+        self._simulated = simulated
+
+    def can_run(self, item: pytest.Item) -> bool:
+        """Whether a distributed test fits the ranks that were launched; if not, it is skipped."""
+        return _fits(item, self._launched)
+
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """See `RankRunner`."""
+        runner = self._simulated if _is_simulated(item) and self._simulated else self._ranks
+        runner.run(item, nextitem)
 
 
 def join_session(
@@ -33,26 +54,85 @@ def join_session(
     launched: LaunchedRank,
     *,
     preloaded: Sequence[str],
-) -> RankRunner:
+) -> LaunchedRunner:
     """Meet the other processes; return on rank 0 only, the runner of the session's tests."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # A program may run another session.
     session.config.add_cleanup(environment.undo)
     tests = tuple(_planned(item) for item in session.items)
-    _skip_what_does_not_fit(session.items, launched)
+    for item in session.items:
+        if SETTINGS in item.stash and not _fits(item, launched):
+            size = item.stash[SETTINGS].world_size
+            reason = f"needs {size} ranks, {launched.launcher} started {launched.world_size}"
+            item.add_marker(pytest.mark.skip(reason=reason))
     if not launched.is_leader:
-        follow(Follower(session, launched), tests, extensions, preloaded=preloaded)
-    # Cleanups run from the last to the first: the leader's, which restores the handler of SIGTERM,
-    # comes after that of the runner, whose end ignores the signal.
-    leader = Leader(session, launched)
-    session.config.pluginmanager.register(leader, "fsdp-comm-leader")
-    runner = RankRunner(session, extensions, leader, preloaded=preloaded)
+        become_rank(session, launched, tests, extensions)
+    simulated = None
+    if any(map(_is_simulated, session.items)):
+        simulated = RankRunner(session, extensions, preloaded=preloaded)
+        session.config.add_cleanup(simulated.close)
+        simulated.start()  # before anything here that a fork does not survive
+    own_rank = _start_own_rank(session, launched, tests, extensions)
+    ranks = LaunchedRanks(session, launched, own_rank)
+    runner = RankRunner(session, extensions, launched=ranks)
     session.config.add_cleanup(runner.close)
-    # Before `meet`: see Note [A thread that no fork meets].
+    _end_after_sigterm(session)
     runner.start()
-    leader.meet(tests)
-    return runner
+    ranks.meet(tests)
+    return LaunchedRunner(launched, runner, simulated)
+
+
+def _start_own_rank(
+    session: pytest.Session,
+    launched: LaunchedRank,
+    tests: Sequence[PlannedTest],
+    extensions: Sequence[RankExtension[Any]],
+) -> int:
+    """Start the child of this process that is rank 0; return its process id."""
+    if unsafe_to_fork():
+        arguments, environment = arguments_of(session.config)
+        environment = {**environment, OWN_RANK_VARIABLE: "1"}
+        environment.pop(INSIDE_VARIABLE)
+        process = subprocess.Popen(  # noqa: S603  # pytest itself
+            [sys.executable, "-m", "pytest", *arguments],
+            stdin=subprocess.DEVNULL,
+            cwd=session.config.invocation_params.dir,
+            env=environment,
+        )
+        process.returncode = 0  # it is waited for by its id, as if it had been forked
+        return process.pid
+    end_openmp_threads()
+    parent = os.getpid()
+    pid = fork_quietly()
+    if pid == 0:
+        end_with_parent(parent)
+        become_rank(session, launched, tests, extensions)
+    return pid
+
+
+def _end_after_sigterm(session: pytest.Session) -> None:
+    # A launcher sends it to all processes when one of them has ended with a failure. Its default
+    # would lose the report. It ends the other ranks, so the test that runs now ends by itself.
+    def note(*_: object) -> None:
+        session.shouldfail = session.shouldfail or (
+            "the launcher ended this run (SIGTERM): one of its processes failed, or the launcher "
+            "itself was stopped"
+        )
+
+    def restore() -> None:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+    before = signal.signal(signal.SIGTERM, note)
+    session.config.add_cleanup(restore)
+
+
+def _is_simulated(item: pytest.Item) -> bool:
+    return SETTINGS in item.stash and item.stash[SETTINGS].backend == "fake"
+
+
+def _fits(item: pytest.Item, launched: LaunchedRank) -> bool:
+    return _is_simulated(item) or item.stash[SETTINGS].world_size == launched.world_size
 
 
 def _planned(item: pytest.Item) -> PlannedTest:
@@ -66,14 +146,3 @@ def _planned(item: pytest.Item) -> PlannedTest:
         f"timeout {settings.timeout_s:g} s{device})"
     )
     return PlannedTest(nodeid=item.nodeid, settings=text)
-
-
-def _skip_what_does_not_fit(items: Sequence[pytest.Item], launched: LaunchedRank) -> None:
-    for item in items:
-        if SETTINGS in item.stash and not fits(item, launched):
-            size = item.stash[SETTINGS].world_size
-            item.add_marker(
-                pytest.mark.skip(
-                    reason=f"needs {size} ranks, {launched.launcher} started {launched.world_size}"
-                )
-            )

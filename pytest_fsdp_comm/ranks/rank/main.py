@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from os import getpid
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.options import SETTINGS
@@ -56,11 +56,10 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
+    from pytest_fsdp_comm.ranks.wire.messages import RankCommand
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
-
-_Channel: TypeAlias = Channel[RunTest | EndTests]
-
 
 # Note [Done before the fork]: each page of memory that a rank writes to is copied for it, and
 # counting references is writing. Done in each rank, what `RankTemplate` does once cost a third of a
@@ -97,6 +96,19 @@ class RankTemplate:
 
     def run_rank(self, spec: RankSetSpec, rank: int, descriptors: tuple[int, int]) -> NoReturn:
         """Run tests as a rank until the supervisor hangs up, and end the process."""
+        watchdog = Watchdog(Channel.inherited(descriptors[1], WATCHDOG))
+        self.run_set(spec, rank, Channel.inherited(descriptors[0], RANK), watchdog)
+        os._exit(0)
+
+    def run_set(
+        self,
+        spec: RankSetSpec,
+        rank: int,
+        channel: Channel[RankCommand],
+        watchdog: Watchdog,
+        launched: LaunchedRank | None = None,
+    ) -> RankCommand | None:
+        """Run the tests of a rank set; return the command that is none for it, None for the end."""
         session = self._session
         flush_streams()
         redirect_output(spec, rank)
@@ -109,7 +121,7 @@ class RankTemplate:
         # can: others run on meanwhile, and it crashed now and then (CPython 116008, 131580).
         stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
-        set_environment(spec.settings, rank, spec.gpus, spec.local)
+        set_environment(spec.settings, rank, spec.gpus, launched)
         put_sockets_below(spec.directory)
         isolate_session(session.config, basetemp=spec.basetemp / f"rank{rank}")
         if "terminal" in spec.echoes:
@@ -120,8 +132,6 @@ class RankTemplate:
             debug_here(session.config, RankTerminal(spec.terminal, spec.foreground))
         else:
             debug_elsewhere(session.config, self._plugin.skip_debugger)
-        channel = Channel.inherited(descriptors[0], RANK)
-        watchdog = Watchdog(Channel.inherited(descriptors[1], WATCHDOG))
         if self._random_state is not None:
             # Python seeds a forked process anew.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
@@ -129,24 +139,15 @@ class RankTemplate:
             channel,
             spec,
             rank,
-            shares_random_states=self._random_state is not None and spec.local is None,
+            shares_random_states=self._random_state is not None,
         )
-        self._run_items(spec, rank, channel, watchdog)
-        os._exit(0)
-
-    def _run_items(
-        self, spec: RankSetSpec, rank: int, channel: _Channel, watchdog: Watchdog
-    ) -> None:
-        session = self._session
         rank_pid = getpid()
-        command: RunTest | EndTests | None = RunTest(
-            item_index=spec.item_index, next_test=spec.next_test
-        )
+        command: RankCommand | None = RunTest(item_index=spec.item_index, next_test=spec.next_test)
         number = 0
         while isinstance(command, RunTest):
             item, next_test = session.items[command.item_index], command.next_test
             nextitem = None if next_test.index is None else session.items[next_test.index]
-            context = _context(spec, rank, number)
+            context = _context(spec, rank, number, launched)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
             item.stash[SETTINGS] = spec.settings  # which may have more ranks than the marker
@@ -163,13 +164,20 @@ class RankTemplate:
                 can_run_another=self._plugin.can_run_another_test(),
             )
             context.exchange.leave()
+            if launched and (escaped or self._plugin.has_failed):
+                # A forked rank is killed; here only this ends the collectives of its peers.
+                self._plugin.leave_group()
             command = _ask_for_next(channel, ended)
             number += 1
         if isinstance(command, EndTests):
             self._plugin.end_tests(item)
-            self._end_process(item)
+            if launched:
+                self._plugin.leave_group()
+            else:
+                self._end_process(item)
             # Its end is the supervisor's to decide.
-            _ask_for_next(channel, TestsEnded())
+            command = _ask_for_next(channel, TestsEnded())
+        return command
 
     def _end_process(self, item: pytest.Item) -> None:
         """Do what Python does as a process exits, which this one does not do by itself."""
@@ -177,28 +185,32 @@ class RankTemplate:
         run_finalizers()
 
 
-def _ask_for_next(channel: _Channel, ended: TestEnded | TestsEnded) -> RunTest | EndTests | None:
+def _ask_for_next(
+    channel: Channel[RankCommand], ended: TestEnded | TestsEnded
+) -> RankCommand | None:
     save_coverage()
     flush_streams()
     channel.send(ended)
     return channel.receive()
 
 
-def _context(spec: RankSetSpec, rank: int, number: int) -> RankContext:
+def _context(
+    spec: RankSetSpec, rank: int, number: int, launched: LaunchedRank | None
+) -> RankContext:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
 
-    settings, local = spec.settings, spec.local
+    settings = spec.settings
     timeout_s = settings.timeout_s + BEYOND_DEADLINE_S
     # Two clients: the test's process group may use its own on another thread.
     texts = TextStore(
-        PrefixStore(f"test{number}", open_store(spec, timeout_s=timeout_s)),
-        None if local else spec.directory,
+        PrefixStore(f"test{number}", open_store(spec, launched, timeout_s=timeout_s)),
+        None if launched else spec.directory,
     )
-    local_rank = local.local_rank if local else rank
+    local_rank = launched.local_rank if launched else rank
     return RankContext(
         rank=rank,
         local_rank=local_rank,
-        local_world_size=local.local_world_size if local else settings.world_size,
+        local_world_size=launched.local_world_size if launched else settings.world_size,
         world_size=settings.world_size,
         ranks=settings.ranks,
         backend=settings.backend,
@@ -210,7 +222,7 @@ def _context(spec: RankSetSpec, rank: int, number: int) -> RankContext:
         timeout_s=settings.timeout_s,
         directory=spec.directory,
         exchange=Exchange(texts, rank, settings.ranks),
-        store=open_store(spec, timeout_s=timeout_s),
+        store=open_store(spec, launched, timeout_s=timeout_s),
     )
 
 

@@ -17,7 +17,12 @@ import pytest
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened, shortened_texts
-from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_group, real_groups
+from pytest_fsdp_comm.ranks.rank.process_group import (
+    is_default_group,
+    join_group,
+    leave_group,
+    real_groups,
+)
 from pytest_fsdp_comm.ranks.rank.processes import (
     end_forked_child,
     raise_lost_exceptions,
@@ -42,7 +47,7 @@ if TYPE_CHECKING:
     from types import FrameType, SimpleNamespace
 
     from pytest_fsdp_comm.ranks.wire.channel import Channel
-    from pytest_fsdp_comm.ranks.wire.messages import EndTests, RunTest
+    from pytest_fsdp_comm.ranks.wire.messages import RankCommand
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
     from pytest_fsdp_comm.recording.value_dependence import KeptAnswers
     from pytest_fsdp_comm.simulation.distinct import DistinctRanks
@@ -79,7 +84,7 @@ def _takes_output(when: str) -> Any:
 class RankPlugin:
     """Registered before the fork, see Note [Done before the fork]; `bind` makes it a rank's."""
 
-    _channel: Channel[RunTest | EndTests]
+    _channel: Channel[RankCommand]
     _pid: int
     _shares_random_states: bool
     _keeps_random_states: bool
@@ -93,6 +98,8 @@ class RankPlugin:
         self._skipped: set[str] = set()
         self._random_states: list[Any] | None = None
         self._has_failed_subtest = False
+        self.has_failed = False
+        """Whether a phase or subtest failed, since `bind`."""
         # From before the first fixture of a test to after its last one.
         self._simulation = contextlib.ExitStack()
         self._distinct: DistinctRanks | None = None
@@ -102,7 +109,7 @@ class RankPlugin:
 
     def bind(
         self,
-        channel: Channel[RunTest | EndTests],
+        channel: Channel[RankCommand],
         spec: RankSetSpec,
         rank: int,
         *,
@@ -112,6 +119,9 @@ class RankPlugin:
         self._shares_random_states = shares_random_states
         # Only another test on the same ranks begins with them again.
         self._keeps_random_states = spec.settings.scope == "module"
+        self._group = None
+        self._random_states = None
+        self.has_failed = False
         self._channel = channel
         self._pid = getpid()
         self._logs = [_Log(name, spec.log_path(rank, name)) for name in ("stdout", "stderr")]
@@ -238,6 +248,11 @@ class RankPlugin:
         """The ranks that have to run as well, each with a local shape that this one lacks."""
         return () if self._distinct is None else tuple(sorted(self._distinct.further))
 
+    def leave_group(self) -> None:
+        """Destroy the process group of a launched rank, so that its peers wait no longer."""
+        self._group = None
+        leave_group()
+
     def can_run_another_test(self) -> bool:
         """Whether the rank still has the process group that it began with, if any."""
         return self._group is None or is_default_group(self._group)
@@ -275,6 +290,9 @@ class RankPlugin:
         """Send a phase's report immediately: the rank may die in the next phase."""
         if is_subtest(report):
             self._has_failed_subtest |= report.failed
+        self.has_failed |= report.failed
+        if is_subtest(report):
+            pass
         elif self._has_failed_subtest and report.passed:
             # As the terminal does: here pytest 9 fails a test that contains failed subtests.
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)

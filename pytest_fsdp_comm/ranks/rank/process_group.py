@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import gc
 import importlib
 import os
 import sys
@@ -26,9 +28,10 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.rank.context import RankContext
-    from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, RankSetSpec
+    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
     from pytest_fsdp_comm.simulation.groups import RealGroups
 
 # Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
@@ -53,18 +56,19 @@ def set_environment(
     settings: DistributedSettings,
     rank: int,
     gpus: Sequence[str] = (),
-    local: LocalRank | None = None,
+    launched: LaunchedRank | None = None,
 ) -> None:
     """Set the variables that torchrun would, the visible GPUs, and one thread per rank.
 
-    Empty `gpus` leave the caller's list as it is; without `local` all ranks are on this machine.
+    Empty `gpus` leave the caller's list as it is; without `launched` all ranks are on this machine.
     """
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
+    local_size = launched.local_world_size if launched else settings.world_size
     os.environ["RANK"] = str(rank)
-    os.environ["LOCAL_RANK"] = str(local.local_rank if local else rank)
+    os.environ["LOCAL_RANK"] = str(launched.local_rank if launched else rank)
     os.environ["WORLD_SIZE"] = str(settings.world_size)
-    os.environ["LOCAL_WORLD_SIZE"] = str(local.local_world_size if local else settings.world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
     # Note [One thread for each rank]: with torch's default of a thread for each core, ranks fight
     # for the machine that they share. Also, OpenMP's pool does not survive a fork: a forked child
     # that used the parent's pool hung 9 of 9 times, and never with one thread (torch 2.13, CPU).
@@ -72,7 +76,7 @@ def set_environment(
     if sys.platform == "linux":
         # Otherwise gloo looks up the host's name, which fails or waits on many laptops, and which
         # many machines of a cluster give an address that only they themselves can reach.
-        interface = interface_towards(local.store.host, local.store.port) if local else "lo"
+        interface = interface_towards(launched.host, launched.port) if launched else "lo"
         if interface:
             os.environ.setdefault(INTERFACE_VARIABLE, interface)
     import torch  # noqa: PLC0415  # not in the pytest process
@@ -80,18 +84,39 @@ def set_environment(
     torch.set_num_threads(1)
 
 
-def open_store(spec: RankSetSpec, *, timeout_s: float) -> Any:
+def open_store(spec: RankSetSpec, launched: LaunchedRank | None, *, timeout_s: float) -> Any:
     """Connect to the store of a rank set; `timeout_s` limits each wait."""
-    from torch.distributed import FileStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
+    from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
 
-    if spec.local:
-        # Not before it is needed: a rank that imports a plugin's module has pytest rewrite it.
-        from pytest_fsdp_comm.ranks.wire.text_store import connect_store  # noqa: PLC0415  # see above
-
-        return connect_store(spec.local.store, timeout_s=timeout_s)
+    if launched:
+        return PrefixStore(spec.store_prefix, connect_store(launched, timeout_s=timeout_s))
     store = FileStore(str(spec.directory / "store"), -1)
     store.set_timeout(dt.timedelta(seconds=timeout_s))
     return store
+
+
+def connect_store(launched: LaunchedRank, *, timeout_s: float, serves: bool = False) -> Any:
+    """Connect to the launcher's store, or serve it; DistError if that fails."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415  # as above
+
+    store = TCPStore(
+        launched.host,
+        launched.port,
+        is_master=serves,
+        timeout=dt.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    return PrefixStore(f"pytest-fsdp-comm/{launched.run_id}", store)
+
+
+def leave_group() -> None:
+    """Destroy the default process group, if any: its peers then find their connections closed."""
+    if has_group():
+        import torch.distributed as dist  # noqa: PLC0415  # loaded
+
+        with contextlib.suppress(Exception):  # a broken one
+            dist.destroy_process_group()
+        gc.collect()  # gloo's connections last as long as something refers to the group
 
 
 def empty_compiler_caches() -> None:

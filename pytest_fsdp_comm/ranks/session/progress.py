@@ -34,7 +34,7 @@ class Echo:
         """Write the new lines."""
         if not self._spec.echoes:
             return
-        for rank in self._spec.ranks:
+        for rank in self._spec.settings.ranks:
             for stream in self._spec.echoes:
                 with contextlib.suppress(FileNotFoundError):  # not yet, or no longer
                     self._copy_one(rank, stream)

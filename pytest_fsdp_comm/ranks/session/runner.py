@@ -30,9 +30,9 @@ from pytest_fsdp_comm.ranks.rank.gpus import (
     visible_gpu_count,
     visible_gpu_names,
 )
+from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
-from pytest_fsdp_comm.ranks.session.peers import Peers
 from pytest_fsdp_comm.ranks.session.progress import progress_on_terminal
 from pytest_fsdp_comm.ranks.session.recorded import (
     merge_user_properties,
@@ -43,7 +43,7 @@ from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision, UnendedRank
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, LAST_LOOK_S, PATIENCE_S
-from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError, fork_server
+from pytest_fsdp_comm.ranks.start.fork_client import RankServer, ServerDiedError, fork_server
 from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork
 from pytest_fsdp_comm.ranks.start.slots import SharedDirectory, Slots
 from pytest_fsdp_comm.ranks.start.spawn import spawn_server
@@ -73,7 +73,7 @@ class _Base:
     slots: Slots
     users: SharedDirectory | None
     """This process's use of the slots' directory, where it is shared with other sessions."""
-    server: ForkServer
+    server: RankServer
 
 
 class _NotStartedError(Exception):
@@ -87,21 +87,21 @@ class RankRunner:
         self,
         session: pytest.Session,
         extensions: Sequence[RankExtension[Any]],
-        peers: Peers | None = None,
         *,
+        launched: RankServer | None = None,
         slots_directory: str | None = None,
         preloaded: Sequence[str] = (),
     ) -> None:
         """Store the arguments, of a session after collection; `start` forks the server.
 
-        Through `slots_directory` the session's processes share ranks and GPUs; None if this is the
-        only one. Ranks find the modules `preloaded` imported, beside torch's.
+        `launched` are ranks that a launcher started; None starts them. Through `slots_directory`
+        the session's processes share ranks and GPUs; None if this is the only one. Ranks find the
+        modules `preloaded` imported, beside torch's.
         """
         self._session = session
         self._preloaded = preloaded
         self._extensions = extensions
-        self._alone = Peers(session)
-        self._peers = peers or self._alone
+        self._launched = launched
         self._slots_directory = slots_directory
         self._indices = {item: index for index, item in enumerate(session.items)}
         self._base: _Base | None = None
@@ -125,7 +125,7 @@ class RankRunner:
 
     def _start_base(self) -> None:
         # What a launcher started is its own bound, and has its GPUs by the local rank.
-        is_bounded = not self._peers.is_launched
+        is_bounded = self._launched is None
         shared = Path(self._slots_directory) if self._slots_directory else None
         gpus = self._gpus() if is_bounded else ()
         with contextlib.ExitStack() as undo:
@@ -139,8 +139,11 @@ class RankRunner:
                 ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
                 gpus=gpus,
             )
-            self._fallback_reason = unsafe_to_fork()
-            if self._fallback_reason:
+            self._fallback_reason = "" if self._launched else unsafe_to_fork()
+            server: RankServer
+            if self._launched:
+                server = self._launched
+            elif self._fallback_reason:
                 server = spawn_server(self._session.config, directory, shared, self._terminal)
             else:
                 end_openmp_threads()
@@ -157,23 +160,21 @@ class RankRunner:
             return None
         if base.users is not None:
             base.users.leave()  # before the server, which removes what others may have left
-        return base.server.close()
+        try:
+            return base.server.close()
+        finally:
+            remove_directory(base.directory)
 
     def _replace_server(self) -> str:
         """Start a fork server in place of one that has died; say how that ended."""
         status = self._close_base()
-        with self._peers.without_thread():
-            self._start_base()
+        self._start_base()
         if status is None:
             return "has ended"
         if status < 0:
             hint = " (out of memory?)" if -status == signal.SIGKILL else ""
             return f"was killed by signal {-status}{hint}"
         return f"ended with exit status {status}"
-
-    def can_run(self, item: pytest.Item) -> bool:
-        """Whether a distributed test fits the ranks that were launched; if not, it is skipped."""
-        return self._peers.can_run(item)
 
     def _gpus(self) -> tuple[str, ...]:
         settings = (item.stash.get(SETTINGS, None) for item in self._session.items)
@@ -191,6 +192,10 @@ class RankRunner:
                 "fixture to have ranks forked",
                 yellow=True,
             )
+
+    def can_run(self, item: pytest.Item) -> bool:  # noqa: ARG002  # as `LaunchedRunner`
+        """Whether there are ranks for a distributed test."""
+        return True
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Run one test and log its reports, as `pytest_runtest_protocol` must."""
@@ -241,12 +246,6 @@ class RankRunner:
         for descriptor in self._terminal:
             os.close(descriptor)
         self._terminal = ()
-        self._peers.close()
-
-    def run_unreported(self, item: pytest.Item) -> None:
-        """Run this process's rank of a test that another process reports."""
-        self._run_ranks(item, None)  # which test follows only the leader knows
-        self._write_problems()
 
     def _look_for_unended(self) -> list[str]:
         until = time.monotonic() + LAST_LOOK_S
@@ -268,19 +267,15 @@ class RankRunner:
         template = RankTemplate(self._session, self._extensions, random_state=self._random_state)
         return template.run_rank
 
-    def _peers_of(self, item: pytest.Item) -> Peers:
-        """The processes that have other ranks of a test; all fake ranks are in this one."""
-        return self._alone if item.stash[SETTINGS].backend == "fake" else self._peers
-
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
         """What follows a test on its ranks, given the session's next; see Note [Kept ranks]."""
         settings = item.stash[SETTINGS]
+        if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
+            # Launched ranks always go on, and ranks that hold slots are kept only for a test that
+            # follows at once.
+            return NextTest(is_none=False)
         if settings.scope == "test":
             return NextTest()
-        if self._peers_of(item).is_launched or self._is_bounded(settings):
-            # Not known: other processes' ranks must follow, and ranks that hold slots are kept only
-            # for a test that follows at once.
-            return NextTest(is_none=False)
         items = self._session.items
         while candidate is not None and _module(candidate) is _module(item):
             index = self._indices[candidate]
@@ -306,28 +301,23 @@ class RankRunner:
         return results
 
     def _run_once(self, item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, RankResult]:
-        peers = self._peers_of(item)
-        keeps = False
         died: ServerDiedError | _NotStartedError | None = None
         self._vanished = None
         try:
             try:
-                ranks = self._begin(item, nextitem, peers)
+                ranks = self._begin(item, nextitem)
                 with kept_foreground(self._terminal):
                     results = ranks.run(
                         # From here on: waiting for slots was not the test's fault.
                         started_at=time.monotonic(),
-                        has_failed_elsewhere=peers.has_failed_elsewhere,
                         progress=progress_on_terminal(item),
                     )
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
                 # Not within the handler: in ranks of the next server, each exception would have
-                # this one as its context. Starting a server takes a moment, for which the other
-                # processes' ranks need not wait.
-                peers.has_failed_elsewhere(has_failed=True)
-                results = self._lose_ranks(item, died, peers)
+                # this one as its context.
+                results = self._lose_ranks(item, died)
             used = [self._base.directory] if self._base else []
             used += [self._kept.spec.directory] if self._kept else []
             gone = [directory for directory in used if has_vanished(directory)]
@@ -342,8 +332,6 @@ class RankRunner:
                 and self._kept.is_reusable
                 and not self._gives_up_slots(self._kept, nextitem)
             )
-            # The ranks live on meanwhile: a rank that ends breaks those that still run.
-            results, keeps = peers.share(results, can_keep=keeps)
         except BaseException:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
             self._end_ranks(HURRIED_S, is_reported=False)
@@ -354,7 +342,7 @@ class RankRunner:
 
     def _gives_up_slots(self, kept: Supervision, nextitem: pytest.Item | None) -> bool:
         """Whether other processes could use the slots of ranks that are kept; see Note [Slots]."""
-        if self._base is None or self._base.users is None or self._peers.is_launched:
+        if self._base is None or self._base.users is None:
             return False
         if not self._is_bounded(kept.spec.settings):
             return False
@@ -370,7 +358,7 @@ class RankRunner:
     def _is_bounded(self, settings: DistributedSettings) -> bool:
         return self._session.config.stash[OPTIONS].rank_slots is not None or gpus_of(settings) > 0
 
-    def _begin(self, item: pytest.Item, nextitem: pytest.Item | None, peers: Peers) -> Supervision:
+    def _begin(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
         index = self._indices[item]
         kept = self._kept
         reuses_ranks = (
@@ -379,21 +367,19 @@ class RankRunner:
             and kept.can_run(index)
             and not has_vanished(kept.spec.directory)
         )
-        reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
         if kept is not None and reuses_ranks and not kept.server.has_died:
             kept.begin_next(index, self._next_test(nextitem, item))
             return kept
-        if peers.is_launched and reuses_ranks:
-            # A new rank here could not join those that the other processes have kept.
-            raise ServerDiedError
         # Before waiting for slots: kept ranks hold some.
         self._end_ranks(PATIENCE_S)
         if self._base is not None and self._base.server.has_died:
+            if self._launched:
+                raise _NotStartedError("a rank was lost before")
             self._replace_server()
         try:
-            self._kept = self._start_ranks(item, nextitem, peers)
+            self._kept = self._start_ranks(item, nextitem)
         except OSError as error:
             # A server that cannot prepare ranks says why, and removes the directory.
             if self._base is not None:
@@ -402,7 +388,7 @@ class RankRunner:
         return self._kept
 
     def _lose_ranks(
-        self, item: pytest.Item, error: ServerDiedError | _NotStartedError, peers: Peers
+        self, item: pytest.Item, error: ServerDiedError | _NotStartedError
     ) -> dict[int, RankResult]:
         self._end_ranks(PATIENCE_S)
         if isinstance(error, _NotStartedError):
@@ -413,16 +399,10 @@ class RankRunner:
             text = f"could not be prepared: {reason}"
         else:
             how = self._replace_server()
-            forked = "it was" if peers.is_launched else "all ranks are"
-            text = f"died with the process that {forked} forked from, which {how}"
-        # Those of peers are their own to lose.
-        local = peers.local_rank()
-        ranks = (local.rank,) if local else item.stash[SETTINGS].ranks
-        return {rank: RankResult(rank=rank, lost=text) for rank in ranks}
+            text = f"died with the process that all ranks are forked from, which {how}"
+        return {rank: RankResult(rank=rank, lost=text) for rank in item.stash[SETTINGS].ranks}
 
-    def _start_ranks(
-        self, item: pytest.Item, nextitem: pytest.Item | None, peers: Peers
-    ) -> Supervision:
+    def _start_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
         if self._base is None:
             raise RuntimeError("start() comes before run()")
         self._set_count += 1
@@ -437,17 +417,17 @@ class RankRunner:
                 nodeid=item.nodeid,
                 settings=settings,
                 directory=directory,
-                basetemp=peers.basetemp(),
+                basetemp=resolve_basetemp(config),
                 echoes=_echoes(config),
                 next_test=next_test,
-                local=peers.local_rank(),
+                store_prefix=f"{directory.parent.name}/{directory.name}",
                 terminal=self._terminal,
                 foreground=os.getpgrp(),
                 debugged_rank=_debugged_rank(config, settings),
                 slots=grant.files,
                 gpus=grant.gpus,
             )
-            connections = self._base.server.fork_ranks(spec)
+            connections = self._base.server.start_ranks(spec)
         return Supervision(spec, self._base.server, connections)
 
     def _restore_directory(self, base: _Base, item: pytest.Item) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack, silent_activity, start_time
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
 from pytest_fsdp_comm.ranks.session.progress import Echo
-from pytest_fsdp_comm.ranks.start.fork_client import ServerDiedError
+from pytest_fsdp_comm.ranks.start.fork_client import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
@@ -37,11 +37,10 @@ from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
     from multiprocessing.connection import Connection
 
     from pytest_fsdp_comm.ranks.session.progress import Progress
-    from pytest_fsdp_comm.ranks.start.fork_client import ForkServer
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 # Once a rank has failed, the others fail within a second of it (their connections close) or hang.
@@ -94,7 +93,7 @@ class Supervision:
     def __init__(
         self,
         spec: RankSetSpec,
-        server: ForkServer,
+        server: RankServer,
         connections: Mapping[int, tuple[Connection, Connection]],
     ) -> None:
         """Begin with a rank set that has just started, and `ForkServer.fork_ranks` returned."""
@@ -123,7 +122,7 @@ class Supervision:
     # report's, and becomes a problem of the next test.
 
     def _begin(self, next_test: NextTest) -> None:
-        self._results = {rank: RankResult(rank=rank) for rank in self.spec.ranks}
+        self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
         self._timers: dict[int, TimerSet] = {}
         self._debugging: set[int] = set()
         self._ready: set[int] = set()
@@ -135,7 +134,7 @@ class Supervision:
     def begin_next(self, item_index: int, next_test: NextTest) -> None:
         """Give another test to the same ranks; `run` watches it."""
         self._begin(next_test)
-        for rank in self.spec.ranks:
+        for rank in self.spec.settings.ranks:
             for stream in _STREAMS:
                 with contextlib.suppress(FileNotFoundError):
                     size = self.spec.log_path(rank, stream).stat().st_size
@@ -146,13 +145,11 @@ class Supervision:
         self,
         *,
         started_at: float,
-        has_failed_elsewhere: Callable[[bool], bool],
         progress: Progress | None = None,
     ) -> dict[int, RankResult]:
         """Return what each rank did, once all finished, one failed a while ago, or time ran out.
 
-        The test began at `started_at` (`time.monotonic`). `has_failed_elsewhere` gets, again and
-        again, whether a rank here has failed, and returns whether another process's has.
+        The test began at `started_at` (`time.monotonic`).
         """
         results = self._results.values()
         deadline = started_at + self.spec.settings.timeout_s
@@ -167,7 +164,7 @@ class Supervision:
                 grace_ends_at = None
                 self._wait(_POLL_S)
                 continue
-            if self._has_failed(has_failed_elsewhere) and grace_ends_at is None:
+            if grace_ends_at is None and any(result.has_failed for result in results):
                 grace_ends_at = now + GRACE_S
             ends_at = min([deadline, *(timer.runs_out_at for timer in self._running_timers())])
             # Time in a debugger is not the test's, and how much it was no longer matters.
@@ -192,7 +189,7 @@ class Supervision:
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
         # Once more: a rank may have failed and ended in one turn, and others wait for it. Those
         # that failed say what they called; where ranks were stopped, all have.
-        has_failed = self._has_failed(has_failed_elsewhere)
+        has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
             self._locate()
         self._echo.copy()
@@ -216,11 +213,14 @@ class Supervision:
         problems = self._late_problems()
         killed_at = time.monotonic()
         try:
-            unended = self.server.end_ranks(within_s)
+            done = {rank for rank, result in self._results.items() if result.is_done}
+            unended = self.server.end_ranks(
+                within_s,
+                running=self._results.keys() - done,
+                ending=done - self._have_ended_tests,
+            )
         finally:
             self._selector.close()
-            for channel in (*self._channels.values(), *self._watchdogs.values()):
-                channel.close()
         remove_directory(self.spec.directory)
         return problems, [
             UnendedRank(
@@ -267,11 +267,6 @@ class Supervision:
             with contextlib.suppress(OSError):  # it has died, which will be noticed
                 self._channels[rank].send(message)
 
-    def _has_failed(self, elsewhere: Callable[[bool], bool]) -> bool:
-        """Whether a rank has failed, here or elsewhere; tells `elsewhere` of those here."""
-        has_failed = any(result.has_failed for result in self._results.values())
-        return elsewhere(has_failed) or has_failed
-
     def _running_timers(self) -> list[TimerSet]:
         return [timer for rank, timer in self._timers.items() if not self._results[rank].is_over]
 
@@ -300,7 +295,10 @@ class Supervision:
                 self._drain(rank)
                 self._exited.add(rank)
                 if not self._results[rank].is_done:
-                    self._results[rank].status = status
+                    if isinstance(status, str):
+                        self._results[rank].lost = status
+                    else:
+                        self._results[rank].status = status
                     self._results[rank].ended_at = time.time()
 
     def _drain(self, rank: int) -> None:
@@ -412,7 +410,11 @@ class Supervision:
 
     def _dump_stacks(self, silent: Iterable[RankResult]) -> None:
         """Find out where ranks are whose watchdog cannot run; see Note [Locating ranks]."""
-        activities = {one.rank: silent_activity(self.server.pids[one.rank]) for one in silent}
+        pids = self.server.pids
+        activities = {
+            one.rank: silent_activity(pids[one.rank]) if one.rank in pids else Activity.SILENT
+            for one in silent
+        }
         can_dump = [one for one in silent if activities[one.rank] is Activity.SILENT]
         for result in can_dump:
             self.server.send_signal(result.rank, signal.SIGUSR1)

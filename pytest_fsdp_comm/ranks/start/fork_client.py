@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from multiprocessing.connection import Pipe
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, PATIENCE_S, await_end, kill, kill_groups
@@ -27,7 +27,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -57,6 +57,55 @@ class ServerDiedError(Exception):
     """The fork server died, and every rank; the text says why it ended itself, empty if killed."""
 
 
+class RankServer(Protocol):
+    """What starts and ends ranks, as their supervisor sees it."""
+
+    pids: dict[int, int]
+    """The processes on this machine that it may signal, by rank; some may have ended."""
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it ended on its own."""
+
+    def start_ranks(self, spec: RankSetSpec) -> Mapping[int, tuple[Connection, Connection]]:
+        """Start a rank set after the end of the last.
+
+        Returns the connections to each rank and its watchdog, which live until `end_ranks`.
+
+        Raises:
+            ServerDiedError: The server is gone.
+            OSError: The system does not have so many descriptors.
+        """
+
+    def end_ranks(
+        self, within_s: float, *, running: Collection[int] = (), ending: Collection[int] = ()
+    ) -> dict[int, int]:
+        """End the rank set, and free its slots; return, by rank, the pids that are left.
+
+        `running` are the ranks that did not finish their test, `ending` those that have not
+        answered `EndTests`.
+        """
+
+    def exit_statuses(self) -> Mapping[int, int | str]:
+        """The ranks that ended: exit status, minus signal number, or what became of the rank.
+
+        Raises:
+            ServerDiedError: The server is gone, and with it the ranks.
+        """
+
+    def raise_if_failed(self) -> None:
+        """Raise `ServerDiedError` if the server has ended, with its last words."""
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank on this machine, if it still lives."""
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when a rank ended."""
+
+    def close(self) -> int | None:
+        """End every rank; return how the server itself ended, None if that is unknown."""
+
+
 class ForkServer:
     """The fork server, or the process that starts ranks, with the rank set that it has."""
 
@@ -76,36 +125,26 @@ class ForkServer:
         self.pids: dict[int, int] = {}
         """The process that each rank is, or was; empty before the first rank set."""
         self._exited: dict[int, int] = {}
+        self._connections: list[Connection] = []
         self._status: int | None = None
         self._is_reaped = False
 
-    def fork_ranks(self, spec: RankSetSpec) -> dict[int, tuple[Connection, Connection]]:
-        """Fork a rank set after the end of the last.
-
-        Returns the connections to each rank and its watchdog; the caller is to close them.
-
-        Raises:
-            ServerDiedError: The server is gone.
-            OSError: The system does not have so many descriptors.
-        """
+    def start_ranks(self, spec: RankSetSpec) -> dict[int, tuple[Connection, Connection]]:
         self._exited.clear()
         self.pids = {}
+        self._send(StartSet(spec=spec))
         connections: dict[int, tuple[Connection, Connection]] = {}
-        with contextlib.ExitStack() as unused:
-            self._send(StartSet(spec=spec))
-            for rank in spec.ranks:
-                try:
-                    (ours, theirs), (our_watch, their_watch) = Pipe(), Pipe()
-                except OSError:
-                    self.end_ranks(PATIENCE_S)  # those that have started
-                    raise
-                for connection in (ours, our_watch):
-                    unused.enter_context(connection)
-                with theirs, their_watch:
-                    self._send(StartRank(rank=rank), theirs, their_watch)
-                connections[rank] = ours, our_watch
-            self.pids = self._await(SetStarted, _PREPARED_WITHIN_S).pids
-            unused.pop_all()
+        for rank in spec.settings.ranks:
+            try:
+                (ours, theirs), (our_watch, their_watch) = Pipe(), Pipe()
+            except OSError:
+                self.end_ranks(PATIENCE_S)  # those that have started
+                raise
+            connections[rank] = ours, our_watch
+            self._connections += connections[rank]
+            with theirs, their_watch:
+                self._send(StartRank(rank=rank), theirs, their_watch)
+        self.pids = self._await(SetStarted, _PREPARED_WITHIN_S).pids
         return connections
 
     def _send(self, request: ServerRequest, *ends: Connection) -> None:
@@ -138,29 +177,31 @@ class ForkServer:
             if isinstance(reply, cls):
                 return reply
 
-    def end_ranks(self, within_s: float) -> dict[int, int]:
-        """Kill what the ranks left, and free slots; return, by rank, the pids that are left."""
-        request = EndSet(within_s=within_s)
+    def end_ranks(
+        self,
+        within_s: float,
+        *,
+        running: Collection[int] = (),  # noqa: ARG002  # of launched ranks
+        ending: Collection[int] = (),  # noqa: ARG002  # likewise
+    ) -> dict[int, int]:
+        """Kill what the ranks left, too."""
         try:
-            self._send(request)
+            self._send(EndSet(within_s=within_s))
             return self._await(SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:
             # Its ranks died with it (`end_with_parent`), but not what they had forked.
             kill_groups(self.pids.values())
             return {}
+        finally:
+            while self._connections:
+                self._connections.pop().close()
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank, if it still lives."""
         if rank not in self.exit_statuses():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
 
     def exit_statuses(self) -> dict[int, int]:
-        """The ranks that ended, with exit status or minus signal number.
-
-        Raises:
-            ServerDiedError: The server is gone, and with it the ranks.
-        """
         self.raise_if_failed()
         return self._exited
 

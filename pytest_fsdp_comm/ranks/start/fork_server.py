@@ -215,7 +215,7 @@ class _Server:
             for descriptor in descriptors:
                 os.close(descriptor)
         started.groups[rank] = started.pids[rank]
-        if len(started.groups) == len(started.spec.ranks):
+        if len(started.groups) == len(started.spec.settings.ranks):
             self._channel.send(SetStarted(pids=dict(started.groups)))
 
     def _take_ends(self) -> tuple[int, int]:

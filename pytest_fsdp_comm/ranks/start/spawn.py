@@ -32,21 +32,14 @@ def spawn_server(
     config: pytest.Config, directory: Path, shared: Path | None, terminal: tuple[int, ...]
 ) -> ForkServer:
     """Start the process that starts ranks, with the arguments of this one."""
-    # By now a path may exist, which moves the root directory where it is a word of its own.
-    arguments = join_paths(map(str, config.invocation_params.args))
-    from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
-    if config.pluginmanager.has_plugin("xdist"):
-        arguments += ["-n", "0"]
-    if config.pluginmanager.has_plugin("randomly"):
-        # Each rank would choose a seed of its own.
-        arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
+    arguments, environment = arguments_of(config)
     places = (str(directory), str(shared or ""), str(config.invocation_params.dir))
 
     def start(_: Connection, theirs: Connection) -> int:
         process = subprocess.Popen(  # noqa: S603  # this module itself
             [sys.executable, "-m", __name__, str(theirs.fileno()), *places, *arguments],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTEST_ADDOPTS": shlex.join(from_environment)},
+            env=environment,
             pass_fds=(theirs.fileno(), *terminal),
             # Not a session of its own, whose ranks could not read the terminal.
             process_group=0,
@@ -56,6 +49,19 @@ def spawn_server(
         return process.pid
 
     return ForkServer(start, directory)
+
+
+def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
+    """Return arguments and environment with which pytest collects the same tests again."""
+    # By now a path may exist, which moves the root directory where it is a word of its own.
+    arguments = join_paths(map(str, config.invocation_params.args))
+    from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
+    if config.pluginmanager.has_plugin("xdist"):
+        arguments += ["-n", "0"]
+    if config.pluginmanager.has_plugin("randomly"):
+        # Each rank would choose a seed of its own.
+        arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
+    return arguments, {**os.environ, "PYTEST_ADDOPTS": shlex.join(from_environment)}
 
 
 def main(descriptor: str, directory: str, shared: str, *program: str) -> NoReturn:

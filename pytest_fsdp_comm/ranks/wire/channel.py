@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import struct
+import sys
 from multiprocessing.connection import Connection
 from os import getpid
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -24,6 +25,16 @@ _Received = TypeVar("_Received")
 _MOST_NBYTES: Final = 1 << 29
 _TIMEVAL: Final = struct.Struct("@ll")
 _HANG_UP: Final = getattr(select, "POLLRDHUP", 0)
+
+
+def keep_alive(connected: socket.socket) -> None:
+    """Have the system notice within a minute that the other machine is gone."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform == "linux":
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 class Channel(Generic[_Received]):

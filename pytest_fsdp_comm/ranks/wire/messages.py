@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, get_args
 
 from pytest_fsdp_comm.ranks.wire.positions import Position
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
-from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, WarningSeen
+from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 
 # From a rank to its supervisor; so are `PhaseReport` and `WarningSeen`, which a result holds.
 
@@ -126,8 +125,6 @@ class PositionQuestion:
     """Whether to look for `Position.groups`: it takes long where many ranks share few cores."""
 
 
-SupervisorMessage = RunTest | EndTests | PositionQuestion
-
 # From the pytest process to its fork server.
 
 
@@ -191,7 +188,7 @@ class ServerFailed:
 
 ServerReply = SetStarted | RankExited | SetEnded | ServerFailed
 
-# Between launched processes. The leader is rank 0's, the followers are the others.
+# Between a launched rank and rank 0's process, which supervises it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,63 +201,42 @@ class PlannedTest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The leader's session."""
+class Joined:
+    """A launched rank's first message on each of its two connections."""
 
-    tests: tuple[PlannedTest, ...]
-    """In the order in which they run."""
-    basetemp: Path
+    token: str
+    """Read from the launcher's store, so that no other program is taken for a rank."""
+    rank: int
+    host: str
+    tests: tuple[PlannedTest, ...] | None
+    """What it collected, in its own order; None on the connection of the watchdog."""
+    problem: str = ""
+    """Why it could not collect all tests; empty if it could."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Answers `Joined`: all ranks have collected the same tests."""
+
+    order: tuple[int, ...]
+    """Where each test of rank 0 is among the rank's own."""
     randomly_seed: int | None
     """pytest-randomly's; None without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FollowerHandshake:
-    """A follower's answer to `Plan`."""
+class BeginSet:
+    """The launched ranks begin a rank set, after the end of the last."""
 
-    host: str
-    problem: str
-    """How its tests differ from the leader's; empty if they do not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginTest:
-    """Each process is to run its rank of a test."""
-
-    item_index: int
-    """The test, by its index in the session's items."""
-    reuses_ranks: bool
+    spec: RankSetSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndSession:
     """There is no other test."""
 
-    status: int
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowerResult:
-    """What a follower's rank did with a test."""
-
-    result: RankResult
-    """By the follower's clock."""
-    can_keep: bool
-    began_at: float
-    """`time.time` on the follower when it began the test, to compare clocks."""
-    is_terminating: bool
-    """Whether the launcher has sent the follower SIGTERM."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The leader has every result."""
-
-    keeps: bool
-    """Whether all ranks are kept for another test."""
-
-
-StoreMessage = Plan | FollowerHandshake | BeginTest | EndSession | FollowerResult | Verdict
+RankCommand = RunTest | EndTests | Welcome | BeginSet | EndSession
 
 
 def _by_name(union: object) -> dict[str, Any]:
@@ -268,10 +244,11 @@ def _by_name(union: object) -> dict[str, Any]:
 
 
 # What each end of a channel receives, by name.
-RANK: Final[dict[str, type[RunTest | EndTests]]] = _by_name(RunTest | EndTests)
+RANK: Final[dict[str, type[RankCommand]]] = _by_name(RankCommand)
 WATCHDOG: Final[dict[str, type[PositionQuestion]]] = {"PositionQuestion": PositionQuestion}
+LAUNCHED: Final[dict[str, type[Joined]]] = {"Joined": Joined}
 SUPERVISOR: Final[dict[str, type[RankMessage]]] = _by_name(RankMessage)
 FORK_CLIENT: Final[dict[str, type[ServerReply]]] = _by_name(ServerReply)
 FORK_SERVER: Final[dict[str, type[ServerRequest]]] = _by_name(ServerRequest)
 
-Message = RankMessage | SupervisorMessage | ServerRequest | ServerReply
+Message = RankMessage | RankCommand | PositionQuestion | ServerRequest | ServerReply | Joined

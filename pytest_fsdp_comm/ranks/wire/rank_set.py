@@ -2,35 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_fsdp_comm.options import DistributedSettings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreAddress:
-    """Where launched processes meet: names below a prefix on a TCP store of torch."""
-
-    host: str
-    port: int
-    prefix: str
-
-    def below(self, name: str) -> StoreAddress:
-        """The same store with a longer prefix."""
-        return dataclasses.replace(self, prefix=f"{self.prefix}/{name}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRank:
-    """The one rank that this process starts, of a test whose ranks many processes start."""
-
-    rank: int
-    local_rank: int
-    local_world_size: int
-    store: StoreAddress
-    """Of this rank set alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +34,8 @@ class RankSetSpec:
     echoes: tuple[str, ...]
     """Streams to show meanwhile: with ``-s`` the rank's, with ``--setup-show`` its pytest's."""
     next_test: NextTest = NextTest()
-    local: LocalRank | None = None
-    """The only rank that is started here; None starts all of them."""
+    store_prefix: str = ""
+    """Of this rank set's names on the launcher's store; empty if it has a store of its own."""
     slots: tuple[Path, ...] = ()
     """Files of the slots, which the server locks while the ranks live."""
     terminal: tuple[int, ...] = ()
@@ -70,11 +45,6 @@ class RankSetSpec:
     debugged_rank: int = 0
     gpus: tuple[str, ...] = ()
     """By the names of the caller's visible list; empty leaves the list as it is."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that this process starts."""
-        return (self.local.rank,) if self.local else self.settings.ranks
 
     def log_path(self, rank: int, stream: str) -> Path:
         """Where a rank's ``stdout`` or ``stderr`` goes, or the ``terminal`` of its pytest."""

@@ -37,15 +37,6 @@ class PhaseReport:
         """Whether the phase or subtest failed."""
         return bool(self.report["outcome"] == "failed")
 
-    def shifted(self, offset_s: float) -> PhaseReport:
-        """With every time moved onto another process's clock."""
-        times = {
-            name: self.report[name] + offset_s
-            for name in ("start", "stop")
-            if self.report.get(name) is not None
-        }
-        return dataclasses.replace(self, report={**self.report, **times})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarningSeen:
@@ -100,7 +91,7 @@ class RankResult:
     @property
     def is_over(self) -> bool:
         """Whether no more of this test can come from the rank."""
-        return self.is_done or self.status is not None
+        return self.is_done or self.status is not None or bool(self.lost)
 
     @property
     def has_died(self) -> bool:
@@ -111,11 +102,3 @@ class RankResult:
     def has_failed(self) -> bool:
         """Whether the other ranks need not wait for this one any more."""
         return self.has_failed_phase or self.has_died
-
-    def shifted(self, offset_s: float) -> RankResult:
-        """With every time moved onto another process's clock."""
-        return dataclasses.replace(
-            self,
-            reports=tuple(report.shifted(offset_s) for report in self.reports),
-            ended_at=None if self.ended_at is None else self.ended_at + offset_s,
-        )

@@ -60,7 +60,7 @@ def start(server, tmp_path):
             basetemp=directory,
             echoes=(),
         )
-        started = server.fork_ranks(spec)
+        started = server.start_ranks(spec)
         for pair in started.values():
             for connection in pair:
                 connections.enter_context(connection)

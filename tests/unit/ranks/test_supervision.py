@@ -12,7 +12,7 @@ from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
-from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, RankSetSpec, StoreAddress
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Stopped
 
 # The end of a pipe that nobody writes into.
@@ -36,7 +36,7 @@ class NoServer:
     def exit_statuses(self):
         return {}
 
-    def end_ranks(self, within_s):
+    def end_ranks(self, within_s, **_):
         assert within_s == 0.0
         self.rank.close()
         return {}
@@ -45,9 +45,8 @@ class NoServer:
 @pytest.fixture
 def spec(tmp_path):
     settings = DistributedSettings(
-        world_size=2, backend="gloo", ranks=(0, 1), scope="test", timeout_s=20.0, device=None
+        world_size=2, backend="gloo", ranks=(1,), scope="test", timeout_s=20.0, device=None
     )
-    store = StoreAddress(host="localhost", port=1, prefix="")
     return RankSetSpec(
         item_index=0,
         nodeid="test_it.py::test_it",
@@ -55,30 +54,20 @@ def spec(tmp_path):
         directory=tmp_path,
         basetemp=tmp_path,
         echoes=(),
-        local=LocalRank(rank=1, local_rank=1, local_world_size=2, store=store),
     )
 
 
 @pytest.mark.parametrize("outcome", ["failed", "passed"])
-def test_a_failure_received_together_with_the_end_is_passed_on(spec, outcome):
+def test_a_failure_received_together_with_the_end_counts(spec, outcome):
     server = NoServer()
     supervision = Supervision(spec, server, server.connections)
     rank = server.rank
     rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
-    reported = []
-
-    def has_failed_elsewhere(has_failed):
-        reported.append(has_failed)
-        return False
-
     try:
-        results = supervision.run(
-            started_at=time.monotonic(), has_failed_elsewhere=has_failed_elsewhere
-        )
+        results = supervision.run(started_at=time.monotonic())
     finally:
         supervision.end(0.0)
-    assert reported[-1] == (outcome == "failed")
     assert [report.has_failed for report in results[1].reports] == [outcome == "failed"]
     assert supervision.is_reusable == (outcome == "passed")
 
@@ -102,9 +91,7 @@ def test_a_rank_that_ends_its_test_only_as_the_deadline_stops_it_has_missed_it(s
     server = Pausing()
     supervision = Supervision(spec, server, server.connections)
     try:
-        results = supervision.run(
-            started_at=time.monotonic() - 19.9, has_failed_elsewhere=lambda _: False
-        )
+        results = supervision.run(started_at=time.monotonic() - 19.9)
     finally:
         supervision.end(0.0)
     assert results[1].stopped is Stopped.AT_DEADLINE
@@ -114,12 +101,13 @@ def test_a_rank_that_ends_its_test_only_as_the_deadline_stops_it_has_missed_it(s
 def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
     server = Pausing()
+    server.rank.send(PhaseReport(report={"outcome": "failed"}))
     supervision = Supervision(spec, server, server.connections)
     try:
-        results = supervision.run(started_at=time.monotonic(), has_failed_elsewhere=lambda _: True)
+        results = supervision.run(started_at=time.monotonic())
     finally:
         supervision.end(0.0)
-    assert [report.has_failed for report in results[1].reports] == [True]
+    assert [report.has_failed for report in results[1].reports] == [True, True]
     assert results[1].stopped is None
     assert results[1].position.activity is Activity.HAS_ENDED
     # It may keep fixtures for another test, which it ends itself.
@@ -130,6 +118,7 @@ def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, mo
 def test_grace_waits_for_a_rank_that_reports(spec, monkeypatch, is_reporting):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
     server = Pausing()
+    server.rank.send(PhaseReport(report={"outcome": "failed"}))
     supervision = Supervision(spec, server, server.connections)
     asked = []
 
@@ -141,7 +130,7 @@ def test_grace_waits_for_a_rank_that_reports(spec, monkeypatch, is_reporting):
 
     monkeypatch.setattr(supervision, "_positions", positions)
     try:
-        supervision.run(started_at=time.monotonic(), has_failed_elsewhere=lambda _: True)
+        supervision.run(started_at=time.monotonic())
     finally:
         supervision.end(0.0)
     assert (signal.SIGSTOP in server.signals) == (not is_reporting)
@@ -155,9 +144,7 @@ def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkey
     supervision = Supervision(spec, server, server.connections)
     monkeypatch.setattr(supervision._channels[1], "receive", lambda: message)
     try:
-        results = supervision.run(
-            started_at=time.monotonic() - 19.9, has_failed_elsewhere=lambda _: False
-        )
+        results = supervision.run(started_at=time.monotonic() - 19.9)
     finally:
         supervision.end(0.0)
     assert results[1].stopped is Stopped.AT_DEADLINE

@@ -268,27 +268,6 @@ def test_a_lost_rank_leads_whatever_the_others_report(merge):
     assert merge(failed, ([], lost), ([], lost))[1].longrepr.startswith(f"ranks 1-2 {were}\n")
 
 
-def test_a_result_moves_onto_another_clock():
-    result = RankResult(
-        rank=3,
-        reports=(
-            PhaseReport(report={"when": "setup", "start": 1.0, "stop": 2.0}),
-            PhaseReport(report={"when": "call", "start": None}),
-        ),
-        status=-9,
-        ended_at=5.0,
-        stopped=Stopped.AT_DEADLINE,
-    )
-    assert result.shifted(0.0) == result
-    late = result.shifted(100.0)
-    assert late.reports == (
-        PhaseReport(report={"when": "setup", "start": 101.0, "stop": 102.0}),
-        PhaseReport(report={"when": "call", "start": None}),
-    )
-    assert late.ended_at == 105.0
-    assert (late.rank, late.status, late.stopped) == (3, -9, Stopped.AT_DEADLINE)
-
-
 CLOSED = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 UNCAUGHT = """\
 terminate called after throwing an instance of 'gloo::EnforceNotMet'

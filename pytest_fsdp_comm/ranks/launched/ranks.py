@@ -1,0 +1,254 @@
+"""The ranks that a launcher started, as rank 0's pytest process sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from pytest_fsdp_comm.ranks.launched.agreement import USUAL_REASONS, describe_difference, positions
+from pytest_fsdp_comm.ranks.rank.process_group import connect_store
+from pytest_fsdp_comm.ranks.start.ending import PATIENCE_S, await_end, kill
+from pytest_fsdp_comm.ranks.start.fork_client import ServerDiedError
+from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
+from pytest_fsdp_comm.ranks.wire.messages import (
+    LAUNCHED,
+    SUPERVISOR,
+    BeginSet,
+    EndSession,
+    Joined,
+    TestsEnded,
+    Welcome,
+)
+from pytest_fsdp_comm.text.codec import CodecError
+from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from pytest_fsdp_comm.launch_environment import LaunchedRank
+    from pytest_fsdp_comm.ranks.wire.messages import PlannedTest, RankMessage
+    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+
+# Hosts of a cluster load torch from one busy file server at the same time.
+MEET_TIMEOUT_S: Final = 300.0
+ADDRESS: Final = "address"
+"""On the launcher's store: port and token of rank 0's pytest process, while ranks may join it."""
+_EXPLAIN_AFTER_S: Final = 10.0
+_JOINS_WITHIN_S: Final = 10.0
+_POLL_S: Final = 0.2
+# To end the fixtures that it kept, on a busy machine.
+_ENDS_TESTS_WITHIN_S: Final = 30.0
+
+# Note [Launched ranks]: every launched process collects the same tests and becomes its rank for the
+# whole session. Rank 0's process supervises and reports; its rank is a child of it, which joins
+# like the others. Each rank connects to it, once for itself and once for its watchdog, and then
+# runs what it is told, as a forked rank does. For each rank set it makes a process group anew. A
+# rank that fails destroys its group, so that its peers fail too instead of waiting. What cannot be
+# ended so, because it hangs or has died, ends the session: a process cannot be replaced.
+
+
+class LaunchedRanks:
+    """The server of ranks that were there before it; see Note [Launched ranks]."""
+
+    def __init__(self, session: pytest.Session, launched: LaunchedRank, own_rank: int) -> None:
+        """Take over `own_rank`, the child that joins as rank 0; `meet` waits for all."""
+        self._session = session
+        self._launched = launched
+        self.pids = {0: own_rank}
+        self.has_died = False
+        self._store: Any = None
+        self._hosts: dict[int, str] = {}
+        self._channels: dict[int, Channel[RankMessage]] = {}
+        self._connections: dict[int, tuple[Connection, Connection]] = {}
+        self._exited: dict[int, int | str] = {}
+        self._silence = Pipe()  # never readable: the ends of ranks are read from their connections
+
+    def meet(self, tests: Sequence[PlannedTest]) -> None:
+        """Wait until every rank has joined with the same tests, in whatever order."""
+        launched, config = self._launched, self._session.config
+        from torch.distributed import DistError  # noqa: PLC0415  # not where no rank is launched
+
+        try:
+            serves = not launched.has_store
+            self._store = connect_store(launched, timeout_s=MEET_TIMEOUT_S, serves=serves)
+        except DistError as error:
+            raise pytest.UsageError(
+                f"the store of the launched ranks at {launched.host}:{launched.port} (MASTER_ADDR, "
+                f"MASTER_PORT) cannot be {'served' if serves else 'reached'}: "
+                f"{str(error).partition(chr(10))[0]}; is the port free and the same for every "
+                "rank? Without a launcher, unset RANK and WORLD_SIZE"
+            ) from None
+        joined = self._await_all()
+        orders = {rank: positions(tests, one.tests or ()) for rank, one in joined.items()}
+        problems = {
+            rank: f"(on {one.host}) {one.problem or describe_difference(tests, one.tests or ())}"
+            for rank, one in joined.items()
+            if one.problem or orders[rank] is None
+        }
+        if problems:
+            lines = "\n".join(name_equal(problems))
+            raise pytest.UsageError(
+                f"the launched ranks must collect the same tests, in whatever order:\n{lines}\n"
+                f"{USUAL_REASONS}"
+            )
+        has_seed = config.pluginmanager.has_plugin("randomly")
+        seed = config.getoption("randomly_seed") if has_seed else None
+        for rank, order in orders.items():
+            with contextlib.suppress(OSError):  # it is gone, which the first test will show
+                welcome = Welcome(order=tuple(order or ()), randomly_seed=seed)
+                self._channels[rank].send(welcome)
+        where = name_equal({rank: f"on {host}" for rank, host in sorted(self._hosts.items())})
+        self._write_line(f"fsdp-comm: {'; '.join(where)}")
+
+    def _await_all(self) -> dict[int, Joined]:
+        launched = self._launched
+        token = secrets.token_hex(16)
+        ranks: dict[int, Connection] = {}
+        watchdogs: dict[int, Connection] = {}
+        joined: dict[int, Joined] = {}
+        began_at = time.monotonic()
+        has_explained = False
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        with socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual) as listener:
+            listener.settimeout(_POLL_S)
+            self._store.set(ADDRESS, json.dumps([listener.getsockname()[1], token]))
+            while missing := {*range(launched.world_size)} - (ranks.keys() & watchdogs.keys()):
+                if self._session.shouldfail:
+                    raise self._session.Failed(self._session.shouldfail)
+                after_s = time.monotonic() - began_at
+                if after_s > MEET_TIMEOUT_S:
+                    raise pytest.UsageError(
+                        f"{name_ranks(sorted(missing))} of {launched.world_size} did not join "
+                        f"within {MEET_TIMEOUT_S:g} s. According to {launched.launcher}, this "
+                        f"process is rank 0 of {launched.world_size}: has every rank been started, "
+                        "with the same tests? If there is no launcher, unset RANK and WORLD_SIZE"
+                    )
+                if after_s > _EXPLAIN_AFTER_S and not has_explained:
+                    has_explained = True
+                    names = name_ranks(sorted(missing))
+                    self._write_line(f"fsdp-comm: waiting for {names} to collect tests")
+                with contextlib.suppress(TimeoutError):
+                    self._accept(listener.accept()[0], token, ranks, watchdogs, joined)
+            # Another session of this launch must not find it.
+            self._store.delete_key(ADDRESS)
+        self._connections = {rank: (ranks[rank], watchdogs[rank]) for rank in sorted(ranks)}
+        self._hosts = {rank: one.host for rank, one in joined.items()}
+        for rank, connection in ranks.items():
+            self._channels[rank] = Channel(connection, SUPERVISOR)
+        return dict(sorted(joined.items()))
+
+    def _accept(
+        self,
+        accepted: socket.socket,
+        token: str,
+        ranks: dict[int, Connection],
+        watchdogs: dict[int, Connection],
+        joined: dict[int, Joined],
+    ) -> None:
+        keep_alive(accepted)
+        connection = Connection(accepted.detach())
+        first: Joined | None = None
+        with contextlib.suppress(OSError, CodecError):
+            channel = Channel(connection, LAUNCHED, stalls_s=_JOINS_WITHIN_S)
+            first = channel.receive(within_s=_JOINS_WITHIN_S)
+        if first is None or not hmac.compare_digest(first.token, token):
+            connection.close()
+        elif first.tests is None:
+            watchdogs[first.rank] = connection
+        else:
+            ranks[first.rank], joined[first.rank] = connection, first
+
+    def _write_line(self, text: str) -> None:
+        reporter: Any = self._session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(text)
+            reporter.flush()
+
+    def start_ranks(self, spec: RankSetSpec) -> Mapping[int, tuple[Connection, Connection]]:
+        if self.has_died:
+            raise ServerDiedError
+        for channel in self._channels.values():
+            with contextlib.suppress(OSError):  # it is gone, as `exit_statuses` will say
+                channel.send(BeginSet(spec=spec))
+        return self._connections
+
+    def end_ranks(
+        self, within_s: float, *, running: Collection[int] = (), ending: Collection[int] = ()
+    ) -> dict[int, int]:
+        """End the session's ranks, if not all have finished their test."""
+        lost = {*running}
+        for rank in () if lost else ending:
+            with contextlib.suppress(OSError, CodecError):
+                while message := self._channels[rank].receive(within_s=_ENDS_TESTS_WITHIN_S):
+                    if isinstance(message, TestsEnded):
+                        break
+                else:
+                    lost.add(rank)
+        if not lost:
+            return {}
+        self._session.shouldfail = (
+            f"{name_ranks(sorted(lost))} of {self._launched.world_size} did not finish the test, "
+            "so no other distributed test can run"
+        )
+        return self._end_all(within_s, stuck=lost)
+
+    def _end_all(self, within_s: float, *, stuck: Collection[int] = ()) -> dict[int, int]:
+        self.has_died = True
+        for rank in self._channels.keys() - {*stuck}:
+            with contextlib.suppress(OSError):
+                self._channels[rank].send(EndSession())
+        own, self.pids = self.pids, {}
+        if 0 in stuck:
+            kill(own.values())
+        left = {rank: pid for rank, pid in own.items() if _await(pid, within_s) is None}
+        kill(left.values())
+        left = {rank: pid for rank, pid in left.items() if _await(pid, within_s) is None}
+        for pair in self._connections.values():
+            for connection in pair:
+                connection.close()  # which ends a rank that is stuck
+        self._connections, self._channels = {}, {}
+        return left
+
+    def exit_statuses(self) -> dict[int, int | str]:
+        for rank, channel in self._channels.items():
+            if rank not in self._exited and channel.is_hung_up():
+                status = _await(self.pids[rank], _POLL_S) if rank in self.pids else None
+                self._exited[rank] = (
+                    f"was lost on {self._hosts[rank]}: its process has ended (killed, perhaps for "
+                    "memory, or crashed), or its machine or network failed"
+                    if status is None
+                    else status
+                )
+        return self._exited
+
+    def raise_if_failed(self) -> None:
+        """Nothing runs here that could have failed."""
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Other ranks may be on other machines; they end with their connection."""
+        if rank in self.pids and rank not in self._exited:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
+
+    def fileno(self) -> int:
+        return self._silence[0].fileno()
+
+    def close(self) -> None:
+        self._end_all(PATIENCE_S / 2)
+
+
+def _await(pid: int, within_s: float) -> int | None:
+    try:
+        return await_end(pid, within_s=within_s)
+    except ChildProcessError:
+        return 0  # reaped before
