@@ -72,8 +72,6 @@ class Flight:
     """Likewise of the output tensors."""
     thread_id: int
     """As ``threading.get_ident()``."""
-    thread_name: str
-    """What the operating system calls the thread."""
     is_done: bool
     """Whether the backend has finished it, or gloo has failed in it."""
 
@@ -159,7 +157,6 @@ def _flight(entry: dict[str, Any]) -> Flight:
         sent=_tensors(entry["input_sizes"], entry["input_dtypes"]),
         received=_tensors(entry["output_sizes"], entry["output_dtypes"]),
         thread_id=int(entry["thread_id"]),
-        thread_name=entry.get("thread_name", ""),
         # NCCL retires an entry some time after the GPU has completed it.
         is_done=bool(entry["retired"]) or entry["state"] == "completed",
     )
@@ -198,8 +195,7 @@ class Witness:
         """Mark the end of the flight recorder, where the block begins."""
         self._begin = mark()
         self._threads = {threading.get_ident()}
-        self._running_on: dict[int | None, str] = {}
-        self._thread_names = _thread_names()
+        self._running: set[int | None] = set()
         # What only the flight recorder has; with it what was recorded instead, but never sent.
         self._unseen: list[tuple[Flight, _Sent | None]] = []
         self.notes: list[str] = []
@@ -212,12 +208,8 @@ class Witness:
     def note_running_threads(self) -> None:
         """Note which other threads still run, as the block is about to end."""
         # What they have issued by now may return later, and what they issue later is not recorded.
-        own = threading.get_ident()
-        self._running_on = {
-            thread.ident: thread.name
-            for thread in threading.enumerate()
-            if thread.ident in self._threads and thread.ident != own
-        }
+        alive = {thread.ident for thread in threading.enumerate()}
+        self._running = alive & self._threads - {threading.get_ident()}
 
     def end(self, recorded: Sequence[Pending[Collective]]) -> None:
         """Compare the block's collectives, as they returned, with the flight recorder."""
@@ -241,15 +233,12 @@ class Witness:
         for group, entries in flown.items():
             own = [call for call in recorded if call.group == group and _kind(call)]
             self._compare(own, entries)
-        running = self._running_on
-        threads = [flight.thread_id for flight, _ in self._unseen]
-        self._unseen = [own for own in self._unseen if own[0].thread_id not in running]
-        self.notes += [
-            f"thread {name!r} was still sending when the block ended, and is recorded up to then"
-            for name in dict.fromkeys(running[own] for own in threads if own in running)
-        ]
-        if self._unseen:
-            self._thread_names |= _thread_names()
+        count = len(self._unseen)
+        self._unseen = [own for own in self._unseen if own[0].thread_id not in self._running]
+        if len(self._unseen) < count:
+            self.notes.append(
+                "a thread of the block was still sending when it ended, and is recorded up to then"
+            )
 
     def _compare(self, issued: Iterable[Pending[Collective]], flights: Iterable[Flight]) -> None:
         """Find the flights of one group that no recorded collective accounts for."""
@@ -284,7 +273,13 @@ class Witness:
             if recorded is not None:
                 whys["not sent as recorded"][f"{recorded} over {over} was {sent}"] += 1
             else:
-                whys[self._why(flight)][f"{sent} over {over}"] += 1
+                is_watched = flight.thread_id in self._threads
+                why = (
+                    "sent below torch's dispatcher (by a backend's own method, or from C++)"
+                    if is_watched
+                    else "of other threads, of which nothing was recorded"
+                )
+                whys[why][f"{sent} over {over}"] += 1
         return tuple(
             Gap(
                 kind="unseen",
@@ -292,12 +287,6 @@ class Witness:
             )
             for why, kinds in sorted(whys.items())
         )
-
-    def _why(self, flight: Flight) -> str:
-        if flight.thread_id in self._threads:
-            return "sent below torch's dispatcher (by a backend's own method, or from C++)"
-        name = self._thread_names.get(flight.thread_id) or flight.thread_name
-        return f"of thread {name!r}, of which nothing was recorded"
 
 
 def _kind(call: Pending[Collective]) -> str:
@@ -329,11 +318,6 @@ def _may_be(call: Pending[Collective], sent: _Sent) -> bool:
     if _kind(call).startswith(UNKNOWN):
         return _whole(call).nbytes == sent.nbytes
     return _kind(call) == sent.kind
-
-
-def _thread_names() -> dict[int | None, str]:
-    # The system's name of a thread, which the flight recorder has, is often that of the process.
-    return {thread.ident: thread.name for thread in threading.enumerate()}
 
 
 def _take(way: tuple[_Sent, ...], left: dict[_Sent, list[Flight]]) -> bool:

@@ -240,7 +240,7 @@ def test_a_thread_that_outlives_the_block_is_no_gap(comm_mode):
         assert 5 < comm_mode.counts("all_reduce") <= 80
         notes = comm_mode.recording.notes
         assert not notes or notes == (
-            "thread 'late' was still sending when the block ended, and is recorded up to then",
+            "a thread of the block was still sending when it ended, and is recorded up to then",
         )
 
 

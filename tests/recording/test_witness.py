@@ -98,7 +98,7 @@ def test_a_thread_that_was_running_before_is_named(comm_mode):
         waiting()
 
     assert gaps(comm_mode, work) == [
-        "3 collectives of thread 'loader', of which nothing was recorded: barrier over world, "
+        "3 collectives of other threads, of which nothing was recorded: barrier over world, "
         "2 x all_reduce of 16 B float32 over checkpoints"
     ]
     assert len(comm_mode.events) == 1
@@ -132,7 +132,7 @@ def test_a_thread_of_the_block_that_sends_below_the_dispatcher_is_not_said_to_be
         thread.join()
 
     (text,) = gaps(comm_mode, work)
-    assert text.startswith("1 collective of thread ")
+    assert text.startswith("1 collective of other threads, ")
     assert text.endswith(", of which nothing was recorded: all_reduce of 16 B float32 over world")
 
 
@@ -160,7 +160,7 @@ def test_a_thread_is_named_also_if_it_sent_what_was_recorded_later(comm_mode):
         dist.all_reduce(data())
 
     (text,) = gaps(comm_mode, work)
-    assert text.startswith("1 collective of thread 'loader'")
+    assert text.startswith("1 collective of other threads, ")
 
 
 @ws2

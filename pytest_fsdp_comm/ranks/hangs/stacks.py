@@ -8,17 +8,14 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pytest_fsdp_comm.ranks.wire.positions import Activity
 from pytest_fsdp_comm.recording.frames import PACKAGE, whose
 from pytest_fsdp_comm.text.words import show_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 _PAUSE_S = 0.005
 _SETTLED = 10

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
-from pytest_fsdp_comm.ranks.wire.positions import PEER_ROLES, ROOT_ROLES, Activity, IssuedCollective
+from pytest_fsdp_comm.ranks.wire.positions import (
+    PEER_ROLES,
+    ROOT_ROLES,
+    Activity,
+    GroupPosition,
+    IssuedCollective,
+    Position,
+    UnrecordedCall,
+)
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks, write_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, Position, UnrecordedCall
 
 # The report fits on a screen: ranks in the same state share a line. If that leaves too many lines,
 # the rarest are shown, since the rank that all wait for is mostly alone.

@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 import sys
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType, SimpleNamespace
+from typing import Any
 
+import pytest
 from _pytest.capture import MultiCapture
 from _pytest.config import create_terminal_writer
 from _pytest.debugging import pytestPDB
@@ -17,16 +19,8 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.isolation import capture_manager
 from pytest_fsdp_comm.ranks.rank.processes import flush_streams
+from pytest_fsdp_comm.ranks.wire.results import RankResult
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from types import FrameType
-
-    import pytest
-
-    from pytest_fsdp_comm.ranks.wire.results import RankResult
-
 
 _STANDARD = (0, 1, 2)
 

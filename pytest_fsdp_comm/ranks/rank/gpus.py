@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from pytest_fsdp_comm.launch_environment import LaunchedRank
 
 # Note [Started driver]: torch.cuda.device_count asks NVML, and only where that does not answer the
 # CUDA driver itself; torch.cuda.is_available asks the driver, unless

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+
+import pytest
 
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
-
-if TYPE_CHECKING:
-    import pytest
 
 # Parts of torch's texts (read in 2.6, 2.13 and 2.15).
 _TWICE = "initialize the default process group twice"

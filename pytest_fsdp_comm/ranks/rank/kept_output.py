@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 # Texts are cut in the rank, so that the middle is never sent. A rank writes its output straight
 # into files, which survive a crash; the two parts are read when a phase ends.

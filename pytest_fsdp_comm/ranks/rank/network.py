@@ -7,11 +7,8 @@ import ipaddress
 import socket
 import struct
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 

@@ -13,15 +13,12 @@ import traceback
 import warnings
 import weakref
 from os import getpid
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from pathlib import Path
+import pytest
 
-    import pytest
-
-    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
-
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 # A socket's path has 108 bytes on Linux and 104 on macOS; ``/listener-`` and 8 more are added.
 _LONGEST_DIRECTORY = 85
@@ -117,22 +114,11 @@ def forget_exit_functions() -> None:
     atexit._clear()  # documented for tests only
     # Registered once a process, by the first finalizer.
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # see above
-    weakref.finalize._dirty = False  # type: ignore[attr-defined]  # see has_exit_functions
-
-
-def has_exit_functions() -> bool:
-    """Whether there is an exit function or finalizer since `forget_exit_functions`."""
-    # To find out by running them takes 0.7 ms: it looks at each finalizer that there was before.
-    # Private: where it has moved, they are run. `finalize` sets it, to be sorted anew.
-    has_finalizers: bool = getattr(weakref.finalize, "_dirty", True)
-    return has_finalizers or atexit._ncallbacks() > 1
 
 
 def run_exit_functions() -> list[str]:
     """Run the exit functions since `forget_exit_functions`; a traceback for each that raised."""
     problems: list[str] = []
-    if not has_exit_functions():
-        return problems
 
     def note(raised: sys.UnraisableHookArgs) -> None:
         what = f"{raised.err_msg or 'Exception ignored in'}: {raised.object!r}"

@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, RANK_VARIABLE, SPEC_VARIABLE
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
+from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 from pytest_fsdp_comm.text.codec import load_tagged
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
 
 def select_own_test(config: pytest.Config) -> None:

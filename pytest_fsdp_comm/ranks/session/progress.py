@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.rank.kept_output import KEPT_NBYTES, read_kept
-from pytest_fsdp_comm.ranks.wire.positions import Activity
+from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 from pytest_fsdp_comm.text.rank_lists import name_equal
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import pytest
-
-    from pytest_fsdp_comm.ranks.wire.positions import Position
-    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 
 class Echo:

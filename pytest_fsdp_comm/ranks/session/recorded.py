@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 from _pytest.junitxml import xml_key
 
 from pytest_fsdp_comm.ranks.rank.kept_output import shortened
+from pytest_fsdp_comm.ranks.wire.results import RankResult, WarningSeen
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from pytest_fsdp_comm.ranks.wire.results import RankResult, WarningSeen
-
 
 _Property = tuple[str, Any]
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pytest
 
 # Note [Reruns]: a rank that ran its test again on its own would meet collectives of ranks that did
 # not. So the plugin is off in ranks, and its protocol runs in the pytest process, where one attempt
