@@ -72,8 +72,8 @@ class RankSnapshots:
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Make the session in a rank read-only, and note what syrupy recalls."""
-        config.pluginmanager.unregister(name="fsdp-comm-unused")
         session = _session(config)
+        config.pluginmanager.unregister(name="fsdp-comm-unused")
         recall = session.recall_snapshot
 
         def recall_and_note(extension: Any, test_location: Any, index: Any) -> Any:

@@ -27,7 +27,7 @@ from pytest_fsdp_comm.snapshots.names import (
 from pytest_fsdp_comm.text.words import counted, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from xdist.workermanage import WorkerController
@@ -86,14 +86,10 @@ class UnusedSnapshots:
         self._ours: list[str] = []
         self._called: set[str] = set()
         self._unpassed: set[str] = set()
+        # Whether each phase of the test that runs here has passed so far, and its subtests.
+        self._phases: list[bool] = []
         self._started_workers = 0
         self._of_workers: list[dict[str, Any]] = []
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether unused files fail a session, as syrupy has it."""
-        option = self._config.option
-        return bool(self.found) and not (option.update_snapshots or option.warn_unused_snapshots)
 
     # Collection.
 
@@ -118,20 +114,22 @@ class UnusedSnapshots:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Sum up, once it is known which tests are selected."""
         self._ours = [item.nodeid for item in session.items if may_record(item)]
-        if not selects_tests(self._config):
-            deselected = {item.path for item in self._all_items.difference(session.items)}
-            tests: dict[Path, list[_Test]] = {}
-            for item in session.items:
-                name, variant = written_test(snapshot_test_name(item)), snapshot_variant(item)
-                tests.setdefault(item.path, []).append((name, variant, item.nodeid))
-            self._whole = {
-                str(written_module(path, self._options.snapshot_anchor)): (*tests.get(path, ()),)
-                for path, is_whole in self._modules.items()
-                # Where a module has no test left, nothing shows whether it had deselected ones.
-                if is_whole and path not in deselected and (path in tests or not deselected)
-            }
+        deselected = {item.path for item in self._all_items.difference(session.items)}
         # Collected nodes are many.
         self._all_items = frozenset()
+        items_of: dict[Path, list[pytest.Item]] = {}
+        for item in session.items:
+            items_of.setdefault(item.path, []).append(item)
+        for path, is_whole in self._modules.items():
+            place = str(written_module(path, self._options.snapshot_anchor))
+            items = items_of.get(path, [])
+            # Where a module has no test left, nothing shows whether it had deselected ones.
+            is_known = path not in deselected if items else not deselected
+            if is_whole and is_known and (self._options.snapshot_dir / place).is_dir():
+                self._whole[place] = tuple(
+                    (written_test(snapshot_test_name(item)), snapshot_variant(item), item.nodeid)
+                    for item in items
+                )
 
     # The run.
 
@@ -153,12 +151,12 @@ class UnusedSnapshots:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Write the updates of a test without ranks that has passed; an error fails it."""
         report = yield
+        # Not by `pytest_runtest_logreport`, which plugins that run tests again call too late.
+        self._phases = [*([] if report.when == "setup" else self._phases), report.passed]
         if report.when == "teardown" and _EXTENSION in sys.modules:
             from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
 
-            is_known = item.nodeid in self._called and item.nodeid not in self._unpassed
-            problems = replay.settle_updates(item, has_passed=is_known and report.passed)
-            if problems:
+            if problems := replay.settle_updates(item, has_passed=all(self._phases)):
                 report.outcome = "failed"
                 report.longrepr = "\n\n".join(problems)
         return report
@@ -210,9 +208,12 @@ class UnusedSnapshots:
         has_ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not (
             session.shouldstop or session.shouldfail or has_lost
         )
-        if has_ended and not self._config.option.disable_unused_snapshots:
+        is_silent = self._config.option.disable_unused_snapshots or selects_tests(self._config)
+        if has_ended and not is_silent:
             self.found = [*self._find(passed, used)]
-        if self.is_failure:
+        # As syrupy has it.
+        option = self._config.option
+        if self.found and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
@@ -220,7 +221,7 @@ class UnusedSnapshots:
         """Apply Note [Unused files]."""
         root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
         given = [Path(self._config.invocation_params.dir, str(arg)) for arg in self._config.args]
-        directories = [path for path in given if path.is_dir()]
+        directories = [path.resolve() for path in given if path.is_dir()]
         for path in _snapshot_files(root):
             place, named = path.parent.relative_to(root), read_basename(path.stem)
             if named is None or str(path) in used:
@@ -229,10 +230,10 @@ class UnusedSnapshots:
             if str(place) in self._whole:
                 reason = _reason(*named, self._whole[str(place)], passed)
             elif not module_exists(place, anchor) and any(
-                map((anchor / place).is_relative_to, directories)
+                map((anchor / place).resolve().is_relative_to, directories)
             ):
                 reason = f"{place}.py no longer exists"
-            if reason and self._whole and _is_ours(path):
+            if reason and _is_ours(path):
                 yield UnusedSnapshot(path=path, reason=reason)
 
     @pytest.hookimpl(trylast=True)
@@ -245,15 +246,10 @@ class UnusedSnapshots:
         write(f"{counted(len(self.found), 'snapshot file')} that no test compared:", yellow=True)
         for one in self.found:
             write(f"  {show_path(one.path, self._config.rootpath)}: {one.reason}")
-        write(f"If they are not needed: {self.command}")
-
-    @property
-    def command(self) -> str:
-        """The command of git that removes the unused files, from where pytest was started."""
         paths = [_from(self._config, one.path) for one in self.found]
         # To git, the brackets of parameters match other names too.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
-        return f"git {literal}rm {shlex.join(paths)}"
+        write(f"If they are not needed: git {literal}rm {shlex.join(paths)}")
 
 
 def selects_tests(config: pytest.Config) -> bool:
@@ -280,8 +276,8 @@ def _reason(name: str, variant: str, tests: Sequence[_Test], passed: AbstractSet
     return "its test no longer has these parameters" if is_run and all_passed else ""
 
 
-def _snapshot_files(root: Path, pattern: str = f"*{SUFFIX}") -> Iterable[Path]:
-    return sorted(path for path in root.rglob(pattern) if path.is_file())
+def _snapshot_files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob(f"*{SUFFIX}") if path.is_file())
 
 
 def _is_ours(path: Path) -> bool:

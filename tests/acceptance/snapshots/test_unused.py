@@ -95,9 +95,9 @@ class Project:
         assert old in text
         self.write(name, text.replace(old, new))
 
-    def run(self, *arguments, cwd="."):
+    def run(self, *arguments, cwd=".", python=running.PYTHON):
         return subprocess.run(
-            [running.PYTHON, *PYTEST, *arguments],
+            [python, *PYTEST, *arguments],
             cwd=self.path / cwd,
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             capture_output=True,
@@ -389,7 +389,9 @@ def test_update_without_assertions_keeps_files(project, monkeypatch):
     project.edit(SUB_B, "\ndef test_one", "import helper\n\ndef test_one")
     project.edit(SUB_B, "assert recorded == comm_snapshot", "helper.check(recorded, comm_snapshot)")
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")
-    assert project.run("--snapshot-update", SUB_B).returncode == 0
+    result = project.run("--snapshot-update", SUB_B, python=sys.executable)
+    assert result.returncode == 0
+    assert "its test passed without comparing it" in result.stdout
     assert project.files() == ALL
 
 
@@ -518,6 +520,21 @@ def test_update_writes_only_for_tests_that_passed(tmp_path, leave, ranks):
     assert (len(project.files()) == 2) == written
     assert ("snapshot updated" in result.stdout) == written
     assert ("snapshot generated" in result.stdout) == written
+
+
+@pytest.mark.parametrize("ranks", ["", RANKS], ids=["one", "ranks"])
+def test_update_writes_after_a_rerun(tmp_path, ranks):
+    project = Project(tmp_path)
+    project.write("conftest.py", CONFTEST)
+    source = f"import pathlib, pytest\n{ranks}def test_t(recorded, comm_snapshot, request):\n"
+    source += (
+        "    assert recorded == comm_snapshot\n    first = request.config.rootpath / 'first'\n"
+    )
+    source += "    if not first.exists():\n        first.touch(); assert False\n"
+    project.write("test_n.py", source)
+    result = project.run("--snapshot-update", "-prerunfailures", "--reruns=2")
+    assert result.returncode == 0, result.stdout
+    assert len(project.files()) == 1
 
 
 def test_update_does_not_write_if_the_teardown_fails(tmp_path):
