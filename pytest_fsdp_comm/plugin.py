@@ -77,9 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if review is not None:
             config.pluginmanager.register(ci_session.CiSession(config, review), "fsdp-comm-ci")
     if is_spawned_rank():
-        from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # in such a rank only
+        from pytest_fsdp_comm.ranks.rank import main  # noqa: PLC0415  # in such a rank only
 
-        spawned.select_own_test(config)
+        main.select_own_test(config)
 
 
 def _check_versions(config: pytest.Config) -> None:
@@ -182,9 +182,9 @@ def _prepare_ranks(
     if options.OBSERVER in config.stash:
         extensions.append(config.stash[options.OBSERVER])
     if is_spawned_rank():
-        from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # as above
+        from pytest_fsdp_comm.ranks.rank import main  # noqa: PLC0415  # as above
 
-        spawned.run_spawned_rank(session, extensions)
+        main.run_spawned_rank(session, extensions)
     if config.option.collectonly:
         return
     ranks: RankRunner | LaunchedRunner
@@ -262,7 +262,7 @@ def pytest_runtest_makereport(
     """Explain failed assertions about findings and comparisons, and torch's group errors."""
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, ValueError) and "torch" in sys.modules:
-        from pytest_fsdp_comm.ranks.rank.group_errors import add_remedy  # noqa: PLC0415  # on failure only
+        from pytest_fsdp_comm.ranks.rank.process_group import add_remedy  # noqa: PLC0415  # on failure only
 
         add_remedy(error, item)
     if isinstance(error, AssertionError) and "pytest_fsdp_comm.tree.finding" in sys.modules:

@@ -1,19 +1,27 @@
-"""Reads where this rank is: its line of user code, its module, and how far its groups have come."""
+"""Reads and reports where this rank is: its line, its module, how far its groups have come."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import itertools
+import os
 import re
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, with_source
 from pytest_fsdp_comm.ranks.wire import channel
+from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.positions import (
     PEER_ROLES,
     ROOT_ROLES,
@@ -25,10 +33,8 @@ from pytest_fsdp_comm.ranks.wire.positions import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from types import CodeType, FrameType, TracebackType
-
     from pytest_fsdp_comm.recording.flight_recorder import Flight
+
 
 # Note [Reading a stuck rank]: a thread of the rank itself reads, while the main thread may be stuck
 # in a collective, which releases the GIL. The order comes from torch's flight recorder, which from
@@ -305,3 +311,43 @@ def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, boo
     with contextlib.suppress(Exception):
         return ranks, mesh_axes.axes_of_groups()
     return ranks, {}
+
+
+# Made once in the process that ranks are forked from: it is an enumeration of 62 members.
+_ALL_SIGNALS: Final = signal.valid_signals()
+_LAST_S: Final = 1.0
+
+
+class Watchdog:
+    """Answers the supervisor's questions over its own connection, from a thread of its own."""
+
+    def __init__(self, channel: Channel[PositionQuestion], *, ends_process: bool = False) -> None:
+        """Start the thread; `ends_process` where only it can when the supervisor is gone."""
+        self._ends_process = ends_process
+        self._began_ns = time.time_ns()
+        self._channel = channel
+        # A test must not notice the thread. It is not one of threading's, whose start takes 3 ms,
+        # and which tests that list the threads would find. It inherits a mask that blocks every
+        # signal: they are for the main thread, whose stack a signal dumps.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
+        try:
+            _thread.start_new_thread(self._answer, ())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def begin_test(self) -> None:
+        """Leave out the collectives of an earlier test from now on."""
+        self._began_ns = time.time_ns()
+
+    def _answer(self) -> None:
+        # Until the supervisor hangs up.
+        with contextlib.suppress(OSError):
+            while (question := self._channel.receive()) is not None:
+                try:
+                    position = read_position(self._began_ns, with_groups=question.with_groups)
+                except Exception:  # noqa: BLE001  # an explanation must not cost the verdict
+                    position = Position(site="")
+                self._channel.send(PositionAnswer(number=question.number, position=position))
+        if self._ends_process:
+            time.sleep(_LAST_S)  # a main thread that reads the end itself says why
+            os._exit(1)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import pytest
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.ranks.hangs.watchdog import Watchdog
+from pytest_fsdp_comm.ranks.hangs.position import Watchdog
 from pytest_fsdp_comm.ranks.launched.ranks import ADDRESS, MEET_TIMEOUT_S
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, save_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import connect_store

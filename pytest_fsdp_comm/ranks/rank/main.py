@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
+import gc
 import os
 import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from os import getpid
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import pytest
 
 from pytest_fsdp_comm.gathering import Exchange, TextStore
+from pytest_fsdp_comm.launch_environment import (
+    INSIDE_VARIABLE,
+    RANK_VARIABLE,
+    SPEC_VARIABLE,
+    LaunchedRank,
+)
 from pytest_fsdp_comm.options import SETTINGS
-from pytest_fsdp_comm.ranks.hangs.watchdog import Watchdog
+from pytest_fsdp_comm.ranks.hangs.position import Watchdog
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.rank.debugger import (
     RankTerminal,
@@ -40,26 +52,19 @@ from pytest_fsdp_comm.ranks.rank.processes import (
     run_finalizers,
 )
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     WATCHDOG,
     EndTests,
     Escape,
+    RankCommand,
     RunTest,
     TestEnded,
     TestsEnded,
 )
-from pytest_fsdp_comm.text.codec import dump_tagged
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import pytest
-
-    from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
-    from pytest_fsdp_comm.ranks.wire.messages import RankCommand
-    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 # Note [Done before the fork]: each page of memory that a rank writes to is copied for it, and
 # counting references is writing. Done in each rank, what `RankTemplate` does once cost a third of a
@@ -260,3 +265,33 @@ def save_coverage() -> None:
     if current is not None:
         # Without stopping it: started again, coverage 7.17 trips over torch's own modules.
         current.save()
+
+
+def select_own_test(config: pytest.Config) -> None:
+    """Make a spawned rank collect its own test only."""
+    config.args[:] = [str(config.rootpath / _read_spec().nodeid)]
+
+
+def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> NoReturn:
+    """Run the rank that this process was started as, after collection."""
+    spec = _read_spec()
+    indices = [index for index, item in enumerate(session.items) if item.nodeid == spec.nodeid]
+    if not indices:
+        raise pytest.UsageError(
+            f"{spec.nodeid} was not found when a spawned rank collected the tests again; tests "
+            "whose names depend on chance, time or the process cannot run on spawned ranks"
+        )
+    rank, *descriptors = map(int, os.environ.pop(RANK_VARIABLE).split())
+    # Tests that run pytest themselves must not take their pytest for a rank.
+    del os.environ[SPEC_VARIABLE]
+    os.environ[INSIDE_VARIABLE] = "1"
+    template = RankTemplate(session, extensions)
+    # As the fork server does: what is here now lives as long as the rank.
+    gc.freeze()
+    spec = dataclasses.replace(spec, item_index=indices[0])
+    template.run_rank(spec, rank, (descriptors[0], descriptors[1]))
+
+
+def _read_spec() -> RankSetSpec:
+    text = Path(os.environ[SPEC_VARIABLE]).read_text(encoding="utf-8")
+    return load_tagged({"RankSetSpec": RankSetSpec}, text)

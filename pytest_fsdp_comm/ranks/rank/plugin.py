@@ -7,9 +7,13 @@ import itertools
 import os
 import sys
 import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from operator import methodcaller
 from os import getpid
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,30 +29,27 @@ from pytest_fsdp_comm.ranks.rank.process_group import (
 )
 from pytest_fsdp_comm.ranks.rank.processes import (
     end_forked_child,
+    equalize,
     raise_lost_exceptions,
+    read_states,
+    restore_states,
     run_exit_functions,
 )
-from pytest_fsdp_comm.ranks.rank.random_states import equalize, read_states, restore_states
+from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
     DebuggerSkipped,
     Debugging,
+    RankCommand,
     TimerCancelled,
     TimerSet,
 )
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_subtest
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
-    import warnings
-    from collections.abc import Callable, Generator, Iterator
-    from pathlib import Path
-    from types import FrameType, SimpleNamespace
-
-    from pytest_fsdp_comm.ranks.wire.channel import Channel
-    from pytest_fsdp_comm.ranks.wire.messages import RankCommand
-    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
     from pytest_fsdp_comm.recording.value_dependence import KeptAnswers
     from pytest_fsdp_comm.simulation.distinct import DistinctRanks
     from pytest_fsdp_comm.simulation.groups import RealGroups

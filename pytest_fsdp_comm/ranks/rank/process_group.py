@@ -1,4 +1,4 @@
-"""The process group of one rank."""
+"""The process group of one rank, and what to do where it cannot be made."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ import contextlib
 import datetime as dt
 import gc
 import importlib
+import ipaddress
 import os
+import re
+import socket
+import struct
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from operator import methodcaller
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import TextStore
-from pytest_fsdp_comm.options import ranks_along
+from pytest_fsdp_comm.launch_environment import LaunchedRank
+from pytest_fsdp_comm.options import SETTINGS, DistributedSettings, ranks_along
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
-from pytest_fsdp_comm.ranks.rank.network import (
-    INTERFACE_VARIABLE,
-    gloo_problem,
-    interface_towards,
-)
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.options import DistributedSettings
-    from pytest_fsdp_comm.ranks.rank.context import RankContext
-    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
     from pytest_fsdp_comm.simulation.groups import RealGroups
+
 
 # Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
 # in one rank's timeout error.
@@ -228,3 +229,124 @@ def join_fake_group(rank: int, world_size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.init_process_group("fake", store=store(), rank=rank, world_size=world_size)
+
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+_SIOCGIFFLAGS = 0x8913  # linux/sockios.h
+_SIOCGIFADDR = 0x8915
+_IFF_UP = 0x1  # linux/if.h
+_IF_INET6 = Path("/proc/net/if_inet6")
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """The interface, such as ``eth0``, through which packets to a host leave; None if unknown."""
+    # Connecting a UDP socket chooses its address, and sends nothing.
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return _interface_with(probe.getsockname()[0])
+    return None
+
+
+def gloo_problem(environment: Mapping[str, str]) -> str:
+    """What keeps gloo from connecting on this machine, and the remedy; empty if nothing known."""
+    name = environment.get(INTERFACE_VARIABLE)
+    up = [one for one in _names() if _is_up(one)]
+    if not up or not name or name in up:
+        return no_network_problem()
+    return (
+        f"{INTERFACE_VARIABLE}={name} names no network interface that is up; set it to one that is "
+        f"({', '.join(up)})"
+    )
+
+
+def no_network_problem() -> str:
+    """What is wrong where no network interface is up, and the remedy; empty if one is."""
+    names = _names() if sys.platform == "linux" else []
+    if not names or any(_is_up(name) for name in names):
+        return ""
+    return (
+        "no network interface of this machine is up, not even lo, and ranks connect over TCP: "
+        "bring lo up (`ip link set lo up`), as `docker run --network none` does too"
+    )
+
+
+def _interface_with(name: str) -> str | None:
+    wanted = ipaddress.ip_address(name.partition("%")[0])
+    if wanted.is_loopback:
+        return "lo"
+    if wanted.version == 4:  # noqa: PLR2004  # IPv4
+        # These bytes of the answer are the address.
+        answers = ((name, _ask(name, _SIOCGIFADDR)[20:24]) for name in _names())
+        return next((name for name, address in answers if address == wanted.packed), None)
+    lines = _IF_INET6.read_text().splitlines() if _IF_INET6.exists() else []
+    owners = {line.split()[0]: line.split()[-1] for line in lines}
+    return owners.get(wanted.packed.hex())
+
+
+def _names() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def _is_up(name: str) -> bool:
+    answer = _ask(name, _SIOCGIFFLAGS)
+    # A sandbox may not tell; then nothing is known to be wrong.
+    return not answer or bool(struct.unpack_from("h", answer, 16)[0] & _IFF_UP)
+
+
+def _ask(name: str, request: int) -> bytes:
+    """The kernel's answer about an interface (`struct ifreq`); empty if it gives none."""
+    import fcntl  # noqa: PLC0415  # not on every system
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
+    return b""
+
+
+# Parts of torch's texts (read in 2.6, 2.13 and 2.15).
+_TWICE = "initialize the default process group twice"
+_NONE = "Default process group has not been initialized"
+_NO_VARIABLE = re.compile(
+    "environment variable (RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set"
+)
+
+_UNMARKED = """\
+fsdp-comm: this test is not marked as distributed, so it ran in pytest's own process, without ranks
+and without a process group. Mark it, its class or its module:
+    @pytest.mark.distributed(world_size=2)"""
+_OWN_GROUP = """\
+A test that needs a group of its own destroys this one first, and names a file for the ranks to
+meet in (with the fixtures dist_info and tmp_path_factory):
+    dist.destroy_process_group()
+    path = tmp_path_factory.getbasetemp().parent / "name of this test alone"
+    store = dist.FileStore(str(path), dist_info.world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=dist_info.rank, world_size=dist_info.world_size
+    )"""
+_SECOND_GROUP = f"""\
+fsdp-comm: each rank of a distributed test has a process group before its first fixture runs, so
+this one would be the second. Remove the call, and the destroy_process_group() that goes with it.
+{_OWN_GROUP}"""
+_DESTROYED = f"""\
+fsdp-comm: each rank of a distributed test has a process group before its first fixture runs, but
+here it has been destroyed. Remove the call of destroy_process_group(): the group ends with the
+test.
+{_OWN_GROUP}"""
+
+
+def add_remedy(error: BaseException, item: pytest.Item) -> None:
+    """Add a note to an error of torch about the default process group."""
+    if not isinstance(error, ValueError):
+        return
+    text = str(error)
+    lacks_group = _NONE in text or _NO_VARIABLE.search(text) is not None
+    remedy = None
+    if RANK_CONTEXT in item.config.stash:
+        remedy = _SECOND_GROUP if _TWICE in text else _DESTROYED if lacks_group else None
+    elif lacks_group and SETTINGS not in item.stash and "RANK" not in os.environ:
+        # Without a launcher, under which tests without this plugin make their own groups.
+        remedy = _UNMARKED
+    if remedy and remedy not in getattr(error, "__notes__", ()):
+        error.add_note(remedy)

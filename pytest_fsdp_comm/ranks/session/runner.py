@@ -8,16 +8,23 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.marker import with_further_ranks
-from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS, SETTINGS, BadValueError
+from pytest_fsdp_comm.options import (
+    MARKER_NAME,
+    OPTIONS,
+    SETTINGS,
+    BadValueError,
+    DistributedSettings,
+)
 from pytest_fsdp_comm.ranks.rank.debugger import (
     QUIT,
     copied_terminal,
@@ -45,6 +52,7 @@ from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, LAST_LOOK_S, PATIENCE_S
 from pytest_fsdp_comm.ranks.start.fork_client import RankServer, ServerDiedError, fork_server
 from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork
+from pytest_fsdp_comm.ranks.start.fork_server import RunRank
 from pytest_fsdp_comm.ranks.start.slots import SharedDirectory, Slots
 from pytest_fsdp_comm.ranks.start.spawn import spawn_server
 from pytest_fsdp_comm.ranks.wire.directories import (
@@ -52,16 +60,10 @@ from pytest_fsdp_comm.ranks.wire.directories import (
     make_session_directory,
     remove_directory,
 )
+from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import RankResult
 from pytest_fsdp_comm.text.codec import load_tagged
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pytest_fsdp_comm.options import DistributedSettings
-    from pytest_fsdp_comm.ranks.start.fork_server import RunRank
-    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
 _LOOK_PAUSE_S = 0.02
 

@@ -7,12 +7,14 @@ import os
 import selectors
 import signal
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from multiprocessing.connection import Connection
+from typing import TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack, silent_activity, start_time
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
-from pytest_fsdp_comm.ranks.session.progress import Echo
+from pytest_fsdp_comm.ranks.session.progress import Echo, Progress
 from pytest_fsdp_comm.ranks.start.fork_client import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.directories import remove_directory
@@ -31,17 +33,10 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     TimerSet,
 )
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
-from pytest_fsdp_comm.ranks.wire.rank_set import NextTest
+from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped, WarningSeen
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from multiprocessing.connection import Connection
-
-    from pytest_fsdp_comm.ranks.session.progress import Progress
-    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 # Once a rank has failed, the others fail within a second of it (their connections close) or hang.
 # One that compares with a snapshot or formats its failure waits for nobody, and may take longer.

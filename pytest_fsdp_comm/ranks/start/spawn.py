@@ -81,7 +81,7 @@ def main(descriptor: str, directory: str, shared: str, *program: str) -> NoRetur
 def _become_rank(
     program: tuple[str, ...], spec: RankSetSpec, rank: int, descriptors: tuple[int, int]
 ) -> NoReturn:
-    """Replace this process by a pytest process, whose half is in `rank.spawned`."""
+    """Replace this process by a pytest process, whose half is in `rank.main`."""
     file = spec.directory / f"rank{rank}.json"
     file.write_text(dump_tagged(spec), encoding="utf-8")
     redirect_output(spec, rank)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_comm.ranks.rank import network
-from pytest_fsdp_comm.ranks.rank.network import (
+from pytest_fsdp_comm.ranks.rank import process_group as network
+from pytest_fsdp_comm.ranks.rank.process_group import (
     gloo_problem,
     interface_towards,
     no_network_problem,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_fsdp_comm.ranks.rank.random_states import equalize, read_states, restore_states
+from pytest_fsdp_comm.ranks.rank.processes import equalize, read_states, restore_states
 
 
 class Exchange:
