@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +12,6 @@ from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS
 from pytest_fsdp_comm.reports.ci.outcomes import (
     Comparisons,
     FailedTest,
-    Origin,
     Outcomes,
     Place,
     read_origin,
@@ -22,8 +20,6 @@ from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of, first_l
 from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from pytest_fsdp_comm.snapshots.unused import UnusedSnapshots
 
 # Between the summaries of two sessions.
@@ -33,48 +29,19 @@ _TO_ITS_END: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Review:
-    """Where to report a session's outcome."""
-
-    step_summary: Path | None
-    """GitHub's file for the summary of the step, which earlier sessions may have written to."""
-    summary: Path | None
-    """Of ``--comm-summary``."""
-    annotates: bool
-    """Whether GitHub reads commands from the output."""
-    top: Path
-    """The top of the checkout, which places are relative to."""
-    source: str
-    """Where the hosting service shows the checkout; empty if unknown."""
-
-
-def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review | None:
-    """Find out where to report the outcome of a session; None if nowhere."""
-    summary = config.stash[OPTIONS].summary_file
-    # Nobody reviews a session that a test of another session runs.
-    is_own = "PYTEST_CURRENT_TEST" not in environment
-    step = environment.get("GITHUB_STEP_SUMMARY", "") if is_own else ""
-    annotates = is_own and environment.get("GITHUB_ACTIONS") == "true"
-    if not (summary or step or annotates):
-        return None
-    origin = read_origin(environment) if is_own else Origin()
-    return Review(
-        step_summary=Path(step) if step else None,
-        summary=summary,
-        annotates=annotates,
-        top=Path(origin.top or config.rootpath),
-        source=origin.source,
-    )
-
-
 class CiSession:
     """Registered in the one process that reports the outcome."""
 
-    def __init__(self, config: pytest.Config, review: Review) -> None:
-        """Begin before the first test."""
+    def __init__(self, config: pytest.Config, environment: Mapping[str, str]) -> None:
         self._config = config
-        self._review = review
+        # Nobody reviews a session that a test of another session runs.
+        own = {} if "PYTEST_CURRENT_TEST" in environment else environment
+        self.summary = config.stash[OPTIONS].summary_file
+        # Earlier sessions of the step may have written to it.
+        step = own.get("GITHUB_STEP_SUMMARY")
+        self.step_summary = Path(step) if step else None
+        self.annotates = own.get("GITHUB_ACTIONS") == "true"
+        self._origin = read_origin(own)
         # By test: the last report of one that was run again counts.
         self._failed: dict[str, FailedTest] = {}
         self._compared: dict[str, tuple[str, ...]] = {}
@@ -109,24 +76,23 @@ class CiSession:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the summaries, once."""
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
-        from pytest_fsdp_comm.reports.ci import review as texts  # noqa: PLC0415  # in CI only
+        from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # in CI only
 
-        review = self._review
         try:
-            if review.step_summary is not None and outcomes.has_news:
+            if self.step_summary is not None and outcomes.has_news:
                 # What earlier sessions of the step wrote counts, too.
-                held = review.step_summary.stat().st_size if review.step_summary.exists() else 0
-                room = texts.MAX_NBYTES - held - len(_BREAK)
-                text = texts.render_summary(outcomes, review.source, room=room)
-                with review.step_summary.open("ab") as file:
+                held = self.step_summary.stat().st_size if self.step_summary.exists() else 0
+                room = review.MAX_NBYTES - held - len(_BREAK)
+                text = review.render_summary(outcomes, self._origin, room=room)
+                with self.step_summary.open("ab") as file:
                     file.write((_BREAK * bool(held and text) + text).encode("utf-8", "replace"))
         except OSError as problem:
             self._note_problem("GITHUB_STEP_SUMMARY", problem)
         try:
-            if review.summary is not None:
-                review.summary.parent.mkdir(parents=True, exist_ok=True)
-                text = texts.render_summary(outcomes, review.source)
-                review.summary.write_bytes(text.encode("utf-8", "replace"))
+            if self.summary is not None:
+                self.summary.parent.mkdir(parents=True, exist_ok=True)
+                text = review.render_summary(outcomes, self._origin)
+                self.summary.write_bytes(text.encode("utf-8", "replace"))
         except OSError as problem:
             self._note_problem("--comm-summary", problem)
             session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
@@ -140,11 +106,11 @@ class CiSession:
         """Print the annotations, which GitHub takes out of the log."""
         for problem in self._problems:
             terminalreporter.write_line(problem, red=True)
-        if self._review.annotates and self._outcomes is not None:
-            from pytest_fsdp_comm.reports.ci.review import annotate  # noqa: PLC0415  # as above
+        if self.annotates and self._outcomes is not None:
+            from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # as above
 
             terminalreporter.ensure_newline()
-            for line in annotate(self._outcomes):
+            for line in review.annotate(self._outcomes):
                 terminalreporter.write_line(line)
 
     def _read_outcomes(self, session: pytest.Session, exitstatus: int) -> Outcomes:
@@ -181,9 +147,9 @@ class CiSession:
         return self._place(self._config.rootpath / file, (line or 0) + 1)
 
     def _place(self, path: Path, line: int) -> Place | None:
-        top = self._review.top
-        # Links stay where the path as it is lies in the checkout.
-        for at, below in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above
-            if at.is_relative_to(below):
-                return Place(path=at.relative_to(below).as_posix(), line=line)
-        return None
+        return self._origin.place(path, line, root=self._config.rootpath)
+
+    @property
+    def is_reviewed(self) -> bool:
+        """Whether there is anywhere to report to."""
+        return bool(self.summary or self.step_summary or self.annotates)

@@ -73,9 +73,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_reviewed and is_alone and (given.launched is None or given.launched.is_leader):
         from pytest_fsdp_comm import ci_session  # noqa: PLC0415  # in CI only
 
-        review = ci_session.read_review(config, os.environ)
-        if review is not None:
-            config.pluginmanager.register(ci_session.CiSession(config, review), "fsdp-comm-ci")
+        session = ci_session.CiSession(config, os.environ)
+        if session.is_reviewed:
+            config.pluginmanager.register(session, "fsdp-comm-ci")
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import main  # noqa: PLC0415  # in such a rank only
 

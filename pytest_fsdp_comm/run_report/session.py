@@ -20,7 +20,7 @@ from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.marker import may_record, uses_plugin
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
-from pytest_fsdp_comm.reports.ci.outcomes import Origin, read_origin
+from pytest_fsdp_comm.reports.ci.outcomes import read_origin
 from pytest_fsdp_comm.reports.html.values import (
     Compared,
     Outcome,
@@ -289,9 +289,7 @@ class SessionReport:
         self._results: dict[str, Result] = {}
         self._finished: set[str] = set()
         self._other_tests: set[str] = set()
-        # Of a session within a test, nothing is known.
-        is_own = "PYTEST_CURRENT_TEST" not in os.environ
-        self._origin = read_origin(os.environ) if is_own else Origin()
+        self._origin = read_origin(os.environ)
         self._written = ""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -350,10 +348,8 @@ class SessionReport:
     def _address_of(self, report: pytest.TestReport) -> str:
         file, line, _ = report.location
         root = self._config.rootpath
-        path, top = (root / file).resolve(), Path(self._origin.top or root).resolve()
-        if line is None or not path.is_relative_to(top):
-            return ""
-        return self._origin.line_address(path.relative_to(top).as_posix(), line + 1)
+        place = None if line is None else self._origin.place(root / file, line + 1, root=root)
+        return self._origin.line_address(place)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

@@ -56,7 +56,6 @@ _SHOWN: Final = 60
 _HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|(.*))?")
 _TORCH: Final = re.compile(r" torch ([0-9][0-9A-Za-z.+-]{0,39}),")
 _CONFLICT: Final = re.compile(r"^(?:<{7}|\|{7}|={7}|>{7})", re.MULTILINE)
-_CONTROL: Final = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ufeff]")
 
 
 def header(kind: str, *, torch_version: str, backend: str) -> str:
@@ -86,7 +85,7 @@ class SnapshotLines:
     """The lines of one snapshot, with the frame checked, and their errors."""
 
     def __init__(self, text: str, *, where: str) -> None:
-        """Check the frame of a whole file: size, characters, first line and last."""
+        """Check the frame of a whole file: size, markers of conflicts, first line and last."""
         self.where = where
         self.before = 0
         """Lines of the file above these."""
@@ -94,7 +93,7 @@ class SnapshotLines:
             raise self.error(1, "the file is empty", "a snapshot")
         if len(text) > MAX_BYTES:
             raise too_large(where, len(text))
-        self._check_characters(text)
+        self._check_conflicts(text)
         self.lines: list[str] = text.split("\n")
         """From the first, whose number is 1, to the last, which is `END`."""
         self.torch_version = ""
@@ -110,7 +109,7 @@ class SnapshotLines:
             )
         self.lines.pop()
 
-    def _check_characters(self, text: str) -> None:
+    def _check_conflicts(self, text: str) -> None:
         conflict = _CONFLICT.search(text)
         if conflict is not None:
             number = 1 + text.count("\n", 0, conflict.start())
@@ -122,19 +121,6 @@ class SnapshotLines:
                 f"{self.where}` (if the markers were committed, from the commit that had it right: "
                 f"`git checkout COMMIT -- {self.where}`), then run the test; --snapshot-update if "
                 "the change is intended"
-            )
-        control = _CONTROL.search(text)
-        if control is not None:
-            start = control.start()
-            character = control[0]
-            name = {
-                "\ufeff": "a byte order mark",
-                "\r": "a carriage return without a line feed",
-            }.get(character, f"the control character U+{ord(character):04X}")
-            raise self.error(
-                1 + text.count("\n", 0, start),
-                f"it contains {name} at column {start - text.rfind(chr(10), 0, start)}",
-                "plain text",
             )
 
     def _read_first(self, line: str) -> str:

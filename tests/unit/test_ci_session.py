@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_fsdp_comm.ci_session import CiSession, read_review
+from pytest_fsdp_comm.ci_session import CiSession
 from pytest_fsdp_comm.options import OPTIONS
 
 GITHUB = {
@@ -28,20 +28,22 @@ def config(*, summary=None):
 
 
 def test_nothing_is_reported_outside_of_ci_and_without_the_option():
-    assert read_review(config(), {}) is None
+    assert not CiSession(config(), {}).is_reviewed
     # A test that runs pytest is no step of anybody's.
-    assert read_review(config(), {**GITHUB, "PYTEST_CURRENT_TEST": "t.py::x (call)"}) is None
-    assert read_review(config(), {"GITHUB_ACTIONS": "false"}) is None
+    inner = {**GITHUB, "PYTEST_CURRENT_TEST": "t.py::x (call)"}
+    assert not CiSession(config(), inner).is_reviewed
+    assert not CiSession(config(), {"GITHUB_ACTIONS": "false"}).is_reviewed
 
 
 def test_github_and_a_file_are_configured_independently():
-    review = read_review(config(), GITHUB)
-    assert (review.step_summary, review.summary) == (Path("/runner/summary"), None)
-    assert (review.annotates, review.top) == (True, Path("/checkout"))
-    assert review.source == "https://github.com/o/r/blob/abc"
-    review = read_review(config(summary=Path("s.md")), {"PYTEST_CURRENT_TEST": "x"})
-    assert (review.step_summary, review.summary) == (None, Path("s.md"))
-    assert (review.annotates, review.top, review.source) == (False, Path("/checkout/sub"), "")
+    session = CiSession(config(), GITHUB)
+    assert session.is_reviewed
+    assert (session.step_summary, session.summary) == (Path("/runner/summary"), None)
+    assert session.annotates
+    session = CiSession(config(summary=Path("s.md")), {"PYTEST_CURRENT_TEST": "x"})
+    assert session.is_reviewed
+    assert (session.step_summary, session.summary) == (None, Path("s.md"))
+    assert not session.annotates
 
 
 def report(when="call", outcome="failed", *, headline=None, keywords=("distributed",), path=None):
@@ -58,7 +60,7 @@ def report(when="call", outcome="failed", *, headline=None, keywords=("distribut
 
 def told(*reports):
     held = config()
-    session = CiSession(held, read_review(held, GITHUB))
+    session = CiSession(held, GITHUB)
     for one in reports:
         session.pytest_runtest_logreport(one)
     state = SimpleNamespace(shouldfail="", shouldstop="")
@@ -107,7 +109,7 @@ def test_sending_lines_outside_the_checkout_are_dropped():
 
 def test_an_early_end_of_the_session_is_explained():
     held = config()
-    session = CiSession(held, read_review(held, GITHUB))
+    session = CiSession(held, GITHUB)
     stopped = SimpleNamespace(shouldfail="stopping after 1 failures", shouldstop="")
     assert session._read_outcomes(stopped, pytest.ExitCode.TESTS_FAILED).ended_early == (
         "The session ended early (stopping after 1 failures): not all tests ran."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 from urllib.parse import quote
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +90,26 @@ class Origin:
         """Where the commit is shown."""
         return f"{self.address}/commit/{quote(self.commit)}" if self.address else ""
 
-    @property
-    def source(self) -> str:
-        """Where the commit's files are shown: a path follows."""
-        return f"{self.address}/blob/{quote(self.commit)}" if self.address else ""
+    def line_address(self, place: Place | None) -> str:
+        """Where a line of the checkout is shown; empty if unknown."""
+        if place is None or not self.address:
+            return ""
+        return f"{self.address}/blob/{quote(self.commit)}/{quote(place.path)}#L{place.line}"
 
-    def line_address(self, path: str, line: int) -> str:
-        """Where a line of a file is shown, whose path is relative to the top of the checkout."""
-        return f"{self.source}/{quote(path)}#L{line}" if self.source else ""
+    def place(self, path: Path, line: int, *, root: Path) -> Place | None:
+        """Find a line in the checkout, or below `root` if its directory is unknown."""
+        top = Path(self.top or root)
+        # Links stay where the path as it is lies in the checkout.
+        for at, below in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above
+            if at.is_relative_to(below):
+                return Place(path=at.relative_to(below).as_posix(), line=line)
+        return None
 
 
 def read_origin(environment: Mapping[str, str]) -> Origin:
-    """Read what GitHub, or GitLab, sets."""
+    """Read what GitHub, or GitLab, sets; nothing in a session that a test runs."""
+    if "PYTEST_CURRENT_TEST" in environment:
+        return Origin()
 
     def first(*names: str) -> str:
         return next((environment[name] for name in names if environment.get(name)), "")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
-from urllib.parse import quote
+from collections.abc import Sequence
+from typing import Final
 
 from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Origin, Outcomes, Place
 from pytest_fsdp_comm.text.words import counted, cut, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place
 
 # The longest summary. GitHub drops all of one beyond 1 MiB in a step.
 MAX_NBYTES: Final = 900_000
@@ -35,9 +31,8 @@ _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
 
-def render_summary(outcomes: Outcomes, source: str = "", *, room: int = MAX_NBYTES) -> str:
+def render_summary(outcomes: Outcomes, origin: Origin, *, room: int = MAX_NBYTES) -> str:
     """Write the summary in at most `room` bytes; empty if its first line has no room."""
-    # Tests are linked to `source`, the address of the checkout on GitHub, unless it is empty.
     budget = _Budget(room)
     if not budget.add(_headline(outcomes) + "\n\n"):
         return ""
@@ -45,7 +40,7 @@ def render_summary(outcomes: Outcomes, source: str = "", *, room: int = MAX_NBYT
         budget.add(f"{plain(outcomes.ended_early)}\n\n")
     if outcomes.failed:
         budget.add("| test | what differs | cost |\n| --- | --- | --- |\n")
-        rows = [_row(test, source) for test in outcomes.failed]
+        rows = [_row(test, origin) for test in outcomes.failed]
         budget.add_each(rows, "| {} more | | |\n")
         budget.add("\n")
         stories = [_story(test) for test in outcomes.failed if test.comparisons.story]
@@ -98,11 +93,11 @@ def _headline(outcomes: Outcomes) -> str:
     return f"### Communication: {what}\n\n{compared} compared."
 
 
-def _row(test: FailedTest, source: str) -> str:
+def _row(test: FailedTest, origin: Origin) -> str:
     # Otherwise the id, which is the longest word, leaves no room for the cost.
     name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
-    if source and test.place is not None:
-        name = f'<a href="{source}/{quote(test.place.path)}#L{test.place.line}">{name}</a>'
+    if address := origin.line_address(test.place):
+        name = f'<a href="{address}">{name}</a>'
     # The headline has the first of several changes alone.
     told, cost = (
         "<br>".join(map(_cell, lines)) for lines in (test.comparisons.told, test.comparisons.cost)

@@ -47,7 +47,7 @@ BROKEN = {
     ),
     "nul": (
         lambda text: text.replace("world_size", "wo\0rld_size"),
-        "line 2: it contains the control character U+0000 at column 3; expected plain text",
+        "line 2: it reads 'wo\\x00rld_size 2'; expected 'world_size <N>' with a number",
     ),
     "truncated": (lambda text: text[: len(text) // 2], "expected 'end' as the last line, with a"),
     "empty": (lambda _: "", "line 1: the file is empty; expected a snapshot"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.reports.ci.outcomes import Origin, read_origin
+from pytest_fsdp_comm.reports.ci.outcomes import Origin, Place, read_origin
 
 GITHUB = {
     "GITHUB_SERVER_URL": "https://github.com",
@@ -25,11 +25,17 @@ def test_a_commit_and_its_lines_have_addresses_on_github_and_gitlab():
         commit="abc", branch="faster", address="https://github.com/o/r", top="/checkout"
     )
     assert github.commit_address == "https://github.com/o/r/commit/abc"
-    assert github.line_address("a b.py", 7) == "https://github.com/o/r/blob/abc/a%20b.py#L7"
+    assert (
+        github.line_address(Place(path="a b.py", line=7))
+        == "https://github.com/o/r/blob/abc/a%20b.py#L7"
+    )
     gitlab = read_origin(GITLAB)
     assert (gitlab.branch, gitlab.top) == ("main", "/builds/o/r")
     assert gitlab.commit_address == "https://gitlab.com/o/r/-/commit/abc"
-    assert gitlab.line_address("a.py", 7) == "https://gitlab.com/o/r/-/blob/abc/a.py#L7"
+    assert (
+        gitlab.line_address(Place(path="a.py", line=7))
+        == "https://gitlab.com/o/r/-/blob/abc/a.py#L7"
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,4 +44,5 @@ def test_a_commit_and_its_lines_have_addresses_on_github_and_gitlab():
 )
 def test_what_is_unknown_or_no_address_is_no_link(given):
     origin = read_origin(given)
-    assert (origin.address, origin.commit_address, origin.line_address("a.py", 1)) == ("", "", "")
+    place = Place(path="a.py", line=1)
+    assert (origin.address, origin.commit_address, origin.line_address(place)) == ("", "", "")

@@ -6,11 +6,17 @@ import re
 
 from markdown_it import MarkdownIt
 
-from pytest_fsdp_comm.reports.ci.outcomes import Comparisons, FailedTest, Outcomes, Place
+from pytest_fsdp_comm.reports.ci.outcomes import (
+    Comparisons,
+    FailedTest,
+    Origin,
+    Outcomes,
+    Place,
+)
 from pytest_fsdp_comm.reports.ci.review import annotate, fenced, plain, render_summary
 
 HOSTILE = "tests/a b.py::test_x[`|<b>_*~#@me [x](y) \\ &amp; ![](z) :tada: \x1b[31m\n|]"
-SOURCE = "https://github.com/o/r/blob/abc123"
+ORIGIN = Origin(commit="abc123", address="https://github.com/o/r")
 
 
 def failed(
@@ -47,15 +53,15 @@ def shown(text):
 
 
 def test_a_session_that_passed_is_one_line():
-    assert render_summary(outcomes()).strip() == (
+    assert render_summary(outcomes(), ORIGIN).strip() == (
         "Communication: 14 snapshots in 9 tests compared, all equal."
     )
     nothing = Outcomes(compared_tests=0, compared_files=0)
-    assert render_summary(nothing).startswith("No test compared anything")
+    assert render_summary(nothing, ORIGIN).startswith("No test compared anything")
 
 
 def test_a_failed_test_gets_a_row_with_change_and_cost_and_its_story():
-    text = render_summary(outcomes(failed()), SOURCE)
+    text = render_summary(outcomes(failed()), ORIGIN)
     assert shown(text) == (
         "Communication: differs from the reviewed snapshots in 1 test "
         "14 snapshots in 9 tests compared. "
@@ -67,9 +73,9 @@ def test_a_failed_test_gets_a_row_with_change_and_cost_and_its_story():
     )
     address = '<a href="https://github.com/o/r/blob/abc123/tests/test_a.py#L12">'
     assert address in rendered(text)
-    assert "<a " not in rendered(render_summary(outcomes(failed())))
+    assert "<a " not in rendered(render_summary(outcomes(failed()), Origin()))
     # Spaces and the like are no part of an address.
-    odd = render_summary(outcomes(failed(path='a "b"|.py')), SOURCE)
+    odd = render_summary(outcomes(failed(path='a "b"|.py')), ORIGIN)
     assert "/blob/abc123/a%20%22b%22%7C.py#L12" in odd
 
 
@@ -78,7 +84,7 @@ def test_other_failures_unused_files_and_an_early_end_are_reported():
     unused = ("snapshots/a_b.comm", "its test no longer exists")
     text = render_summary(
         outcomes(failed(), other, unused=(unused,), ended_early="The session ended early (-x)."),
-        SOURCE,
+        ORIGIN,
     )
     said = shown(text)
     assert "snapshots in 1 test, 1 test failed for another reason" in said
@@ -90,7 +96,7 @@ def test_other_failures_unused_files_and_an_early_end_are_reported():
 
 def test_names_are_never_rendered_as_markup():
     fence = "a\n````\n<b>b</b>"
-    text = render_summary(outcomes(failed(HOSTILE, story=[fence, HOSTILE, "</details>"])), SOURCE)
+    text = render_summary(outcomes(failed(HOSTILE, story=[fence, HOSTILE, "</details>"])), ORIGIN)
     page = rendered(text)
     assert page.count("<tr>") == 2
     assert len(re.findall("<td", page)) == 3
@@ -109,7 +115,7 @@ def test_a_summary_stays_below_its_limit_and_counts_what_it_drops():
     tests = [
         failed(f"tests/test_a.py::test_{number}", story=["é" * 9_000]) for number in range(200)
     ]
-    text = render_summary(outcomes(*tests), SOURCE, room=100_000)
+    text = render_summary(outcomes(*tests), ORIGIN, room=100_000)
     assert 80_000 < len(text.encode()) <= 100_000
     assert re.search(r"\n(\d+) more stories are in the log", text)
     # Every test has its row all the same.
@@ -117,13 +123,13 @@ def test_a_summary_stays_below_its_limit_and_counts_what_it_drops():
     told = text.count("<details>")
     assert f"\n{200 - told} more stories" in text
     assert text.count("```text") % 2 == 0
-    short = render_summary(outcomes(*tests), SOURCE, room=3_000)
+    short = render_summary(outcomes(*tests), ORIGIN, room=3_000)
     assert len(short.encode()) <= 3_000
     assert re.search(r"\n\| \d+ more \|", short)
-    assert render_summary(outcomes(*tests), SOURCE, room=10) == ""
+    assert render_summary(outcomes(*tests), ORIGIN, room=10) == ""
     # The largest that there may be.
     many = [failed(f"t.py::test_{number}[{'|' * 900}]") for number in range(3_000)]
-    assert len(render_summary(outcomes(*many), SOURCE).encode()) < 2**20
+    assert len(render_summary(outcomes(*many), ORIGIN).encode()) < 2**20
 
 
 def sent(*causes, name="test_x"):
