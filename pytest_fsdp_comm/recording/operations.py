@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -31,8 +32,20 @@ NAMESPACES: Final = frozenset(
 UNKNOWN: Final = "unknown:"
 """How the kind of an operation begins that the tables lack. All its tensors count as sent."""
 
-PER_RANK: Final = "per rank"
-"""Stands for tensors that no argument shows: of the other direction's, one for each rank."""
+
+class Place(Enum):
+    """Where the tensors of an operation are that no single argument holds."""
+
+    NOWHERE = auto()
+    """There are none; as received, also where the operation changes what it sends."""
+    RESULT = auto()
+    PER_RANK = auto()
+    """No argument shows them: those of the other direction, once for each rank."""
+    ALL = auto()
+    """In all arguments, of an operation that the tables lack."""
+
+
+NOWHERE, PER_RANK = Place.NOWHERE, Place.PER_RANK
 
 BATCH: Final = "batch"
 """The kind of an operation whose arguments list ``isend`` and ``irecv``, a message each."""
@@ -63,17 +76,30 @@ class Operation:
 
     kind: str
     """One of `events.COLLECTIVE_KINDS`, ``unknown:<op>`` or, for several messages, `BATCH`."""
-    sent: str = "input"
-    """Argument with the tensors to send, or `PER_RANK`; empty if none, ``*`` for all of an unknown
-    operation."""
-    received: str = "return"
-    """Argument with the output tensors, ``return`` or `PER_RANK`; empty if in place, or if none."""
+    sent: str | Place = "input"
+    """The argument with the tensors to send, or where else they are."""
+    received: str | Place = Place.RESULT
+    """The argument with the output tensors, or where else they are."""
     root: str = ""
     """Argument with the group rank that alone gives or receives all data; empty if none has."""
     peer: str = ""
     """Argument with the group rank at the other end, in a batch with a list; empty if none has."""
     is_unsized: bool = False
     """Whether its tensors are only the most that it may send, which values decide."""
+
+    def tensors_sent(self, bound: Mapping[str, Any]) -> list[Any]:
+        """The tensors to send among the arguments of a call."""
+        return tensors_in(bound if self.sent is Place.ALL else _argument(bound, self.sent))
+
+    def tensors_received(self, bound: Mapping[str, Any], result: Any) -> list[Any]:
+        """The output tensors of a call."""
+        return tensors_in(
+            result if self.received is Place.RESULT else _argument(bound, self.received)
+        )
+
+
+def _argument(bound: Mapping[str, Any], place: str | Place) -> Any:
+    return bound.get(place) if isinstance(place, str) else None
 
 
 _C10D: Final = {
@@ -87,17 +113,17 @@ _C10D: Final = {
     "allreduce_": Operation("all_reduce", "tensors", "tensors"),
     "allreduce_coalesced_": Operation("all_reduce", "tensors", "tensors"),
     "broadcast_": Operation("broadcast", "tensors", "tensors", "root_rank"),
-    "reduce_": Operation("reduce", "tensors", "", "root_rank"),
+    "reduce_": Operation("reduce", "tensors", NOWHERE, "root_rank"),
     "gather_": Operation("gather", "input_tensors", "output_tensors", "root_rank"),
     "gather_into_tensor_": Operation("gather", "input_tensor", "output_tensor"),  # torch 2.15
     "scatter_": Operation("scatter", "input_tensors", "output_tensors", "root_rank"),
     "alltoall_": Operation("all_to_all", "input_tensors", "output_tensors"),
     "alltoall_base_": Operation("all_to_all", "input", "output"),
-    "send": Operation("send", "tensors", "", peer="dst"),
-    "recv_": Operation("recv", "", "tensors", peer="src"),
-    "recv_any_source_": Operation("recv", "", "tensors"),
-    "barrier": Operation("barrier", "", ""),
-    "monitored_barrier_": Operation("barrier", "", ""),
+    "send": Operation("send", "tensors", NOWHERE, peer="dst"),
+    "recv_": Operation("recv", NOWHERE, "tensors", peer="src"),
+    "recv_any_source_": Operation("recv", NOWHERE, "tensors"),
+    "barrier": Operation("barrier", NOWHERE, NOWHERE),
+    "monitored_barrier_": Operation("barrier", NOWHERE, NOWHERE),
 }
 
 # Apart, since ``broadcast_`` is in both, with other arguments.
@@ -115,8 +141,8 @@ _FUNCTIONAL: Final = {
     "all_to_all_single": Operation("all_to_all"),
     "broadcast": Operation("broadcast", root="src"),
     "broadcast_": Operation("broadcast", root="src"),
-    "isend": Operation("send", "tensor", "", peer="dst"),
-    "irecv": Operation("recv", "", "tensor", peer="src"),
+    "isend": Operation("send", "tensor", NOWHERE, peer="dst"),
+    "irecv": Operation("recv", NOWHERE, "tensor", peer="src"),
     "batch_p2p_ops": Operation(BATCH, "tensors", "tensors", peer="peer_list"),  # seen in torch 2.13
     "shard_dim_alltoall": Operation("all_to_all"),
 }
@@ -145,9 +171,9 @@ _SYMM_MEM: Final = {
     "one_shot_all_reduce_copy_out": Operation("all_reduce", "local_input", "out"),
     "two_shot_all_reduce_": Operation("all_reduce", "input", "input"),
     "two_shot_all_reduce_out": Operation("all_reduce", "input", "output"),
-    "multimem_one_shot_reduce_out": Operation("reduce", "input", "", "root"),
-    "tile_reduce": Operation("reduce", "in_tile", "", "root"),
-    "multi_root_tile_reduce": Operation("reduce", "in_tiles", ""),  # a root for each tile
+    "multimem_one_shot_reduce_out": Operation("reduce", "input", NOWHERE, "root"),
+    "tile_reduce": Operation("reduce", "in_tile", NOWHERE, "root"),
+    "multi_root_tile_reduce": Operation("reduce", "in_tiles", NOWHERE),  # a root for each tile
     "nvshmem_broadcast": Operation("broadcast", "input", "input", "root"),
     "nvshmem_all_to_all": Operation("all_to_all", "input", "out"),
     "nccl_all_to_all_nd": Operation("all_to_all", "input", "out"),  # torch 2.15
@@ -155,18 +181,18 @@ _SYMM_MEM: Final = {
     "all_to_all_vdev_2d": Operation("all_to_all", "input", "out", is_unsized=True),
     "all_to_all_vdev_2d_offset": Operation("all_to_all", "input", "out", is_unsized=True),
     # Most name no group, and so neither axis nor peer.
-    "nccl_put": Operation("send", "tensor", ""),
-    "nccl_put_signal": Operation("send", "src", ""),
-    "nccl_put_with_signal": Operation("send", "tensor", ""),
-    "nvshmem_put": Operation("send", "tensor", ""),
-    "nvshmem_put_with_signal": Operation("send", "tensor", ""),
-    "memcpy_to_multicast_": Operation("send", "src", ""),  # torch 2.15
-    "nccl_get": Operation("recv", "", "tensor"),
-    "nvshmem_get": Operation("recv", "", "tensor"),
+    "nccl_put": Operation("send", "tensor", NOWHERE),
+    "nccl_put_signal": Operation("send", "src", NOWHERE),
+    "nccl_put_with_signal": Operation("send", "tensor", NOWHERE),
+    "nvshmem_put": Operation("send", "tensor", NOWHERE),
+    "nvshmem_put_with_signal": Operation("send", "tensor", NOWHERE),
+    "memcpy_to_multicast_": Operation("send", "src", NOWHERE),  # torch 2.15
+    "nccl_get": Operation("recv", NOWHERE, "tensor"),
+    "nvshmem_get": Operation("recv", NOWHERE, "tensor"),
     # torch 2.15: given beside it how much of the tensor to fill.
-    "nccl_get_out": Operation("recv", "", "dst", is_unsized=True),
-    "nvshmem_get_out": Operation("recv", "", "dst", is_unsized=True),
-    "_barrier": Operation("barrier", "", ""),
+    "nccl_get_out": Operation("recv", NOWHERE, "dst", is_unsized=True),
+    "nvshmem_get_out": Operation("recv", NOWHERE, "dst", is_unsized=True),
+    "_barrier": Operation("barrier", NOWHERE, NOWHERE),
 }
 
 
@@ -175,7 +201,7 @@ def look_up(func: Any) -> Operation | None:
     name = func.overloadpacket.__name__
     if func.namespace not in NAMESPACES or name in SILENT:
         return None
-    return _known(func.namespace, name) or Operation(f"{UNKNOWN}{name}", "*", "")
+    return _known(func.namespace, name) or Operation(f"{UNKNOWN}{name}", Place.ALL, NOWHERE)
 
 
 def _known(namespace: str, name: str) -> Operation | None:
@@ -213,20 +239,16 @@ class Call:
         self._group = named[0] if named else ""
         self._group_at = self._names.index(self._group) if named else len(self._names)
         self._places = {name: place for place, name in enumerate(self._names)}
-        # What `kept` has to replace: not a flag, a number or a name.
         ends = {operation.sent, operation.received}
         self._shows_ranks = bool(operation.root or operation.peer or PER_RANK in ends)
-        self._changed = [
-            place
-            for place, argument in enumerate(arguments)
-            if argument.type.kind() not in {"BoolType", "IntType", "StringType"}
-        ]
         self._defaults = {
             arg.name: arg.default_value for arg in arguments if arg.has_default_value()
         }
 
-    def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | Place) -> Any:
         """An argument by its name; its default if it is not given, and None if it has neither."""
+        if isinstance(name, Place):
+            return None
         place = self._places.get(name, len(args))
         return args[place] if place < len(args) else kwargs.get(name, self._defaults.get(name))
 
@@ -239,15 +261,8 @@ class Call:
         # The few bytes of what torch has boxed are malloc's: kept, they take up the places of what
         # was freed around them, and a process that gathers 4 MiB eight times a step grew by 45 MiB
         # with each. To ask a group for a reduction takes longer than all the rest.
-        kept = [*args]
-        for place in self._changed:
-            if place < len(kept):
-                value = kept[place]
-                if isinstance(value, torch.Tensor):
-                    kept[place] = Sized(value)
-                else:
-                    kept[place] = None if place == self._group_at else without_tensors(value)
-        return kept
+        group = self._group_at
+        return [None if at == group else without_tensors(arg) for at, arg in enumerate(args)]
 
     def member(self, group: dist.ProcessGroup | None) -> Member | None:
         """What `messages` asks the group of this call; None if it asks nothing."""
@@ -277,11 +292,9 @@ class Member:
         self._rank, self._size = group.rank(), group.size()
 
     def rank(self) -> int:
-        """As of the group."""
         return self._rank
 
     def size(self) -> int:
-        """As of the group."""
         return self._size
 
 
@@ -367,7 +380,7 @@ def messages(
 
 def parts_sent(operation: Operation, bound: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
     """Dtype and bytes of each tensor of a call that sends several; empty for one that does not."""
-    tensors = tensors_in(bound.get(operation.sent))
+    tensors = [] if operation.sent is Place.ALL else operation.tensors_sent(bound)
     return tuple((_dtype([own]), _nbytes([own])) for own in tensors) if len(tensors) > 1 else ()
 
 
@@ -377,13 +390,8 @@ def _sent_and_received(
     bound: dict[str, Any],
     result: Any,
 ) -> tuple[list[Sized], list[Sized]]:
-    if operation.sent == "*":
-        return tensors_in(bound), []
-    # An empty name is that of no argument.
-    sent = tensors_in(bound.get(operation.sent))
-    received = tensors_in(
-        result if operation.received == "return" else bound.get(operation.received)
-    )
+    sent = operation.tensors_sent(bound)
+    received = operation.tensors_received(bound, result)
     if PER_RANK in {operation.sent, operation.received}:
         ranks = 1 if group is None else group.size()
         return (sent, sent * ranks) if sent else (received * ranks, received)

@@ -34,10 +34,9 @@ from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, Modules, replicated_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
-    import torch.distributed as dist
     from torch import nn
 
     from pytest_fsdp_comm.comm.mesh import MeshAxis
@@ -146,7 +145,7 @@ Unread = tuple[Any, ...]
 
 
 def read_call(  # noqa: PLR0913, PLR0917  # all that is kept of a call
-    index: int,
+    indices: Sequence[int],
     own: Attribution,
     key: str | None,
     call: Call,
@@ -155,40 +154,21 @@ def read_call(  # noqa: PLR0913, PLR0917  # all that is kept of a call
     received: Any,
     group: Member | None,
     call_site: str,
-) -> Pending[Collective]:
-    """Read a call that sends one message, with `Sized` in place of the tensors of its arguments."""
-    bound = call.bind(args, kwargs)
-    (message,) = messages(call.operation, group, bound, received)
-    fields = {"op": call.op, "call_site": call_site, **message}
-    return Pending(Collective, index, own, fields, key, parts_sent(call.operation, bound))
-
-
-def read_batch(  # noqa: PLR0913, PLR0917  # as above
-    indices: Iterator[int],
-    own: Attribution,
-    key: str | None,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    group: dist.ProcessGroup | None,
-    call_site: str,
 ) -> list[Pending[Collective]]:
-    """Read a call that sends several messages, whose places in the recording `indices` give."""
+    """Read a call, with `Sized` in place of the tensors of its arguments."""
     bound = call.bind(args, kwargs)
+    sent = messages(call.operation, group, bound, received)
     parts = parts_sent(call.operation, bound)
-    sent = messages(call.operation, group, bound, None)
+    shown = {"op": call.op, "call_site": call_site}
     return [
-        Pending(
-            Collective, index, own, {"op": call.op, "call_site": call_site, **message}, key, parts
-        )
-        # In this order, so that no place is taken for a message that is not there.
-        for message, index in zip(sent, indices, strict=False)
+        Pending(Collective, index, own, {**shown, **message}, key, parts)
+        for message, index in zip(sent, indices, strict=True)
     ]
 
 
-def read_reshard(index: int, own: Attribution, action: str, nbytes: int) -> Pending[Reshard]:
+def read_reshard(index: int, own: Attribution, action: str, nbytes: int) -> list[Pending[Reshard]]:
     """Read what a unit has done."""
-    return Pending(Reshard, index, own, {"action": action, "nbytes": nbytes})
+    return [Pending(Reshard, index, own, {"action": action, "nbytes": nbytes})]
 
 
 def read_redistribution(
@@ -197,10 +177,10 @@ def read_redistribution(
     start: Callable[[], dict[str, Any]],
     is_explicit: bool,
     call_site: str,
-) -> Pending[Redistribution]:
+) -> list[Pending[Redistribution]]:
     """Read a redistribution, of which `start` makes most fields."""
     fields = {**start(), "is_explicit": is_explicit, "call_site": call_site}
-    return Pending(Redistribution, index, own, fields)
+    return [Pending(Redistribution, index, own, fields)]
 
 
 def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:

@@ -42,6 +42,7 @@ from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, u
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
     TIMING_CATEGORIES,
+    Place,
     shows_async,
     tensors_in,
     timing_category,
@@ -61,13 +62,12 @@ from pytest_fsdp_comm.recording.owners.fsdp import (
     replaced_methods,
 )
 from pytest_fsdp_comm.recording.owners.module_names import named_modules
-from pytest_fsdp_comm.recording.owners.stack import running_modules, scan_stack
+from pytest_fsdp_comm.recording.owners.stack import StackScan, running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
 from pytest_fsdp_comm.recording.pending import (
     Event,
     OwnerNames,
     Pending,
-    read_batch,
     read_call,
     read_redistribution,
     read_reshard,
@@ -86,7 +86,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.events import Phase
     from pytest_fsdp_comm.recording.operations import Call
     from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
-    from pytest_fsdp_comm.recording.owners.stack import StackScan
     from pytest_fsdp_comm.recording.pending import Unread
 
 
@@ -139,7 +138,7 @@ class Recorder:
         """The given models without a module that has run."""
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
-        self._pending: list[Pending[Any] | Unread] = []
+        self._pending: list[list[Pending[Any]] | Unread] = []
         self._groups = GroupNames()
         self.backward = backward
         self.units = UnitWatch(self._note_reshard, self._groups)
@@ -226,11 +225,10 @@ class Recorder:
         # Those up to now: other threads may add some meanwhile.
         found: list[Pending[Any]] = []
         for place, entry in enumerate([*self._pending]):
-            one = entry
-            if isinstance(one, tuple):
-                read, *kept = one
-                one = self._pending[place] = read(*kept)
-            found.append(one)
+            if isinstance(entry, tuple):
+                read, *kept = entry
+                entry = self._pending[place] = read(*kept)  # noqa: PLW2901  # once
+            found += entry
         return found
 
     def _named(self) -> RecordedBlock:
@@ -394,30 +392,17 @@ class Recorder:
     ) -> Any:
         """Run a collective, and record it."""
         __tracebackhide__ = True
-        own = self._attribute_unit() if call.may_be_units and not kwargs else None
-        if own is None:
-            return self._run_other(call, args, kwargs, run)
-        index, call_site = next(self._indices), find_call_site()
-        started = time.perf_counter()
-        result = run()
-        self._seconds[call.units_category] += time.perf_counter() - started
-        group = call.group(args, kwargs)
-        key = None if group is None else self._groups.note(group)
-        kept = call.kept(args), kwargs, None, call.member(group)
-        self._hold(key, (read_call, index, own, key, call, *kept, call_site))
-        self._redistribution_watch.last = None
-        return result
-
-    def _run_other(
-        self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
-    ) -> Any:
-        """Run a collective that is not known to be a unit's, and record it."""
-        __tracebackhide__ = True
-        operation, scan = call.operation, self._scan()
+        operation = call.operation
         argument = functools.partial(call.argument, args, kwargs)
-        own, given = self._attribute(scan, call.namespace), redistributed(scan.redistribution)
-        own.carried = self.tensors.carried(scan, operation, argument, own, given)
-        index, call_site = next(self._indices), scan.call_site
+        unit = self._attribute_unit() if call.may_be_units and not kwargs else None
+        scan = StackScan() if unit is not None else self._scan()
+        given = redistributed(scan.redistribution)
+        own = unit or self._attribute(scan, call.namespace)
+        if unit is None:
+            own.carried = self.tensors.carried(scan, operation, argument, own, given)
+        call_site = find_call_site() if unit is not None else scan.call_site
+        batch = len(argument("op_list")) - 1 if operation.kind == BATCH else 0
+        indices = [next(self._indices) for _ in range(1 + batch)]
         started = time.perf_counter()
         try:
             result = run()
@@ -426,19 +411,14 @@ class Recorder:
             self._seconds[timing_category(operation.kind, own.source)] += seconds
         group = call.group(args, kwargs)
         key = None if group is None else self._groups.note(group)
-        received = result if operation.received == "return" else None
+        received = result if operation.received is Place.RESULT else None
         if own.carried is not None and own.carried.label is None:
             into = argument(operation.received) if received is None else received
             self.tensors.follow(operation, own, tensors_in(into))
         if self.reads is not None and not is_told_of_values() and operation.kind == "all_to_all":
             self.reads.note_splits(call.bind(args, kwargs), call_site)
-        arguments = call.kept(args), without_tensors(kwargs)
-        if operation.kind == BATCH:
-            places = itertools.chain([index], self._indices)
-            self._hold(key, *read_batch(places, own, key, call, *arguments, group, call_site))
-        else:
-            kept = *arguments, without_tensors(received), call.member(group)
-            self._hold(key, (read_call, index, own, key, call, *kept, call_site))
+        kept = call.kept(args), without_tensors(kwargs), without_tensors(received)
+        self._hold(key, (read_call, indices, own, key, call, *kept, call.member(group), call_site))
         if scan.redistributing is None:
             self._redistribution_watch.last = None
             return result
@@ -448,10 +428,10 @@ class Recorder:
             self._hold(None, (read_redistribution, place, own, start, is_explicit, call_site))
         return result
 
-    def _hold(self, group: str | None, *calls: Pending[Any] | Unread) -> None:
+    def _hold(self, group: str | None, call: Unread) -> None:
         with self._lock:
             if self._is_recording:  # otherwise the block has ended while a callback's call ran
-                self._pending += calls
+                self._pending.append(call)
                 if group is not None:
                     self._witness.follow()
 
@@ -472,7 +452,7 @@ class Recorder:
         result = run()
         self._seconds[direction] += time.perf_counter() - started
         fields = {"direction": direction, "nbytes": copied.nbytes, "call_site": call_site}
-        self._pending.append(Pending(HostDeviceCopy, index, attribution, fields))
+        self._pending.append([Pending(HostDeviceCopy, index, attribution, fields)])
         return result
 
     def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

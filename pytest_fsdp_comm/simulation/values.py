@@ -265,10 +265,9 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                     _keep([own], values_of(other), [other])
             return
         bound, operation, group = call.bind(args, kwargs), call.operation, call.group(args, kwargs)
-        sent = tensors_in(bound if operation.sent == "*" else bound.get(operation.sent))
-        received = result if operation.received == "return" else bound.get(operation.received)
+        sent = operation.tensors_sent(bound)
         # The schemas of c10d tell of no writes.
-        outputs = [*tensors_in(received), *_written(func, args, kwargs)]
+        outputs = [*operation.tensors_received(bound, result), *_written(func, args, kwargs)]
         if operation.kind == "reduce" or operation.kind.startswith(UNKNOWN):
             outputs += sent
         is_known = all(_is_known(own) and own.numel() <= _MAX_NUMEL for own in sent)

@@ -18,9 +18,9 @@ from pytest_fsdp_comm.recording import kernels, module_trace, patches
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes, process_groups
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
-    PER_RANK,
     SILENT,
     VALUE_READS,
+    Place,
     look_up,
 )
 from pytest_fsdp_comm.recording.owners import fsdp, stack, tensors
@@ -288,7 +288,7 @@ def test_every_operation_of_this_torch_is_in_the_table():
     for packet, schema in found:
         operation = look_up(packet.default)
         assert operation.kind in {*COLLECTIVE_KINDS, BATCH}
-        names = {argument.name for argument in schema.arguments} | {"", "return", PER_RANK}
+        names = {argument.name for argument in schema.arguments} | {"", *Place}
         assert {operation.sent, operation.received, operation.root, operation.peer} <= names, schema
 
 

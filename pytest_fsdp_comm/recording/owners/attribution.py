@@ -10,7 +10,6 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
@@ -143,24 +142,13 @@ class BackwardMap:
     @property
     def innermost(self) -> nn.Module | None:
         """The module that runs; in backward only one that a recomputation runs. None if none."""
+        self.leave_failed_methods()
         return self._running[-1] if self._running else None
 
     @property
     def is_in_engine(self) -> bool:
         """Whether Python called the engine further up, on whichever thread."""
-        for module in self._running:  # noqa: SIM110  # any() takes four times as long
-            if module is None:
-                return True
-        return False
-
-    def innermost_and_engine(self) -> tuple[nn.Module | None, bool]:
-        """Both of these, where the borders may still have to learn of failed methods."""
-        if self._methods:
-            self.leave_failed_methods()
-        running, is_in_engine = self._running, False
-        for module in running:
-            is_in_engine = is_in_engine or module is None
-        return running[-1] if running else None, is_in_engine
+        return any(module is None for module in self._running)
 
     @property
     def outermost(self) -> nn.Module | None:
@@ -169,27 +157,16 @@ class BackwardMap:
 
     def enter(self, entered: nn.Module | None) -> int:
         """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
-        if self._methods:
-            self.leave_failed_methods()
-        number = self._next_number()
-        if number > self._end:
-            self._note_nodes(number)
-        running = self._running
-        depth = len(running)
-        # In every call of a module: the look that decides for nearly all is taken here.
-        if (
-            entered is None
-            or not (isinstance(entered, fx.GraphModule) or "_orig_mod" in entered._modules)
-            or not is_graph(entered)
-        ):
-            running.append(entered)
+        self.leave_failed_methods()
+        self.note_nodes()
+        depth = len(self._running)
+        if not is_graph(entered):
+            self._running.append(entered)
         return depth
 
     def leave(self, depth: int) -> None:
         """Note that what was entered then has returned or failed, and all that it entered."""
-        number = self._next_number()
-        if number > self._end:
-            self._note_nodes(number)
+        self.note_nodes()
         del self._running[depth:]
         while self._methods and self._methods[-1] >= depth:
             self._methods.pop()
@@ -206,19 +183,16 @@ class BackwardMap:
     def leave_failed_methods(self) -> None:
         """As `leave`, of methods that are the last to have been entered, and run no longer."""
         while self._methods and self._methods[-1] == len(self._running) - 1:
-            if any(module is self.innermost for module in running()):
+            if any(module is self._running[-1] for module in running()):
                 return
             del self._running[self._methods.pop() :]
 
     def note_nodes(self) -> None:
         """Note the nodes that were made since this was last called, as those of what runs."""
         number = self._next_number()
-        if number > self._end:
-            self._note_nodes(number)
-
-    def _note_nodes(self, number: int) -> None:
-        if self._methods:
-            self.leave_failed_methods()
+        if number <= self._end:
+            return
+        self.leave_failed_methods()
         maker: nn.Module | Maker | None = self._running[-1] if self._running else None
         if maker is None:
             is_backward = self.is_in_backward()
@@ -281,8 +255,8 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
     if found is not None:
         return found
     owner = acting.modules if acting.serves else units.owner
-    innermost, in_engine = backward.innermost_and_engine()
-    in_backward = in_engine or units.is_in_backward
+    innermost = backward.innermost
+    in_backward = backward.is_in_engine or units.is_in_backward
     if not owner or (innermost is None and not in_backward):
         return None
     phase = _phase(innermost, in_step=False, in_backward=in_backward)

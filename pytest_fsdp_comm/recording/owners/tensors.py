@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
 from pytest_fsdp_comm.recording.dtensors import is_dtensor, tensors_held
-from pytest_fsdp_comm.recording.operations import REDUCING, tensors_in
+from pytest_fsdp_comm.recording.operations import NOWHERE, REDUCING, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Carried, Label
 from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import CodeType, FrameType
 
-    from pytest_fsdp_comm.recording.operations import Operation
+    from pytest_fsdp_comm.recording.operations import Operation, Place
     from pytest_fsdp_comm.recording.owners.attribution import Attribution
     from pytest_fsdp_comm.recording.owners.module_names import Modules
     from pytest_fsdp_comm.recording.owners.stack import StackScan
@@ -124,7 +124,7 @@ class TensorOwners:
         self,
         scan: StackScan,
         operation: Operation,
-        argument: Callable[[str], Any],
+        argument: Callable[[str | Place], Any],
         own: Attribution,
         given: Any,
     ) -> Carried | None:
@@ -152,7 +152,8 @@ class TensorOwners:
                 # `redistributions.py` says if it has moved.
                 sent = scan.redistributing.get("local_tensor")
             else:
-                sent = argument(operation.sent or operation.received)
+                has_sent = operation.sent is not NOWHERE
+                sent = argument(operation.sent if has_sent else operation.received)
             label = self._of_tensors(_plain(sent), given, own) or label
         if operation.kind == "all_gather" and given is None:
             # Its own part may be of one parameter, and the rest of others.
