@@ -34,7 +34,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_fsdp_comm.recording.recorder import RecordedBlock, Recorder
+    from pytest_fsdp_comm.recording.comm_debug import RecordedBlock
+    from pytest_fsdp_comm.recording.recorder import Recorder
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/recording", "tests/sharding", "tests/regressions", "tests/frameworks")

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
     from pytest_fsdp_comm.comm.profile import CommProfile
+    from pytest_fsdp_comm.recording.comm_debug import RecordedBlock
     from pytest_fsdp_comm.recording.estimates import Estimate
-    from pytest_fsdp_comm.recording.recorder import RecordedBlock
 
 
 class CommMode(CommDebugAnswers):

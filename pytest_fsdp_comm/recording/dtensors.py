@@ -38,7 +38,6 @@ class Subclasses(dict[type, Dispatch]):
     """What each of the few classes that a mode is given makes of operations."""
 
     def __missing__(self, cls: type) -> Dispatch:
-        """Look at a class that comes for the first time."""
         own: Any = getattr(cls, "__torch_dispatch__", None)
         if own is None or own is torch.Tensor.__torch_dispatch__ or issubclass(cls, _stand_ins()):
             found = Dispatch.NONE
@@ -93,7 +92,6 @@ class RedistributionWatch:
     """Notice the first collective of each redistribution."""
 
     def __init__(self, groups: GroupNames) -> None:
-        """Start outside of every redistribution; `groups` learns their meshes."""
         self._groups = groups
         # The steps of the last collective's redistribution, and which it had reached. Held, and not
         # known by the frame, whose address the next one may have. Torch keeps one list for all that

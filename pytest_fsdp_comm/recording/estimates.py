@@ -52,7 +52,6 @@ class Estimate:
 
     @property
     def peak_nbytes(self) -> int:
-        """All of it."""
         return sum(getattr(self, one.name) for one in fields(self) if one.name != "flops")
 
 

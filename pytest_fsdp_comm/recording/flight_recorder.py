@@ -192,7 +192,6 @@ class Witness:
     """Find, at the end of a block, what else was sent. See Note [The witness]."""
 
     def __init__(self) -> None:
-        """Mark the end of the flight recorder, where the block begins."""
         self._begin = mark()
         self._threads = {threading.get_ident()}
         self._running: set[int | None] = set()
@@ -202,7 +201,6 @@ class Witness:
         """What could not be checked."""
 
     def follow(self) -> None:
-        """Note that what the current thread sends is recorded."""
         self._threads.add(threading.get_ident())
 
     def note_running_threads(self) -> None:

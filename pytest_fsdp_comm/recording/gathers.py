@@ -30,7 +30,6 @@ class Prefetches:
     """Count slots, and the distance of each gather from its use. See Note [Counting slots]."""
 
     def __init__(self) -> None:
-        """Start before the first slot."""
         self._slot = 0
         self._user: tuple[Any, Any] = (None, None)
         self._unused: dict[Any, Gather] = {}
@@ -45,11 +44,9 @@ class Prefetches:
             self._user = (phase, user)
 
     def begin(self) -> Gather:
-        """A gather that is issued now, or turns out not to be needed."""
         return Gather(self._slot)
 
     def issued(self, unit: Any, gather: Gather) -> None:
-        """A gather was really issued."""
         self._unused[unit] = gather
 
     def used(self, unit: Any) -> None:
@@ -67,7 +64,6 @@ class GatheredMemory:
     """Follow what each unit holds beyond its own shard, and keep the largest sum."""
 
     def __init__(self) -> None:
-        """Start with no unit."""
         self._nbytes: dict[Any, int] = {}
         self._total = 0
         self.peak = 0

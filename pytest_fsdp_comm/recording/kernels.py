@@ -46,7 +46,7 @@ from pytest_fsdp_comm.recording.operations import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from pytest_fsdp_comm.recording.module_trace import ModuleTracer
+    from pytest_fsdp_comm.recording.comm_debug import ModuleTracer
 
 
 _KEY: Final = "BackendSelect"
@@ -296,7 +296,6 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         tracer: ModuleTracer | None,
         calls: Iterable[Call] = (),
     ) -> None:
-        """Trace each operation, and have those of `calls` recorded."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._tracer = tracer
         # By identity: torch's operations hash slowly.
@@ -311,7 +310,6 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Trace, record, and run."""
         given = kwargs or {}
         call = self._calls.get(id(func))
         dispatch = max(map(self._subclasses.__getitem__, types), default=Dispatch.NONE)

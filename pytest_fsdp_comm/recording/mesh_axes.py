@@ -32,7 +32,6 @@ class GroupNames:
     """Collect what is known of a recording's groups. See Note [Names come last]."""
 
     def __init__(self) -> None:
-        """Start without a group."""
         # By name of the group:
         self._axes: dict[str, str] = {}  # its axis in a mesh
         # Its description by torch, and its ranks of the default group.
@@ -95,7 +94,6 @@ class GroupNames:
         return name
 
     def axis(self, key: str) -> MeshAxis:
-        """The axis of a group that `note` has seen."""
         description, ranks = self._groups[key]
         whole = self._wholes.get(key)
         if whole is not None and whole != key:

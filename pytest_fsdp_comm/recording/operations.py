@@ -88,11 +88,9 @@ class Operation:
     """Whether its tensors are only the most that it may send, which values decide."""
 
     def tensors_sent(self, bound: Mapping[str, Any]) -> list[Any]:
-        """The tensors to send among the arguments of a call."""
         return tensors_in(bound if self.sent is Place.ALL else _argument(bound, self.sent))
 
     def tensors_received(self, bound: Mapping[str, Any], result: Any) -> list[Any]:
-        """The output tensors of a call."""
         return tensors_in(
             result if self.received is Place.RESULT else _argument(bound, self.received)
         )
@@ -288,7 +286,6 @@ class Member:
     __slots__ = ("_rank", "_size")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Keep how large it is, and this rank's number in it."""
         self._rank, self._size = group.rank(), group.size()
 
     def rank(self) -> int:
@@ -304,7 +301,6 @@ class Sized:
     __slots__ = ("dtype", "numel")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Keep its size, and not the tensor."""
         self.dtype = tensor.dtype
         self.numel = tensor.numel()
 

@@ -29,7 +29,6 @@ from pytest_fsdp_comm.recording.operations import (
     messages,
     parts_sent,
 )
-from pytest_fsdp_comm.recording.owners.attribution import Attribution
 from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, Modules, replicated_over
 
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.recording.operations import Call, Member
+    from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostDeviceCopy)
 
@@ -90,7 +90,6 @@ class OwnerNames:
     """Name the modules of attributions, when a recording ends. See Note [Names come last]."""
 
     def __init__(self, roots: Sequence[nn.Module], *, are_parts: bool) -> None:
-        """Name every module below the roots, as `ModuleNames` does."""
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._roots = roots
         self._replicas: ReplicaOwners | None = None
@@ -123,7 +122,6 @@ class ReplicaOwners:
     """The replicated modules below the roots of a recording."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        """Find them, below the roots that the recorder found."""
         self._fallback: Modules = tuple(roots[:1])
         self._owner_of: dict[int, nn.Module] = {}
         self._replicas: list[nn.Module] = []

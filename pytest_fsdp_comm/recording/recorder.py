@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,12 +33,12 @@ from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording import kernels, patches
 from pytest_fsdp_comm.recording.active import entered, under_way
+from pytest_fsdp_comm.recording.comm_debug import ModuleTracer, RecordedBlock, untraced
 from pytest_fsdp_comm.recording.dtensors import RedistributionWatch
 from pytest_fsdp_comm.recording.flight_recorder import Witness
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.kernels import WatchingMode
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, own_world, process_groups
-from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
     TIMING_CATEGORIES,
@@ -87,17 +87,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.operations import Call
     from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
     from pytest_fsdp_comm.recording.pending import Unread
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedBlock:
-    """What is known of a block."""
-
-    recording: Recording
-    names: Names
-    roots: tuple[weakref.ref[nn.Module], ...]
-    """Names are relative to these, plain in the first; weak, so as to keep no model alive."""
-    trace: ModuleTrace
 
 
 _numbers = itertools.count()
@@ -162,7 +151,6 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while the block runs."""
         self._note_entry_state()
         self.backward.begin(self._roots)
         self._note_running(running_modules())
@@ -390,7 +378,6 @@ class Recorder:
     def run_collective(
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
-        """Run a collective, and record it."""
         __tracebackhide__ = True
         operation = call.operation
         argument = functools.partial(call.argument, args, kwargs)
@@ -444,7 +431,6 @@ class Recorder:
     def run_copy(
         self, direction: Literal["H2D", "D2H"], copied: torch.Tensor, run: Callable[[], Any]
     ) -> Any:
-        """Run a copy between host and device, and record it."""
         scan = scan_stack()
         attribution, call_site = self._attribute(scan), scan.call_site
         index = next(self._indices)
@@ -456,7 +442,6 @@ class Recorder:
         return result
 
     def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An operation is about to show values to Python."""
         if self.reads is not None and not is_told_of_values():
             self.reads.note_operation(func, args, kwargs)
 

@@ -130,7 +130,6 @@ class StepRecorder:
         self._is_recording = True
 
     def close(self) -> None:
-        """Stop recording, if it does."""
         if self._is_recording:
             self._is_recording = False
             # The gaps stay with the recording, where warnings are errors too.

@@ -45,7 +45,6 @@ class ValueReads:
         """One for each place, in the order in which they were first reached."""
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note one of `operations.VALUE_READS`."""
         name = func.overloadpacket.__name__
         if name == "index" and not _has_mask(args[1]):
             return
@@ -84,7 +83,6 @@ class KeptAnswers:
     """
 
     def __init__(self) -> None:
-        """Begin as a process that runs no tests."""
         self._of_fixtures: dict[str, dict[Answer, None]] = {}
         self._used: Container[str] = ()
         self.asked: dict[Answer, None] = {}
@@ -104,11 +102,9 @@ class KeptAnswers:
             self.asked = outer
 
     def forget(self, fixture: str) -> None:
-        """Forget what a fixture asked."""
         self._of_fixtures.pop(fixture, None)
 
     def __iter__(self) -> Iterator[Answer]:
-        """Give each, of the test and its fixtures."""
         yield from self.asked
         for fixture, asked in self._of_fixtures.items():
             if fixture in self._used:

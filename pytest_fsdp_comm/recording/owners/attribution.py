@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
-from pytest_fsdp_comm.recording.gathers import Gather
 from pytest_fsdp_comm.recording.owners.module_names import Modules, named_modules
 from pytest_fsdp_comm.recording.owners.stack import is_graph, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import nn
 
+    from pytest_fsdp_comm.recording.gathers import Gather
     from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
     from pytest_fsdp_comm.recording.owners.stack import StackScan
 
@@ -66,12 +65,10 @@ class Attribution:
 
     @property
     def label(self) -> Label | None:
-        """What it is proven to carry; None if nothing does."""
         return None if self.carried is None else self.carried.label
 
     @property
     def acting(self) -> Modules:
-        """All modules that it belongs to."""
         return (*self.owner, *self.issued_in)
 
 
@@ -131,7 +128,6 @@ class BackwardMap:
         self._makers.append(Maker.UNSEEN)
 
     def end(self) -> None:
-        """End the block, and let go of its modules."""
         self._roots, self._registering, self._running = [], {}, []
 
     @property
@@ -152,7 +148,6 @@ class BackwardMap:
 
     @property
     def outermost(self) -> nn.Module | None:
-        """The outermost module that runs; None if none does."""
         return next((module for module in self._running if module is not None), None)
 
     def enter(self, entered: nn.Module | None) -> int:

@@ -118,7 +118,6 @@ class UnitWatch:
 
     @property
     def gather(self) -> Gather | None:
-        """The gather that is being issued; None if none is."""
         return self.acting[-1].gather if self.acting else None
 
     def peak_gathered_nbytes(self, groups: Iterable[Any], modules: Iterable[nn.Module]) -> int:

@@ -161,7 +161,6 @@ class StackScan:
         return call_site_of(self.caller)
 
     def pass_module(self, frame: FrameType) -> None:
-        """Note the call of a module."""
         module = _module_of(frame)
         if module is not None:
             self.outermost = module

@@ -103,7 +103,6 @@ class TensorOwners:
     """Find what the collectives of a block carry. See Note [Tensors of parameters]."""
 
     def __init__(self, roots: list[nn.Module]) -> None:
-        """Look below `roots`, a list that may still grow."""
         self._roots = roots
         self._current_node: Callable[[], Any] = _look_up("torch._C", "_current_autograd_node")
         self._next_number: Callable[[], int] = _look_up("torch.autograd", "_get_sequence_nr")
@@ -212,7 +211,6 @@ class TensorOwners:
         self._has_new_results = False
 
     def forget(self) -> None:
-        """Let go of all tensors."""
         self._table.clear()
         self._parameters.clear()
         self._results.clear()
