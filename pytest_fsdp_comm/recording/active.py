@@ -16,22 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from torch import nn
 
 from pytest_fsdp_comm import upstream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    import torch
-    from torch import nn
-
-    from pytest_fsdp_comm.comm.events import Answer
-    from pytest_fsdp_comm.recording.operations import Call
-    from pytest_fsdp_comm.recording.owners.attribution import Attribution, BackwardMap
-    from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
-    from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
+from pytest_fsdp_comm.comm.events import Answer
+from pytest_fsdp_comm.recording.operations import Call
+from pytest_fsdp_comm.recording.owners.attribution import Attribution, BackwardMap
+from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
+from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
 
 
 class Recorder(Protocol):

@@ -18,29 +18,29 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.events import Collective, Phase, Recording
+from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.dtensors import is_dtensor
-from pytest_fsdp_comm.recording.owners.module_names import clean_fqn, has_forward, named_modules
+from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
+from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
+from pytest_fsdp_comm.recording.owners.module_names import (
+    ModuleNames,
+    clean_fqn,
+    has_forward,
+    named_modules,
+)
 from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from pytest_fsdp_comm.comm.events import Collective, Recording
-    from pytest_fsdp_comm.comm.questions import Names
-    from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
-    from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
-    from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 
 GLOBAL: Final = "Global"
 """CommDebugMode's name for everything together, and for what runs in no module."""

@@ -9,10 +9,17 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
+from torch import nn, optim
+
+from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
+from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.comm.questions import Answer, Counted, Question, select
 from pytest_fsdp_comm.errors import (
     FsdpCommError,
@@ -21,7 +28,8 @@ from pytest_fsdp_comm.errors import (
     printable,
 )
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers
+from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers, RecordedBlock
+from pytest_fsdp_comm.recording.estimates import Estimate
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes, own_world
 from pytest_fsdp_comm.recording.operations import is_unknown_kind
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
@@ -30,18 +38,6 @@ from pytest_fsdp_comm.recording.rank_files import RankFiles
 from pytest_fsdp_comm.recording.recorder import Recorder
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.words import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from types import TracebackType
-
-    from torch import nn, optim
-
-    from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
-    from pytest_fsdp_comm.comm.profile import CommProfile
-    from pytest_fsdp_comm.recording.comm_debug import RecordedBlock
-    from pytest_fsdp_comm.recording.estimates import Estimate
 
 
 class CommMode(CommDebugAnswers):

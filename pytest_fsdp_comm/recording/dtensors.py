@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import printable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from pytest_fsdp_comm.recording.mesh_axes import GroupNames
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
 _STAND_INS: Final = (
     ("torch._subclasses.fake_tensor", "FakeTensor"),

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import nn
 
 _USE = "an estimate relies on"
 # By field, how torch's tracker calls what it adds up (read in torch 2.13).

@@ -22,21 +22,17 @@ import math
 import pickle  # torch writes it in this process, in half the time of its JSON
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from pytest_fsdp_comm.comm.events import Gap
+from pytest_fsdp_comm.comm.events import Collective, Gap
 from pytest_fsdp_comm.recording.operations import UNKNOWN
+from pytest_fsdp_comm.recording.pending import Pending
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.words import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from pytest_fsdp_comm.comm.events import Collective
-    from pytest_fsdp_comm.recording.pending import Pending
 
 _SCALAR_TYPES: Final = {
     "Float": "float32",

@@ -17,14 +17,12 @@ import functools
 import importlib.util
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from types import CodeType, FrameType
+from typing import Final, Literal
 
 from pytest_fsdp_comm.text.words import show_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import CodeType, FrameType
 
 Whose = Literal["user", "library", "torch", "stdlib", "ours"]
 

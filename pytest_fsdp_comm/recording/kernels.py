@@ -24,7 +24,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording import active
+from pytest_fsdp_comm.recording.comm_debug import ModuleTracer
 from pytest_fsdp_comm.recording.dtensors import Dispatch, Subclasses, is_dtensor_class
 from pytest_fsdp_comm.recording.operations import (
     COPY,
@@ -42,12 +44,6 @@ from pytest_fsdp_comm.recording.operations import (
     copy_direction,
     look_up,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from pytest_fsdp_comm.recording.comm_debug import ModuleTracer
-
 
 _KEY: Final = "BackendSelect"
 _META: Final = torch._C.DispatchKey.Meta

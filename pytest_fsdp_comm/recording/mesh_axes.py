@@ -8,21 +8,18 @@ import gc
 import itertools
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.rank_lists import write_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = "world"
 """The default group, unless a mesh gives it an axis name."""

@@ -7,17 +7,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 
 from pytest_fsdp_comm.comm.events import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 _ASYNC_NAMES: Final = ("async_op", "asyncOp")
 """The argument that says whether a call is asynchronous, as torch 2.13 and earlier ones name it."""

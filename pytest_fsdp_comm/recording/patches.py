@@ -20,7 +20,8 @@ import contextlib
 import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 import torch.autograd.graph
@@ -30,14 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording import active, kernels
 from pytest_fsdp_comm.recording.active import entered
-from pytest_fsdp_comm.recording.owners.fsdp import IS_WATCHED, watched_methods
+from pytest_fsdp_comm.recording.owners.fsdp import IS_WATCHED, After, Before, watched_methods
 from pytest_fsdp_comm.recording.owners.stack import engine_code
 from pytest_fsdp_comm.recording.value_dependence import shows_values
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from pytest_fsdp_comm.recording.owners.fsdp import After, Before
 
 Attribute = tuple[Any, str, Any]
 """The holder of an attribute, its name and its replacement."""

@@ -10,9 +10,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+from torch import nn
 
 from pytest_fsdp_comm.comm.events import (
     Collective,
@@ -23,24 +27,18 @@ from pytest_fsdp_comm.comm.events import (
     Role,
     Source,
 )
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.recording.operations import (
     REDUCING,
+    Call,
+    Member,
     joined_dtypes,
     messages,
     parts_sent,
 )
+from pytest_fsdp_comm.recording.owners.attribution import Attribution
 from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, Modules, replicated_over
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import torch
-    from torch import nn
-
-    from pytest_fsdp_comm.comm.mesh import MeshAxis
-    from pytest_fsdp_comm.recording.operations import Call, Member
-    from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostDeviceCopy)
 

@@ -8,9 +8,10 @@ import itertools
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from pytest_fsdp_comm.comm.events import (
     Collective,
     Gap,
     HostDeviceCopy,
+    Phase,
     Recording,
     Redistribution,
     Reshard,
@@ -42,6 +44,7 @@ from pytest_fsdp_comm.recording.mesh_axes import GroupNames, own_world, process_
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
     TIMING_CATEGORIES,
+    Call,
     Place,
     shows_async,
     tensors_in,
@@ -56,6 +59,7 @@ from pytest_fsdp_comm.recording.owners.attribution import (
     attribute_unit,
 )
 from pytest_fsdp_comm.recording.owners.fsdp import (
+    ReshardAction,
     UnitWatch,
     fsdp_root,
     param_groups,
@@ -68,6 +72,7 @@ from pytest_fsdp_comm.recording.pending import (
     Event,
     OwnerNames,
     Pending,
+    Unread,
     read_call,
     read_redistribution,
     read_reshard,
@@ -79,15 +84,6 @@ from pytest_fsdp_comm.recording.value_dependence import (
 )
 from pytest_fsdp_comm.text.fqn import escape
 from pytest_fsdp_comm.text.words import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from pytest_fsdp_comm.comm.events import Phase
-    from pytest_fsdp_comm.recording.operations import Call
-    from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
-    from pytest_fsdp_comm.recording.pending import Unread
-
 
 _numbers = itertools.count()
 

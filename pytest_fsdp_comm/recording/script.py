@@ -8,17 +8,15 @@ import importlib.util
 import os
 import runpy
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.words import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from importlib.machinery import ModuleSpec
 
 _OPTIMIZER: Final = "torch.optim.optimizer"
 

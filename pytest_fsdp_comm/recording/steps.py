@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,10 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning, printable
+from pytest_fsdp_comm.recording.comm_mode import CommMode
 from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
 from pytest_fsdp_comm.text.words import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from pytest_fsdp_comm.recording.comm_mode import CommMode
 
 FIRST: Final = 3
 """The first step that can be recorded: the others tell where it begins."""

@@ -11,12 +11,14 @@ import contextlib
 import functools
 import linecache
 import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import CodeType, FrameType
+from typing import Any, Final
 
 import torch
 
-from pytest_fsdp_comm.comm.events import Answer, Gap
+from pytest_fsdp_comm.comm.events import Answer, Gap, Phase
 from pytest_fsdp_comm.recording.active import entered
 from pytest_fsdp_comm.recording.frames import (
     call_site_of,
@@ -27,12 +29,6 @@ from pytest_fsdp_comm.recording.frames import (
 )
 from pytest_fsdp_comm.recording.operations import tensors_in
 from pytest_fsdp_comm.recording.pending import IN_MODULES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-    from types import CodeType, FrameType
-
-    from pytest_fsdp_comm.comm.events import Phase
 
 
 class ValueReads:

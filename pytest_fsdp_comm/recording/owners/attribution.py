@@ -5,24 +5,20 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
+from pytest_fsdp_comm.recording.gathers import Gather
+from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import Modules, named_modules
-from pytest_fsdp_comm.recording.owners.stack import is_graph, running
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from torch import nn
-
-    from pytest_fsdp_comm.recording.gathers import Gather
-    from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
-    from pytest_fsdp_comm.recording.owners.stack import StackScan
+from pytest_fsdp_comm.recording.owners.stack import StackScan, is_graph, running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,14 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -29,13 +30,8 @@ from torch.nn.parameter import is_lazy
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.gathers import Gather, GatheredMemory, Prefetches
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 from pytest_fsdp_comm.recording.owners.module_names import named_modules
-
-if TYPE_CHECKING:
-    import enum
-    from collections.abc import Iterable, Iterator
-
-    from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
 IS_WATCHED: Final = "_fsdp_comm_is_watched"
 """An attribute of the functions that stand in for FSDP's."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch import nn
@@ -13,9 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm.errors import RecordingError, printable
 from pytest_fsdp_comm.text.fqn import escape, natural_key
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 Modules = tuple[nn.Module, ...]
 

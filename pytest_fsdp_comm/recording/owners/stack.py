@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,6 @@ from torch import fx, nn
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.frames import Whose, call_site_of, outwards, torch_files, whose
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Read in torch 2.6, 2.9, 2.11, 2.13; tests/recording/test_contracts.py fails when one moves.
 _CALL_MODULE: Final = nn.Module._call_impl.__code__

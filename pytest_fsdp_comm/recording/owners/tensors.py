@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -30,18 +32,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
 from pytest_fsdp_comm.recording.dtensors import is_dtensor, tensors_held
-from pytest_fsdp_comm.recording.operations import NOWHERE, REDUCING, tensors_in
-from pytest_fsdp_comm.recording.owners.attribution import Carried, Label
+from pytest_fsdp_comm.recording.operations import NOWHERE, REDUCING, Operation, Place, tensors_in
+from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
 from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import CodeType, FrameType
-
-    from pytest_fsdp_comm.recording.operations import Operation, Place
-    from pytest_fsdp_comm.recording.owners.attribution import Attribution
-    from pytest_fsdp_comm.recording.owners.module_names import Modules
-    from pytest_fsdp_comm.recording.owners.stack import StackScan
+from pytest_fsdp_comm.recording.owners.module_names import Modules
+from pytest_fsdp_comm.recording.owners.stack import StackScan
 
 _USE: Final = "the recorder relies on to find the parameter that is sent"
 _NAMED_BY_UNITS: Final = frozenset({Source.FSDP, Source.DDP, Source.OBJECT})
