@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.launched.join import LaunchedRunner
+    from pytest_fsdp_comm.ranks.rank.context import RankExtension
     from pytest_fsdp_comm.ranks.session.runner import RankRunner
-    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
 # In xdist's controller: the directory through which its workers share ranks and GPUs.
 _SLOTS: Final = pytest.StashKey[str]()

@@ -22,7 +22,7 @@ from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack,
 from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
-from pytest_fsdp_comm.ranks.wire.positions import (
+from pytest_fsdp_comm.ranks.wire.results import (
     PEER_ROLES,
     ROOT_ROLES,
     Activity,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from pytest_fsdp_comm.ranks.wire.positions import Activity
+from pytest_fsdp_comm.ranks.wire.results import Activity
 from pytest_fsdp_comm.recording.frames import PACKAGE, whose
 from pytest_fsdp_comm.text.words import show_path
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
-from pytest_fsdp_comm.ranks.wire.positions import (
+from pytest_fsdp_comm.ranks.wire.results import (
     PEER_ROLES,
     ROOT_ROLES,
     Activity,

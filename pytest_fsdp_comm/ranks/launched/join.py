@@ -17,15 +17,14 @@ from pytest_fsdp_comm.ranks.launched.ranks import LaunchedRanks
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
 from pytest_fsdp_comm.ranks.start.ending import end_with_parent
-from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork
-from pytest_fsdp_comm.ranks.start.spawn import arguments_of
+from pytest_fsdp_comm.ranks.start.spawn import arguments_of, end_openmp_threads, unsafe_to_fork
 from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
+    from pytest_fsdp_comm.ranks.rank.context import RankExtension
 
 
 class LaunchedRunner:

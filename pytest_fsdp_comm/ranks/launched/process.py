@@ -22,8 +22,8 @@ from pytest_fsdp_comm.ranks.launched.ranks import ADDRESS, MEET_TIMEOUT_S
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, save_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import connect_store
 from pytest_fsdp_comm.ranks.rank.processes import run_exit_functions, run_finalizers
+from pytest_fsdp_comm.ranks.start.ending import remove_directory
 from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
-from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     WATCHDOG,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
+    from pytest_fsdp_comm.ranks.rank.context import RankExtension
     from pytest_fsdp_comm.ranks.wire.messages import PlannedTest, RankCommand
 
 _RELEASE: Final = pytest.StashKey[Callable[[], None]]()

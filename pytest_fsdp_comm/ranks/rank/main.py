@@ -26,7 +26,7 @@ from pytest_fsdp_comm.launch_environment import (
 )
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.hangs.position import Watchdog
-from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext, RankExtension
 from pytest_fsdp_comm.ranks.rank.debugger import (
     RankTerminal,
     debug_elsewhere,
@@ -52,18 +52,17 @@ from pytest_fsdp_comm.ranks.rank.processes import (
     run_finalizers,
 )
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     WATCHDOG,
     EndTests,
     Escape,
     RankCommand,
+    RankSetSpec,
     RunTest,
     TestEnded,
     TestsEnded,
 )
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 # Note [Done before the fork]: each page of memory that a rank writes to is copied for it, and

@@ -40,10 +40,10 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     DebuggerSkipped,
     Debugging,
     RankCommand,
+    RankSetSpec,
     TimerCancelled,
     TimerSet,
 )
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_subtest
 from pytest_fsdp_comm.text.rank_lists import name_ranks

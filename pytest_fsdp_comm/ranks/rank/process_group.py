@@ -27,7 +27,7 @@ from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.options import SETTINGS, DistributedSettings, ranks_along
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

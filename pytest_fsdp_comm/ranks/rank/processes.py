@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from pytest_fsdp_comm.gathering import Exchange
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
 # A socket's path has 108 bytes on Linux and 104 on macOS; ``/listener-`` and 8 more are added.
 _LONGEST_DIRECTORY = 85

@@ -13,8 +13,8 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.rank.kept_output import KEPT_NBYTES, read_kept
-from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.results import Activity, Position
 from pytest_fsdp_comm.text.rank_lists import name_equal
 
 

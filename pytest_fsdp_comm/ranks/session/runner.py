@@ -25,6 +25,7 @@ from pytest_fsdp_comm.options import (
     BadValueError,
     DistributedSettings,
 )
+from pytest_fsdp_comm.ranks.rank.context import RankExtension
 from pytest_fsdp_comm.ranks.rank.debugger import (
     QUIT,
     copied_terminal,
@@ -49,19 +50,23 @@ from pytest_fsdp_comm.ranks.session.recorded import (
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision, UnendedRank
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
-from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, LAST_LOOK_S, PATIENCE_S
-from pytest_fsdp_comm.ranks.start.fork_client import RankServer, ServerDiedError, fork_server
-from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork
-from pytest_fsdp_comm.ranks.start.fork_server import RunRank
-from pytest_fsdp_comm.ranks.start.slots import SharedDirectory, Slots
-from pytest_fsdp_comm.ranks.start.spawn import spawn_server
-from pytest_fsdp_comm.ranks.wire.directories import (
+from pytest_fsdp_comm.ranks.start.ending import (
+    HURRIED_S,
+    LAST_LOOK_S,
+    PATIENCE_S,
     has_vanished,
     make_session_directory,
     remove_directory,
 )
-from pytest_fsdp_comm.ranks.wire.extension import RankExtension
-from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
+from pytest_fsdp_comm.ranks.start.fork_server import (
+    RankServer,
+    RunRank,
+    ServerDiedError,
+    fork_server,
+)
+from pytest_fsdp_comm.ranks.start.slots import SharedDirectory, Slots
+from pytest_fsdp_comm.ranks.start.spawn import end_openmp_threads, spawn_server, unsafe_to_fork
+from pytest_fsdp_comm.ranks.wire.messages import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import RankResult
 from pytest_fsdp_comm.text.codec import load_tagged
 

@@ -15,26 +15,33 @@ from typing import TypeAlias
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack, silent_activity, start_time
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
 from pytest_fsdp_comm.ranks.session.progress import Echo, Progress
-from pytest_fsdp_comm.ranks.start.fork_client import RankServer, ServerDiedError
+from pytest_fsdp_comm.ranks.start.ending import remove_directory
+from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
     SUPERVISOR,
     DebuggerSkipped,
     Debugging,
     EndTests,
+    NextTest,
     PositionAnswer,
     PositionQuestion,
     RankMessage,
+    RankSetSpec,
     RunTest,
     TestEnded,
     TestsEnded,
     TimerCancelled,
     TimerSet,
 )
-from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
-from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
-from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped, WarningSeen
+from pytest_fsdp_comm.ranks.wire.results import (
+    Activity,
+    PhaseReport,
+    Position,
+    RankResult,
+    Stopped,
+    WarningSeen,
+)
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 

@@ -15,8 +15,7 @@ import pytest
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.ranks.hangs.stacks import shortened_code
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
-from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
-from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
+from pytest_fsdp_comm.ranks.wire.results import Activity, Position, RankResult, Stopped
 from pytest_fsdp_comm.ranks.wire.subtest_reports import name_subtest
 from pytest_fsdp_comm.snapshots.failed_comparison import DIFFERS, has_headline
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks

@@ -1,12 +1,14 @@
-"""Ends processes of ranks, and what these left, without ever waiting for long."""
+"""Ends processes of ranks and removes what they left, without ever waiting for long."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from os import getpid
 from pathlib import Path
@@ -137,3 +139,42 @@ def _children(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 found += map(int, (thread / "children").read_text().split())
     return found
+
+
+KEEP_VARIABLE: Final = "PYTEST_FSDP_COMM_KEEP"
+"""Environment variable with a directory in which sessions leave theirs: logs, stacks, stores."""
+
+_REMOVED_WITHIN_S = 1.0
+_PAUSE_S = 0.02
+
+
+def make_session_directory() -> Path:
+    """A new directory for all rank sets of a session; made in the one that keeps them, if any."""
+    kept = os.environ.get(KEEP_VARIABLE)
+    if kept:
+        Path(kept).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="fsdp-comm-", dir=Path(kept).absolute() if kept else None))
+
+
+def remove_directory(directory: Path) -> None:
+    """Remove a session's or a rank set's directory, unless they are kept; never raise."""
+    if os.environ.get(KEEP_VARIABLE):
+        return
+    until = time.monotonic() + _REMOVED_WITHIN_S
+    while True:
+        shutil.rmtree(directory, ignore_errors=True)
+        if has_vanished(directory) or time.monotonic() > until:
+            return
+        # A process that was killed on a busy machine has written there meanwhile.
+        time.sleep(_PAUSE_S)
+
+
+def has_vanished(directory: Path) -> bool:
+    """Whether there is no such directory any more; not where it only cannot be seen."""
+    try:
+        directory.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False

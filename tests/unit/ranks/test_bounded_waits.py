@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_fsdp_comm.ranks.hangs.stacks import start_time
-from pytest_fsdp_comm.ranks.start import ending, fork_client, fork_server
-from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError
+from pytest_fsdp_comm.ranks.start import ending, fork_server
+from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.text.codec import CodecError
@@ -61,7 +61,7 @@ def server(monkeypatch, tmp_path):
 def test_a_server_that_does_not_answer_is_killed(server, monkeypatch):
     ours, theirs, killed = server
     for name in ("_PREPARED_WITHIN_S", "_ANSWERED_WITHIN_S"):
-        monkeypatch.setattr(fork_client, name, 0.05)
+        monkeypatch.setattr(fork_server, name, 0.05)
     theirs.send(messages.SetEnded(unended={}))  # of an earlier rank set
     with pytest.raises(ServerDiedError):
         ours._await(messages.SetStarted, 0.05)

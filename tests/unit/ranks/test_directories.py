@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from pytest_fsdp_comm.ranks.wire import directories
-from pytest_fsdp_comm.ranks.wire.directories import (
+from pytest_fsdp_comm.ranks.start import ending
+from pytest_fsdp_comm.ranks.start.ending import (
     has_vanished,
     make_session_directory,
     remove_directory,
@@ -15,12 +15,12 @@ from pytest_fsdp_comm.ranks.wire.directories import (
 
 @pytest.fixture(autouse=True)
 def _no_kept_directories(monkeypatch):
-    monkeypatch.delenv(directories.KEEP_VARIABLE, raising=False)
+    monkeypatch.delenv(ending.KEEP_VARIABLE, raising=False)
 
 
 def test_a_directory_that_is_still_written_to_is_removed(monkeypatch):
     directory = make_session_directory()
-    rmtree = directories.shutil.rmtree
+    rmtree = ending.shutil.rmtree
     writes = iter(range(3))
 
     def rmtree_while_another_writes(path, **options):
@@ -31,7 +31,7 @@ def test_a_directory_that_is_still_written_to_is_removed(monkeypatch):
             (path / f"rank{number}.stdout").touch()
             break
 
-    monkeypatch.setattr(directories.shutil, "rmtree", rmtree_while_another_writes)
+    monkeypatch.setattr(ending.shutil, "rmtree", rmtree_while_another_writes)
     remove_directory(directory)
     assert not directory.exists()
     assert next(writes, None) is None
@@ -39,7 +39,7 @@ def test_a_directory_that_is_still_written_to_is_removed(monkeypatch):
 
 def test_a_directory_that_cannot_be_removed_is_left(monkeypatch):
     directory = make_session_directory()
-    monkeypatch.setattr(directories.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(ending.shutil, "rmtree", lambda *_, **__: None)
     began_at = time.monotonic()
     remove_directory(directory)
     assert time.monotonic() - began_at < 10

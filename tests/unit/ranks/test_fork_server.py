@@ -13,8 +13,8 @@ import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import DistributedSettings
-from pytest_fsdp_comm.ranks.start import fork_client
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.start import fork_server
+from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
 RANKS = 2
 
@@ -28,10 +28,10 @@ def server(tmp_path, monkeypatch):
         (spec.directory / f"rank{rank}").write_text(f"{spec.nodeid} {os.getpid()}")
         select.select([], [], [])
 
-    monkeypatch.setattr(fork_client, "PRELOADED", ())
+    monkeypatch.setattr(fork_server, "PRELOADED", ())
     directory = tmp_path / "session"
     directory.mkdir()
-    found = fork_client.fork_server(lambda: run_rank, directory, None)
+    found = fork_server.fork_server(lambda: run_rank, directory, None)
     yield found
     everybody = children(found)
     found.close()
@@ -108,15 +108,15 @@ def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tm
 
     directory = tmp_path / "failing"
     directory.mkdir()
-    failing = fork_client.fork_server(fail, directory, None)
+    failing = fork_server.fork_server(fail, directory, None)
     # Sent before its end: a client that misses the directory finds the reason.
     eventually(lambda: not directory.exists())
-    with pytest.raises(fork_client.ServerDiedError, match="torch 9 no longer has name"):
+    with pytest.raises(fork_server.ServerDiedError, match="torch 9 no longer has name"):
         failing.raise_if_failed()
     failing.close()
-    killed = fork_client.fork_server(lambda: os.kill(os.getpid(), 9), directory, None)
+    killed = fork_server.fork_server(lambda: os.kill(os.getpid(), 9), directory, None)
     eventually(lambda: killed.has_died)
-    with pytest.raises(fork_client.ServerDiedError) as caught:
+    with pytest.raises(fork_server.ServerDiedError) as caught:
         killed.raise_if_failed()
     assert not str(caught.value)
     killed.close()
@@ -125,8 +125,8 @@ def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tm
 @linux
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_wherever_its_end_is_interrupted_no_directory_is_left(is_killed, tmp_path, monkeypatch):
-    monkeypatch.setattr(fork_client, "PRELOADED", ())
-    monkeypatch.setattr(fork_client, "_CLOSED_WITHIN_S", 0.0)
+    monkeypatch.setattr(fork_server, "PRELOADED", ())
+    monkeypatch.setattr(fork_server, "_CLOSED_WITHIN_S", 0.0)
     directory = tmp_path / "session"
     directory.mkdir()
     (directory / "rank0.stdout").touch()
@@ -134,7 +134,7 @@ def test_wherever_its_end_is_interrupted_no_directory_is_left(is_killed, tmp_pat
     def prepare():
         eventually((tmp_path / "go").exists)  # as long as torch takes on a busy machine
 
-    closing = fork_client.fork_server(prepare, directory, None)
+    closing = fork_server.fork_server(prepare, directory, None)
     kill = closing.kill
 
     def interrupt():

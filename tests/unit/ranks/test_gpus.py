@@ -11,8 +11,8 @@ import torch
 
 from pytest_fsdp_comm.ranks.rank import gpus
 from pytest_fsdp_comm.ranks.rank.gpus import name_missing_gpu, no_gpu_error, visible_gpu_count
-from pytest_fsdp_comm.ranks.start import fork_safety
-from pytest_fsdp_comm.ranks.start.fork_safety import unsafe_to_fork
+from pytest_fsdp_comm.ranks.start import spawn
+from pytest_fsdp_comm.ranks.start.spawn import unsafe_to_fork
 
 STARTED = "the CUDA driver was started during collection"
 
@@ -60,7 +60,7 @@ def machine(monkeypatch, tmp_path):
     (tmp_path / "driver").touch()
     monkeypatch.setattr(gpus, "_DRIVER_FILES", (tmp_path / "driver",))
     # What other tests of this process left is not the point.
-    monkeypatch.setattr(fork_safety.threading, "enumerate", list)
+    monkeypatch.setattr(spawn.threading, "enumerate", list)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     no_gpu_error.cache_clear()
     yield machine
@@ -152,7 +152,7 @@ def test_a_forked_process_says_what_torch_says_without_a_fork(
 def test_no_child_is_forked_without_cuda(monkeypatch):
     if hasattr(torch._C, "_cuda_isInBadFork"):
         pytest.skip("this build of torch has CUDA")
-    monkeypatch.setattr(fork_safety.threading, "enumerate", list)
+    monkeypatch.setattr(spawn.threading, "enumerate", list)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(os, "fork", None)
     assert unsafe_to_fork() == ""

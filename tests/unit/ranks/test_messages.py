@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
+from pytest_fsdp_comm.ranks.wire.messages import NextTest, RankSetSpec
 from pytest_fsdp_comm.text.codec import CodecError, dump_tagged, load_tagged
 
 # What pytest itself serializes, and other values that JSON has.
@@ -79,7 +79,7 @@ def all_messages():
 
 def test_every_frozen_dataclass_in_the_module_is_a_message():
     # Or part of one.
-    parts = {messages.Escape, messages.PlannedTest}
+    parts = {messages.Escape, messages.PlannedTest, messages.RankSetSpec, messages.NextTest}
     own = {
         cls
         for cls in vars(messages).values()

@@ -15,7 +15,7 @@ from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.ranks.hangs.position import _stack, is_waiting, read_position
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, silent_activity
 from pytest_fsdp_comm.ranks.rank import main
-from pytest_fsdp_comm.ranks.wire.positions import Activity
+from pytest_fsdp_comm.ranks.wire.results import Activity
 
 # Everything that moves frames: calls, generators, exceptions, recursion and collections. Where
 # faulthandler walks the frames of such a thread from another one, processes crash now and then.

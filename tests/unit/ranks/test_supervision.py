@@ -11,9 +11,8 @@ from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
-from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Stopped
+from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.results import Activity, PhaseReport, Position, Stopped
 
 # The end of a pipe that nobody writes into.
 NEVER_READABLE, _ = os.pipe()

@@ -4,13 +4,15 @@ import pytest
 
 from pytest_fsdp_comm.ranks.hangs.stacks import parse_dump, show_stack
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
-from pytest_fsdp_comm.ranks.wire.positions import (
+from pytest_fsdp_comm.ranks.wire.results import (
     Activity,
     GroupPosition,
     IssuedCollective,
+    PhaseReport,
     Position,
+    RankResult,
+    Stopped,
 )
-from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"

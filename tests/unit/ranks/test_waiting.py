@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
-from pytest_fsdp_comm.ranks.wire.positions import (
+from pytest_fsdp_comm.ranks.wire.results import (
     Activity,
     GroupPosition,
     IssuedCollective,

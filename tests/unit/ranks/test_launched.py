@@ -1,6 +1,6 @@
 """Which tests launched processes must agree on, and how a difference reads."""
 
-from pytest_fsdp_comm.ranks.launched.agreement import describe_difference, positions
+from pytest_fsdp_comm.ranks.launched.ranks import describe_difference, positions
 from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
 
 
