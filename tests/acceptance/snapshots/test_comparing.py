@@ -236,33 +236,6 @@ def test_a_second_world_size_goes_on_with_the_reviewed_file(recorded):
     )
 
 
-def test_a_full_update_at_one_world_size_keeps_the_files_of_another(recorded):
-    recorded.append(
-        "\n@pytest.mark.distributed\ndef test_any(device_mesh, fsdp_tree, comm_snapshot):\n"
-        "    assert fsdp_tree(make(device_mesh())) == comm_snapshot\n"
-    )
-    recorded.update("--world-size", "2").assert_outcomes(passed=2)
-    recorded.update("--world-size", "3").assert_outcomes(passed=2)
-    # Of 2 ranks, which another test of the module fixes.
-    assert recorded.files() == [
-        "snapshots/test_it/test_any.ws2.comm",
-        "snapshots/test_it/test_any.ws3.comm",
-        COMM,
-        TREE,
-    ]
-
-
-def test_a_lost_fork_server_costs_no_file(recorded):
-    recorded.edit(
-        "    with comm_mode",
-        "    import os, signal; os.kill(os.getppid(), signal.SIGKILL)\n    with comm_mode",
-    )
-    recorded.append("\n@pytest.mark.distributed(world_size=2)\ndef test_next(): pass\n")
-    before = {name: recorded.read(name) for name in recorded.files()}
-    recorded.update().assert_outcomes(failed=1, passed=1)
-    assert {name: recorded.read(name) for name in recorded.files()} == before
-
-
 PLAIN = """
 import os
 import pytest
@@ -490,87 +463,6 @@ def test_an_update_does_not_write_two_recordings_to_one_file(project):
     )
 
 
-def test_foreign_files_are_left_alone(recorded):
-    notes = recorded.path / "snapshots" / "test_it" / "README.txt"
-    notes.write_text("mine")
-    recorded.update().assert_outcomes(passed=1)
-    assert notes.read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [
-        "    assert False",
-        "    import os; os._exit(3)",
-        "    import os; os.kill(os.getpid(), 9)",
-        "    raise RuntimeError",
-    ],
-)
-def test_a_test_that_fails_before_it_compares_loses_nothing(recorded, failure):
-    before = {name: recorded.read(name) for name in recorded.files()}
-    recorded.edit("    model = make(device_mesh())\n    with", f"{failure}\n    with")
-    recorded.append("\ndef test_other(): pass\n")
-    recorded.update().assert_outcomes(failed=1, passed=1)
-    assert {name: recorded.read(name) for name in recorded.files()} == before
-
-
-def test_a_failing_test_without_ranks_loses_nothing(recorded):
-    recorded.edit("@pytest.mark.distributed(world_size=2)\ndef test_step", "def test_step")
-    before = recorded.files()
-    recorded.update().assert_outcomes(failed=1)
-    assert recorded.files() == before
-
-
-BROKEN = {
-    "empty": (lambda _: "", "line 1: the file is empty; expected a snapshot"),
-    "truncated": (lambda text: text[: len(text) // 2], "expected 'end' as the last line"),
-    "newer": (
-        lambda text: text.replace("comm 2 comm", "comm 99 comm"),
-        "the snapshot has format 99, this pytest-fsdp-comm reads format 2; upgrade "
-        "pytest-fsdp-comm",
-    ),
-    "corrupted": (
-        lambda text: text.replace("x1 of 256 B", "x256 B"),
-        "line 4: it reads 'forward {0..1} all_gather[dp] x256 B float32 parameters': bad calls",
-    ),
-    "lost": (
-        lambda text: text.replace(
-            "backward {0..1} reduce_scatter[dp] x1 of 256 B float32 gradients\n", ""
-        ),
-        "the totals do not match the records: a line was lost or edited by hand",
-    ),
-    "conflict": (lambda text: "<<<<<<< HEAD\n" + text, "line 1: it reads '<<<<<<< HEAD'"),
-}
-
-
-def test_a_broken_snapshot_never_passes_and_is_never_overwritten(project):
-    cases = list(BROKEN)
-    project.edit(
-        "@pytest.mark.distributed(world_size=2)",
-        f"@pytest.mark.parametrize('case', {cases})\n@pytest.mark.distributed(world_size=2)",
-    )
-    project.edit("def test_step(", "def test_step(case, ")
-    project.edit('    assert fsdp_tree(model) == comm_snapshot(name="tree")', "")
-    project.update().assert_outcomes(passed=len(cases))
-    broken = {}
-    for case, (change, _) in BROKEN.items():
-        file = project.path / f"snapshots/test_it/test_step[{case}].ws2.comm"
-        broken[file] = change(file.read_text())
-        assert broken[file] != file.read_text()
-        file.write_text(broken[file])
-    for result in (project.run(), project.update()):
-        result.assert_outcomes(failed=len(cases))
-        explained(result, *(text for _, text in BROKEN.values()), "git checkout")
-        assert {file: file.read_text() for file in broken} == broken
-
-
-def test_a_snapshot_that_is_not_utf_8_is_refused(recorded):
-    (recorded.path / COMM).write_bytes(b"\xff\xfe\x00")
-    result = recorded.run()
-    result.assert_outcomes(failed=1)
-    explained(result, f"{COMM}, line 1: it cannot be read as UTF-8 text")
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_an_unwritable_directory_keeps_the_old_snapshot(recorded):
     directory = (recorded.path / COMM).parent
@@ -727,21 +619,6 @@ def test_names_that_differ_only_in_odd_characters_share_no_file(project):
     result = project.run()
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["4 snapshots passed."])
-
-
-def test_what_failed_comparisons_received_can_be_accepted_by_copying(recorded):
-    recorded.edit(
-        "fully_shard(layer, mesh=mesh)",
-        "fully_shard(layer, mesh=mesh, reshard_after_forward=False)",
-    )
-    result = recorded.run("--comm-artifacts", "kept")
-    result.assert_outcomes(failed=1)
-    received = recorded.path / "kept/received/test_it/test_step.ws2.comm"
-    (recorded.path / COMM).write_text(received.read_text())
-    (recorded.path / TREE).unlink()
-    result = recorded.run()
-    result.assert_outcomes(failed=1)
-    explained(result, f"there is no snapshot {TREE} yet")
 
 
 BLOCKS = """

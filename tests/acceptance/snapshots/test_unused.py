@@ -316,6 +316,14 @@ def test_unused_ignores_modules_that_exist(project, how):
     assert project.run().returncode == 0
 
 
+def test_unused_ignores_modules_with_deselected_tests(project):
+    hook = "\ndef pytest_collection_modifyitems(items):\n    items[:] = [one for one in items if "
+    project.write("tests/conftest.py", f"{CONFTEST}{hook}one.name != 'test_plain']\n")
+    project.edit(*NO_ONE)
+    project.edit(*NO_B_TWO)
+    assert listed(project.run()) == B_TWO
+
+
 def test_unused_ignores_other_world_sizes(tmp_path):
     project = Project(tmp_path)
     project.write("conftest.py", CONFTEST + TP_SIZES)
