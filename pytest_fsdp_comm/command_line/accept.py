@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     if options.snapshots:
         snapshot_dir = Path(os.path.normpath(Path.cwd() / options.snapshots))
     else:
-        snapshot_dir = find_project(Path.cwd()).snapshot_dir
+        _, snapshot_dir = find_project(Path.cwd())
     # From a directory above the project, new files would land where no test reads them.
     if not snapshot_dir.is_dir():
         raise FsdpCommError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import os
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -121,35 +120,21 @@ def summary_lines(profile: Profile) -> Iterator[str]:
         yield counted(len(profile.common.parameters), "parameter")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Project:
-    """What pytest's settings say about snapshots."""
-
-    root: Path
-    snapshot_dir: Path
-    """Of ini ``fsdp_comm_snapshot_dir``; absolute."""
-
-
 # Note [Settings without pytest]: importing pytest takes longer than most commands run, so its rules
 # are repeated here (9.2): which files hold settings, in which order, and which of them make their
 # directory the root even if they are empty. Options of the command line are not there to be known.
 
 
-def find_project(start: Path) -> Project:
-    """Read the settings of the project that an absolute directory is in."""
+def find_project(start: Path) -> tuple[Path, Path]:
+    """The root of the project that an absolute directory is in, and its directory of snapshots."""
     for directory in (start, *start.parents):
         for file in map(directory.joinpath, _FILES):
             settings = _read_settings(file) if file.is_file() else None
             if settings is not None:
-                return _project(directory, settings)
+                given = settings.get("fsdp_comm_snapshot_dir") or _DEFAULT
+                return directory, Path(os.path.normpath(directory / str(given).strip()))
     # As pytest, which takes the directory itself if there are no settings above it.
-    return Project(root=start, snapshot_dir=start / _DEFAULT)
-
-
-def _project(root: Path, settings: Mapping[str, Any]) -> Project:
-    given = settings.get("fsdp_comm_snapshot_dir") or _DEFAULT
-    snapshot_dir = Path(os.path.normpath(root / str(given).strip()))
-    return Project(root=root, snapshot_dir=snapshot_dir)
+    return start, start / _DEFAULT
 
 
 def _read_settings(file: Path) -> Mapping[str, Any] | None:

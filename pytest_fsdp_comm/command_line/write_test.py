@@ -50,10 +50,9 @@ def run(options: argparse.Namespace) -> int:
     comm = read_document(recording)
     name = Path(ran.script).stem.replace(".", "_").replace("-", "_")
     test = Path(options.output or f"test_{name}.py").absolute()
-    project = find_project(test.parent)
+    root, snapshot_dir = find_project(test.parent)
     # As the options of a test have it.
-    anchor = anchor_of(project.snapshot_dir, project.root)
-    folder = project.snapshot_dir / written_module(test, anchor)
+    folder = snapshot_dir / written_module(test, anchor_of(snapshot_dir, root))
     variant = f"ws{comm.profile.world_size}"
     files = {
         test: _source(ran, test, f"test_{name}", comm.profile),

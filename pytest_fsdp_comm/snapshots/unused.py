@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from pytest_fsdp_comm.snapshots.names import (
     written_module,
     written_test,
 )
-from pytest_fsdp_comm.text.words import counted, show_path
+from pytest_fsdp_comm.text.words import counted, shell_word, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -249,7 +248,7 @@ class UnusedSnapshots:
         paths = [_from(self._config, one.path) for one in self.found]
         # To git, the brackets of parameters match other names too.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
-        write(f"If they are not needed: git {literal}rm {shlex.join(paths)}")
+        write(f"If they are not needed: git {literal}rm {' '.join(map(shell_word, paths))}")
 
 
 def selects_tests(config: pytest.Config) -> bool:
@@ -311,12 +310,13 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
             continue
         if path.parent == missing.parent and other[0] == name:
             size = counted(int(other[1].removeprefix("ws")), "rank")
-            return f"there is one for {size}: {_from(item.config, path)}"
+            return f"there is one for {size}: {show_path(path, item.config.rootpath)}"
         if other[1] == variant and _is_gone(item, path, other[0]):
             gone.append(path)
 
     def move(path: Path) -> str:
-        return shlex.join(["git", "mv", *(_from(item.config, one) for one in (path, missing))])
+        old, new = (shell_word(_from(item.config, one)) for one in (path, missing))
+        return f"git mv {old} {new}"
 
     same = [path for path in gone if _body(path) == text.partition("\n")[2]]
     if same:
