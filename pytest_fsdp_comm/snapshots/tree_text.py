@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, get_args
@@ -25,7 +24,7 @@ from pytest_fsdp_comm.tree.model import Precision, UnitKind
 from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, UnitFacts, merge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines, World
 
@@ -48,11 +47,11 @@ if TYPE_CHECKING:
 
 _Facts = TypeVar("_Facts")
 
-# The words of a record: how they are written and read.
 
-
-def _write_names(names: Iterable[str]) -> str:
-    return ",".join(map(escape, names))
+def _write(value: bool | int | str | tuple[str, ...]) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(escape, value))
+    return escape(value) if isinstance(value, str) else str(value).lower()
 
 
 def _read_names(text: str) -> tuple[str, ...]:
@@ -67,52 +66,37 @@ def _read_reshard(text: str) -> bool | int:
     return int(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Word:
-    """One fact of a unit, written as ``<word>=<value>`` where it is not the default."""
-
-    default: Any = None
-    write: Callable[[Any], str] = str
-    read: Callable[[str], Any] | None = None
-    """None for a flag, which is written without a value."""
-
-
-_FLAG: Final = _Word(default=False)
-_AXIS: Final = _Word(write=escape, read=unescape)
-_NAMES: Final = _Word(default=(), write=_write_names, read=_read_names)
-_DTYPE: Final = _Word(read=str)
-_GROUP: Final = _Word(default=1, read=int)
-_RESHARD: Final = _Word(write=lambda value: str(value).lower(), read=_read_reshard)
-_POLICIES: Final = _Word(default=(), write=",".join, read=lambda text: tuple(text.split(",")))
-_PRECISION: Final = {
-    **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), _DTYPE),
-    "cast_forward_inputs": _Word(default=True, write=lambda _: "false", read=lambda _: False),
+_PRECISION: Final[dict[str, Callable[[str], Any] | None]] = {
+    **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), unescape),
+    "cast_forward_inputs": lambda _: False,
 }
-# In the order in which they are written.
-_UNIT_WORDS: Final = {
-    "group": _GROUP,
-    "root": _FLAG,
-    "shard": _AXIS,
-    "replicate": _AXIS,
-    "reshard_after_forward": _RESHARD,
+# The facts of a unit in the order in which they are written, as ``<word>=<value>`` where they are
+# not the default, and how each value is read; None for a flag, which is written without a value.
+_UNIT_WORDS: Final[dict[str, Callable[[str], Any] | None]] = {
+    "group": int,
+    "root": None,
+    "shard": unescape,
+    "replicate": unescape,
+    "reshard_after_forward": _read_reshard,
     **_PRECISION,
-    "offload": _FLAG,
-    "forward_prefetch": _NAMES,
-    "backward_prefetch": _NAMES,
-    "prefetch": _POLICIES,
+    "offload": None,
+    **dict.fromkeys(("forward_prefetch", "backward_prefetch", "prefetch"), _read_names),
 }
 # The fields of `UnitFacts` whose names are not their words.
 _FIELDS: Final = {"root": "is_root", "shard": "shard_axis", "replicate": "replicate_axis"}
+_DEFAULT: Final = UnitFacts(kind="fsdp2")
 
 
 def _unit_content(unit: UnitFacts, group: int) -> str:
     """What a line says of a unit, the given one of those of its modules."""
     words: list[str] = [unit.kind]
-    for name, word in _UNIT_WORDS.items():
-        whose = unit.precision if name in _PRECISION else unit
-        value = group if word is _GROUP else getattr(whose, _FIELDS.get(name, name))
-        if value != word.default:
-            words.append(name if word.read is None else f"{name}={word.write(value)}")
+    for name, read in _UNIT_WORDS.items():
+        value, default = (
+            getattr(one.precision if name in _PRECISION else one, _FIELDS.get(name, name), group)
+            for one in (unit, _DEFAULT)
+        )
+        if value != (1 if name == "group" else default):
+            words.append(name if read is None else f"{name}={_write(value)}")
     return " ".join(words)
 
 
@@ -127,13 +111,13 @@ def _read_unit(content: str) -> tuple[UnitFacts, int]:
     given: dict[str, Any] = {}
     for text in words:
         name, equals, value = text.partition("=")
-        word = _UNIT_WORDS.get(name)
-        if word is None or (word.read is None) is bool(equals):
+        read = _UNIT_WORDS.get(name)
+        if name not in _UNIT_WORDS or (read is None) is bool(equals):
             raise ValueError(
                 f"unknown policy {quoted_part(text)}: expected a unit's policy such as "
                 "reshard_after_forward=true"
             )
-        given[name] = word.read is None or word.read(value)
+        given[name] = read is None or read(value)
     group = given.pop("group", 1)
     precision = Precision(**{name: given.pop(name) for name in _PRECISION if name in given})
     facts = {_FIELDS.get(name, name): value for name, value in given.items()}
@@ -145,7 +129,7 @@ def _parameter_content(parameter: ParameterFacts) -> str:
     words += [] if parameter.trainable else ["frozen"]
     words += [] if parameter.managed else ["unmanaged"]
     words += [f"{escape(axis)}={placement}" for axis, placement in parameter.placements]
-    words += [f"tied={_write_names(parameter.tied)}"] if parameter.tied else []
+    words += [f"tied={_write(parameter.tied)}"] if parameter.tied else []
     return " ".join(words)
 
 
