@@ -251,6 +251,22 @@ def test_which_ranks_were_recorded_is_compared(before, after, line):
         assert rendered(old, new).lines[1] == f"  {line}"
 
 
+def test_sent_names_the_line_of_each_change():
+    def sent(phase, count):
+        site = Site(issued_in="a", call_site="train.py:7", dtype="float32", count=1)
+        return row(phase, "a", "all_gather", count, count * KIB, sites=(site,))
+
+    both = profile(sent(FORWARD, 1), sent(BACKWARD, 1))
+    for phase, other in ((FORWARD, BACKWARD), (BACKWARD, FORWARD)):
+        changed = profile(sent(phase, 2), sent(other, 1))
+        ((place, text),) = rendered(both, changed).sent
+        assert place == "train.py:7"
+        # Without a line in forward, the first place that differs stands for all of it.
+        assert "all_gather" in text
+    assert rendered(both, both).sent == ()
+    assert rendered(both, profile()).sent == ()
+
+
 def test_async_is_compared_only_where_torch_says_it_on_both_sides():
     def sent(shows_async, *held):
         return profile(row(FORWARD, "a", "all_gather", calls=held), shows_async=shows_async)
