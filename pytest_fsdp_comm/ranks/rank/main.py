@@ -39,7 +39,6 @@ from pytest_fsdp_comm.ranks.rank.plugin import RankPlugin
 from pytest_fsdp_comm.ranks.rank.process_group import (
     BEYOND_DEADLINE_S,
     device_of,
-    empty_compiler_caches,
     open_store,
     set_environment,
 )
@@ -92,7 +91,6 @@ class RankTemplate:
             extension.enter_rank(session.config)
         self._plugin = RankPlugin(session.config)
         session.config.pluginmanager.register(self._plugin, "fsdp-comm-rank")
-        empty_compiler_caches()
         forget_exit_functions()
         for item in session.items:
             if SETTINGS in item.stash:
@@ -161,7 +159,6 @@ class RankTemplate:
             if next_test.is_none:
                 self._end_process(item)
             ended = TestEnded(
-                last_report=self._plugin.take_held(),
                 payloads=payloads,
                 escaped=escaped,
                 further_ranks=self._plugin.further_ranks(),

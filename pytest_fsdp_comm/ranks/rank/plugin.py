@@ -94,7 +94,6 @@ class RankPlugin:
         """Redirect the output of subtests."""
         self._config = config
         self._logs: list[_Log] = []
-        self._held: PhaseReport | None = None
         self._group: object = None
         self._skipped: set[str] = set()
         self._random_states: list[Any] | None = None
@@ -193,6 +192,8 @@ class RankPlugin:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Make the process group before the first fixture."""
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
+        self._skipped.clear()
+        self._has_failed_subtest = False
         context = item.config.stash[RANK_CONTEXT]
         if self._group is None:
             self._group = join_group(context)
@@ -289,31 +290,21 @@ class RankPlugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Send a phase's report immediately: the rank may die in the next phase."""
-        if is_subtest(report):
-            self._has_failed_subtest |= report.failed
         self.has_failed |= report.failed
         if is_subtest(report):
-            pass
+            self._has_failed_subtest |= report.failed
         elif self._has_failed_subtest and report.passed:
             # As the terminal does: here pytest 9 fails a test that contains failed subtests.
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
-        message = PhaseReport(
-            report=_serializable(self._config, report),
-            is_subtest=is_subtest(report),
-            precedes_debugger=report.failed and self._config.pluginmanager.has_plugin("pdbinvoke"),
-            nbytes_reported={log.name: log.nbytes_reported for log in self._logs},
+        self._channel.send(
+            PhaseReport(
+                report=_serializable(self._config, report),
+                is_subtest=is_subtest(report),
+                precedes_debugger=report.failed
+                and self._config.pluginmanager.has_plugin("pdbinvoke"),
+                nbytes_reported={log.name: log.nbytes_reported for log in self._logs},
+            )
         )
-        if report.when == "teardown" and report.passed:
-            self._held = message  # nothing follows but the end
-        else:
-            self._channel.send(message)
-
-    def take_held(self) -> PhaseReport | None:
-        """End the test; return the report that is to be sent along with its end."""
-        held, self._held = self._held, None
-        self._skipped.clear()
-        self._has_failed_subtest = False
-        return held
 
     # A rank waits in collectives, where the signals of pytest-timeout find no Python code to
     # interrupt, and its threads end the process without a word about the other ranks.

@@ -120,17 +120,6 @@ def leave_group() -> None:
         gc.collect()  # gloo's connections last as long as something refers to the group
 
 
-def empty_compiler_caches() -> None:
-    """Do once what making a process group does in each rank."""
-    # Read in torch 2.7, 2.13 and 2.15. It costs a rank 310 page faults, nearly as many as its gloo
-    # group, and nothing where the caches are empty.
-    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
-    # A private name, but without it ranks only start later.
-    clear = getattr(rules, "clear_lru_cache", None)
-    if clear is not None:
-        clear()
-
-
 def has_group() -> bool:
     """Whether this process has a default process group."""
     dist: Any = sys.modules.get("torch.distributed")

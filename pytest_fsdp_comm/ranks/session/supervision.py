@@ -354,8 +354,6 @@ class Supervision:
         self._note_debugging(result.rank, is_debugging=report.precedes_debugger)
 
     def _record_end(self, result: RankResult, ended: TestEnded) -> None:
-        if ended.last_report is not None:
-            self._record_report(result, ended.last_report)
         result.payloads = ended.payloads
         result.further_ranks = ended.further_ranks
         if ended.can_run_another:

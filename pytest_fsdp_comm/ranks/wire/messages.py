@@ -107,9 +107,6 @@ class Escape:
 class TestEnded:
     """The rank has finished the test, and waits for another one."""
 
-    last_report: PhaseReport | None
-    """The report of a teardown that passed: nothing can happen between the two messages, so they
-    are one. None if it was sent, or never made."""
     payloads: tuple[str, ...] | None
     """What each extension carries out, as its `payload_type` is dumped; None after an escape."""
     escaped: Escape | None

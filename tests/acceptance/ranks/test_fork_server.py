@@ -135,7 +135,7 @@ from pytest_fsdp_comm import UpstreamChangedError
 def fail():
     raise {error}
 
-worker.empty_compiler_caches = fail
+worker.forget_exit_functions = fail
 """
 
 

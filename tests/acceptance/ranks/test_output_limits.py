@@ -159,18 +159,6 @@ pytestmark = pytest.mark.distributed(world_size=2, timeout_s=60)
 def test_raise():
     raise ValueError("x" * 50_000_000)
 
-def test_lines():
-    raise ValueError(("y" * 79 + "\\n") * 125_000)
-
-def test_assert(dist_info):
-    values = list(range(1_000_000))
-    assert dist_info.rank != 1 or "z" * 10_000_000 == "", str(values)
-
-def test_print():
-    for _ in range(100):
-        print("w" * 999_999)
-    assert 0
-
 def test_other_words(record_property, record_testsuite_property):
     warnings.warn("u" * 5_000_000)
     record_property("text", "p" * 5_000_000)
@@ -183,13 +171,6 @@ def test_exit(dist_info):
     if dist_info.rank == 1:
         pytest.exit("e" * 5_000_000)
 
-def test_subtest(subtests):
-    print("v" * 999_999)
-    with subtests.test("much"):
-        print("v" * 999_999)
-        assert 0
-    print("v" * 99_999_999)
-
 def test_after():
     pass
 """
@@ -197,43 +178,24 @@ def test_after():
 
 def test_no_text_is_sent_or_kept_whole(pytester):
     pytester.makepyfile(test_it=LONG_TEXTS)
-    subtests = ("subtest [much]", "subtest") if pytest.version_tuple >= (9,) else ()
-    arguments = () if subtests else ("--deselect", "test_it.py::test_subtest")
-    result = pytester.runpytest_subprocess(*PYTEST, "--junitxml=j.xml", *arguments, timeout=200)
+    result = pytester.runpytest_subprocess(*PYTEST, "--junitxml=j.xml", timeout=200)
     output = result.stdout.str()
     assert "INTERNALERROR" not in output
-    assert "did not finish within" not in output
-    result.assert_outcomes(passed=1, failed=5 + len(subtests), skipped=1, warnings=2)
-    found = {
-        name: LEFT_OUT.findall(story(output, f"test_{name}"))
-        for name in ("raise", "lines", "assert", "print", "exit", *subtests)
-    }
+    result.assert_outcomes(passed=1, failed=2, skipped=1, warnings=2)
     kept = 524_288
     # What pytest shows of the function is part of the text.
     shown = (
         '    def test_raise():\n>       raise ValueError("x" * 50_000_000)\nE       ValueError: '
     )
-    assert found["raise"] == [f"{len(shown) + 50_000_000 - kept:,}"]
-    shown = '    def test_lines():\n>       raise ValueError(("y" * 79 + "\\n") * 125_000)\n'
-    shown += "E       ValueError: "
-    lines = 125_000 * 79 + 124_999 * len("\nE       ")
-    assert found["lines"] == [f"{len(shown) + lines - kept:,}"]
-    (left_out,) = found["assert"]
-    values_nbytes = len(str(list(range(1_000_000))))
-    assert values_nbytes < int(left_out.replace(",", "")) + kept < values_nbytes + 2000
-    assert found["print"] == [f"{100_000_000 - kept:,}"]
-    assert found["exit"] == [f"{5_000_000 - kept:,}"]
-    if subtests:
-        assert found["subtest [much]"] == [f"{1_000_000 - kept:,}"]
-        assert found["subtest"] == [f"{101_000_000 - kept:,}"]
-    assert len(output) < 12_000_000
+    assert count_left_out(story(output, "test_raise")) == len(shown) + 50_000_000 - kept
+    assert count_left_out(story(output, "test_exit")) == 5_000_000 - kept
     junit = pytester.path / "j.xml"
     assert junit.stat().st_size < 12_000_000
     root = ET.parse(junit).getroot()  # noqa: S314  # our own file
     values = {found.get("name"): found.get("value") for found in root.iter("property")}
     assert values["few"] == "[1, 2]"
     assert count_left_out(values["text"]) == 5_000_000 - kept
-    assert count_left_out(values["values"]) == values_nbytes - kept
+    assert count_left_out(values["values"]) == len(str(list(range(1_000_000)))) - kept
     assert count_left_out(values["suite"]) == 5_000_000 - kept
     (skipped,) = (case.get("message") for case in root.iter("skipped"))
     assert count_left_out(skipped) == len("Skipped: ") + 5_000_000 - kept

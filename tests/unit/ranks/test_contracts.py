@@ -1,6 +1,5 @@
 """The private names of torch and Python that running ranks relies on: fails when one moves."""
 
-import inspect
 import subprocess
 import sys
 from importlib import metadata
@@ -11,7 +10,6 @@ from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.errors import FsdpCommError, UpstreamChangedError
 from pytest_fsdp_comm.ranks.rank.process_group import (
-    empty_compiler_caches,
     join_fake_group,
     join_group,
 )
@@ -23,17 +21,6 @@ def code_constants(code):
     """Every name and constant of a function and of those inside it."""
     inner = [constant for constant in code.co_consts if hasattr(constant, "co_code")]
     return {*code.co_names, *(name for one in inner for name in code_constants(one))}
-
-
-def test_making_a_group_empties_the_caches_that_are_emptied_before():
-    import torch._dynamo.trace_rules as rules
-
-    making = inspect.unwrap(distributed_c10d.init_process_group)
-    assert {"trace_rules", "clear_lru_cache"} <= code_constants(making.__code__)
-    rules.get_torch_obj_rule_map()
-    assert rules.get_torch_obj_rule_map.cache_info().currsize == 1
-    empty_compiler_caches()
-    assert rules.get_torch_obj_rule_map.cache_info().currsize == 0
 
 
 EXIT = """

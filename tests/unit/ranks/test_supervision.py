@@ -62,7 +62,7 @@ def test_a_failure_received_together_with_the_end_counts(spec, outcome):
     supervision = Supervision(spec, server, server.connections)
     rank = server.rank
     rank.send(PhaseReport(report={"outcome": outcome}))
-    rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
+    rank.send(messages.TestEnded(payloads=(), escaped=None))
     try:
         results = supervision.run(started_at=time.monotonic())
     finally:
@@ -83,7 +83,7 @@ class Pausing(NoServer):
         self.signals.append(signal_number)
         if signal_number == signal.SIGSTOP:
             self.rank.send(PhaseReport(report={"outcome": "failed"}))
-            self.rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
+            self.rank.send(messages.TestEnded(payloads=(), escaped=None))
 
 
 def test_a_rank_that_ends_its_test_only_as_the_deadline_stops_it_has_missed_it(spec):
@@ -124,7 +124,7 @@ def test_grace_waits_for_a_rank_that_reports(spec, monkeypatch, is_reporting):
     def positions():
         asked.append(is_reporting)
         if len(asked) == 3:
-            server.rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
+            server.rank.send(messages.TestEnded(payloads=(), escaped=None))
         return {1: Position(site="", is_reporting=is_reporting)}
 
     monkeypatch.setattr(supervision, "_positions", positions)
