@@ -234,14 +234,13 @@ def test_llama4_with_tensor_parallel_experts_owns_all(comm_mode, etp):
 class Pipeline:
     """This rank's stages as torchtitan's trainer builds them, and its step of 4 micro-batches."""
 
-    def __init__(self, *, schedule="1F1B", configure=lambda _: None):
-        def configure_all(config):
+    def __init__(self, schedule):
+        def configure(config):
             config.training.local_batch_size = MICRO_BATCHES
             config.parallelism.pipeline_parallel_degree = 2
             config.parallelism.pipeline_parallel_schedule = schedule
-            configure(config)
 
-        config, spec, args = configured(llama3, configure_all, n_layers=4)
+        config, spec, args = configured(llama3, configure, n_layers=4)
         with torch.device("meta"):
             model = spec.model_cls(args)
         dims = dims_of(pp=2)
@@ -272,7 +271,7 @@ class Pipeline:
     ],
 )
 def test_pipelines_gather_once_a_step(comm_mode, schedule, phase, layers, hops):
-    pipeline = Pipeline(schedule=schedule)
+    pipeline = Pipeline(schedule)
     witnessed_twice(comm_mode, pipeline.parts, pipeline.step, warm_up=1)
     rank = pipeline.pp.get_local_rank()
     units = {f"layers.{number}": MATRICES + 2 * NORM for number in layers[rank]}
@@ -336,38 +335,12 @@ def test_simple_fsdp(comm_mode, fsdp_tree):
     assert not tree.units
 
 
-def test_simple_fsdp_with_replicas_reduces_whole_gradients_over_them_first(comm_mode):
-    model = parallelized(simple_llama3, dp_replicate=2)
-    witnessed_twice(comm_mode, model, lambda: train_step(model))
-    # FSDP2 reduces over the shards first, and then a shard over the replicas.
-    expected = simple_lines(matrices_of()) + clipping("fsdp")
-    expected += [
-        f"backward {owner} all_reduce[dp_replicate] {nbytes}"
-        for owner, nbytes in matrices_of().items()
-    ]
-    assert owned_lines(comm_mode) == sorted(expected)
-    assert_roles(comm_mode, {"fsdp", "dp_replicate"})
-
-
-def test_simple_fsdp_with_tensor_and_sequence_parallelism(comm_mode):
-    model = parallelized(simple_llama3, tp=2)
-    witnessed_twice(comm_mode, model, lambda: train_step(model, is_tensor_parallel=True))
-    # Each norm by itself, where FSDP2 has them in the unit of the layer.
-    norms = {owner for owner, nbytes in matrices_of().items() if nbytes == NORM}
-    others = [line for line in tensor_parallel_lines() if f" all_reduce[tp] {NORM}" not in line]
-    expected = simple_lines(matrices_of(tensor_parallel=2)) + others
-    expected += [f"backward {owner} all_reduce[tp] {NORM}" for owner in norms]
-    expected += clipping("fsdp") + clipping("tp")
-    assert owned_lines(comm_mode) == sorted(expected)
-    assert_roles(comm_mode, {"fsdp"})
-
-
 # float8, by torchao.
 
 
-def in_float8(config, *, also=()):
+def in_float8(config):
     config.training.mixed_precision_param = "bfloat16"
-    config.model.converters = ["quantize.linear.float8", *also]
+    config.model.converters = ["quantize.linear.float8"]
     float8 = config.quantize.linear.float8
     float8.enable_fsdp_float8_all_gather = True
     float8.precompute_float8_dynamic_scale_for_fsdp = True
@@ -375,12 +348,12 @@ def in_float8(config, *, also=()):
     float8.filter_fqns = ["output"]
 
 
-def float8_training(configure=in_float8, models=llama3, **degrees):
+def float8_training():
     """A model whose layers are converted, as by torchtitan's trainer, and its step."""
     converters = pytest.importorskip("torchtitan.components.quantization.float8")
     pytest.importorskip("torchao.float8", reason="needs torchao")
-    config, spec, args = configured(models, configure)
-    dims = dims_of(**degrees)
+    config, spec, args = configured(llama3, in_float8)
+    dims = dims_of()
     with torch.device("meta"):
         model = spec.model_cls(args)
     converter = converters.Float8LinearConverter(config, dims)
@@ -389,7 +362,7 @@ def float8_training(configure=in_float8, models=llama3, **degrees):
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
-        train_step(model, is_tensor_parallel="tp" in degrees)
+        train_step(model)
         optimizer.step()
         optimizer.zero_grad()
         converter.post_optimizer_hook(model)
@@ -415,36 +388,6 @@ def test_float8_weights_are_gathered_in_8_bits(comm_mode):
     assert owned_lines(comm_mode) == sorted(expected)
 
 
-# gloo sends no float8.
-@pytest.mark.distributed(world_size=4, backend="fake")
-def test_float8_activations_that_a_renamed_converter_lost_are_told(comm_mode):
-    # torchtitan 0.2 asks for a converter of a name that none has, so that they are 16 bits.
-    asked = partial(in_float8, also=("float8",))
-    reviewed, lost = (
-        observed(comm_mode, *float8_training(configure, tp=2), profiler=False)
-        for configure in (asked, in_float8)
-    )
-    assert told_of(reviewed, lost)[:2] == [
-        "activations[tp] float8_e5m2 -> bfloat16, x2 bytes",
-        "activations[tp] float8_e4m3fn -> bfloat16, x2 bytes",
-    ]
-
-
-def test_simple_fsdp_gathers_float8_weights_in_16_bits_whatever_is_asked_for(comm_mode):
-    # As reported in https://github.com/pytorch/torchtitan/issues/3123
-    model, step = float8_training(models=simple_llama3)
-    witnessed_twice(comm_mode, model, step, warm_up=1)
-    gathered = [event for event in comm_mode.events if event.kind == "all_gather"]
-    assert {event.dtype for event in gathered} == {"bfloat16"}
-    halves = {owner: nbytes // 2 for owner, nbytes in matrices_of().items()}
-    converted = [owner for owner in halves if owner.startswith("layers") and "norm" not in owner]
-    # Looking for weights to scale, torchao reads each once more, and none is as it expects.
-    read = [*halves, *converted]
-    assert sorted((event.owner, event.nbytes) for event in gathered) == sorted(
-        (owner, halves[owner]) for owner in read
-    )
-
-
 # What a team changes in its configuration.
 
 
@@ -458,23 +401,10 @@ def recomputed(config):
     config.activation_checkpoint.mode = "full"
 
 
-def always_resharded(config):
-    config.parallelism.fsdp_reshard_after_forward = "always"
-
-
-def half_gradients(config):
-    config.training.mixed_precision_reduce = "bfloat16"
-
-
 def of(comm_mode, models, *, configure=lambda _: None, **degrees):
     model = parallelized(models, configure=configure, **degrees)
     step = partial(train_step, model, has_expert_groups=degrees.get("ep", 1) > 1)
     return observed(comm_mode, model, step)
-
-
-def piped(comm_mode, configure=lambda _: None):
-    pipeline = Pipeline(configure=configure)
-    return observed(comm_mode, pipeline.parts, pipeline.step)
 
 
 def test_of_experts_what_sends_otherwise_is_told(comm_mode):
@@ -490,20 +420,3 @@ def test_of_experts_what_sends_otherwise_is_told(comm_mode):
     lost = of(comm_mode, llama4, ep=1)
     assert "nothing is sent over ep any more" in told_of(reviewed, lost)
     assert "layers.1.moe.experts: is no longer a unit (fsdp2)" in tree_told_of(reviewed, lost)
-
-
-def test_of_pipelines_what_sends_otherwise_is_told(comm_mode):
-    reviewed = piped(comm_mode)
-    for innocent in (other_seed_and_rate, recomputed):
-        assert not told_of(reviewed, piped(comm_mode, innocent))
-    freed = piped(comm_mode, always_resharded)
-    # Each unit 4 times more: in FFBFBFBB of the first stage once before a forward and three times
-    # before a backward, in FBFBFBFB of the last before each backward.
-    nbytes = 4 * (2 * EMBEDDING + NORM + 4 * (MATRICES + 2 * NORM))
-    assert f"{nbytes / 2**20:.1f}" == "4.3"
-    assert told_of(reviewed, freed)[0] == (
-        "layers.{0..3}, norm+output, tok_embeddings freed after forward, gathered again in "
-        "backward: 24 calls, 4.3 MiB in all more"
-    )
-    halved = piped(comm_mode, half_gradients)
-    assert told_of(reviewed, halved)[0] == "gradients[fsdp] float32 -> bfloat16, x1/2 bytes"

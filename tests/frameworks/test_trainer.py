@@ -38,7 +38,7 @@ def by_arguments(folder, *, config=None, **changed):
     return FsdpTrainer(tiny_llama.build(), given, train_dataset=BATCHES)
 
 
-def by_plan(folder, *, sizes, around=lambda model: model, **changed):
+def by_plan(folder, *, sizes, **changed):
     """Sharded when it is loaded, so that accelerate has nothing to wrap."""
     given = arguments(TrainingArguments, folder, **changed)
     model = LlamaForCausalLM.from_pretrained(
@@ -47,7 +47,7 @@ def by_plan(folder, *, sizes, around=lambda model: model, **changed):
         state_dict=tiny_llama.build().state_dict(),
         distributed_config=distributed.DistributedConfig(**sizes),
     )
-    return Trainer(around(model), given, train_dataset=BATCHES)
+    return Trainer(model, given, train_dataset=BATCHES)
 
 
 def expected(axis, *, steps=1, batches=1, replicate=None):
@@ -92,37 +92,6 @@ def test_replicas_are_reduced_with_the_last_micro_batch(comm_mode, tmp_path):
     # Within a replica each micro-batch is reduced, so that gradients stay sharded.
     step += [f"backward {unit} reduce_scatter[fsdp] {nbytes}" for unit, nbytes in UNITS.items()]
     assert sent == sorted(step)
-
-
-# Of transformers, about what peft reads.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_adapters_of_a_model_that_is_sharded_already_are_averaged_one_by_one(
-    comm_mode, fsdp_tree, tmp_path
-):
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    trainer = by_plan(
-        tmp_path,
-        sizes={"fsdp_size": 4},
-        around=lambda model: peft.get_peft_model(model, lora),
-        gradient_accumulation_steps=2,
-    )
-    trained(comm_mode, trainer)
-    adapters = [name for name, one in trainer.model.named_parameters() if one.requires_grad]
-    assert len(adapters) == tiny_llama.LAYERS * 2 * 2
-    nbytes = 4 * tiny_llama.WIDTH * FLOAT
-    sent = [line for line in owned_lines(comm_mode) if "lora_" in line]
-    owners = [name.removesuffix(".weight") for name in adapters]
-    assert sent == sorted(
-        # With the last micro-batch; and when training begins all are as on the first rank.
-        [f"backward {owner} all_reduce[fsdp] {nbytes}" for owner in owners]
-        + [f"outside {owner} broadcast[fsdp] {nbytes}" for owner in owners]
-    )
-    roles = {event.role for event in comm_mode.events if event.kind == "all_reduce"}
-    assert roles == {"gradients"}
-    assert comm_mode.counts("reduce_scatter") == 0
-    # Hooks are not seen there.
-    assert "unmanaged-parameter" in str(fsdp_tree(trainer.model).findings)
 
 
 def test_of_its_arguments_what_sends_otherwise_is_told(comm_mode, tmp_path):

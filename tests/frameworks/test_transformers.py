@@ -230,23 +230,3 @@ def test_of_a_tensor_parallel_plan_what_sends_otherwise_is_told(comm_mode):
         "model.layers.{0..1}.mlp.gate_proj.weight: Shard(0) over tp -> a plain tensor",
         "model.layers.{0..1}.mlp.up_proj.weight: Shard(0) over tp -> a plain tensor",
     ]
-
-
-def test_of_expert_parallelism_what_sends_otherwise_is_told(comm_mode):
-    def of(**changed):
-        return seen(comm_mode, mixture(**({"fsdp_size": 4, "ep_size": 2} | changed)))
-
-    reviewed = of()
-    assert not told_of(reviewed, of(seed=7))
-    # Each rank gathers all experts with their layer: 66.6 KiB and 192.
-    assert told_of(reviewed, of(ep_size=1))[:3] == [
-        "nothing is sent over efsdp any more",
-        "other sizes of parameters: model.layers.{0..1} 66.6 -> 258.6 KiB in each gather",
-        "nothing is sent over ep any more",
-    ]
-    shared = {"fsdp_size": 2, "tp_size": 2}
-    masked = told_of(of(**shared), of(**shared, ep_implementation="all_reduce"))
-    assert masked[0] == (
-        "model.layers.{0..1}.mlp.experts backward: all_reduce[ep] 0 -> 2 (+2), "
-        "0 -> 4.1 KiB in all per rank, each"
-    )

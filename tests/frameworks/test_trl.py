@@ -4,7 +4,6 @@ import pytest
 import tiny_llama
 from derived import fsdp_lines
 from frameworks.accelerated import LAYER_CLASS, FsdpOnCpu, arguments, trained
-from frameworks.changes import told_of
 from oracle import owned_lines
 from tiny_llama import EMBEDDING, FLOAT, LAYER, LAYERS, NORM, PARAMETERS, WIDTH
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -57,10 +56,6 @@ def fine_tuning(folder, *, text="2 3 4 5 6 7 8 9", config=None, lora=None, **cha
     )
 
 
-def lora(**changed):
-    return peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], **changed)
-
-
 def test_fine_tuning(comm_mode, fsdp_tree, tmp_path):
     trainer = fine_tuning(tmp_path)
     trained(comm_mode, trainer)
@@ -71,7 +66,8 @@ def test_fine_tuning(comm_mode, fsdp_tree, tmp_path):
 
 
 def test_lora_gathers_the_head_by_hand(comm_mode, tmp_path):
-    trained(comm_mode, fine_tuning(tmp_path, lora=lora()))
+    lora = peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"])
+    trained(comm_mode, fine_tuning(tmp_path, lora=lora))
     root = "base_model.model"
     embedding = f"{root}.model.embed_tokens"
     expected = [
@@ -92,26 +88,3 @@ def test_lora_gathers_the_head_by_hand(comm_mode, tmp_path):
     assert owned_lines(comm_mode) == sorted([*expected, *METRICS])
     (by_hand,) = [event for event in comm_mode.events if event.owner == f"{root}.lm_head"]
     assert (by_hand.source.value, by_hand.role) == ("dtensor", "parameters")
-
-
-def test_of_lora_what_sends_otherwise_is_told(comm_mode, tmp_path):
-    def of(**changed):
-        return trained(comm_mode, fine_tuning(tmp_path, lora=lora(**changed)))
-
-    reviewed = of()
-    assert not told_of(reviewed, of(lora_alpha=32, use_rslora=True))
-    head = "base_model.model.lm_head"
-    saved = of(modules_to_save=["lm_head"])
-    assert told_of(reviewed, saved)[0] == (
-        f"{head}.modules_to_save.default: parameters gathered in full in forward: "
-        "1 call of 32.0 KiB more"
-    )
-    # It is trained: its gradient is clipped as the adapters' are. But nobody reduces it.
-    trainable = 2 * 2 * LAYERS + 1
-    assert f"optimizer - all_reduce[world] {trainable * FLOAT}" in owned_lines(comm_mode)
-    reduced = {event.owner for event in comm_mode.events if event.kind == "reduce_scatter"}
-    assert reduced == {f"base_model.model.model.layers.{layer}" for layer in range(LAYERS)}
-    whole = trained(comm_mode, fine_tuning(tmp_path))
-    assert told_of(whole, reviewed)[0] == (
-        f"{head}: parameters gathered in full in forward: 1 call of 32.0 KiB more"
-    )

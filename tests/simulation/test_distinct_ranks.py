@@ -131,13 +131,6 @@ def test_a_test_without_a_comparison_runs_on_them_too(pytester, scope):
     run(pytester, named).assert_outcomes(passed=2)
 
 
-def test_too_many_are_refused(pytester):
-    asked = ASKED.format(world_size=64, tp=4, vocabulary=10, ranks="", scope="test")
-    result = run(pytester, asked, args=["--rank-slots", "1"])
-    result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(["*@pytest.mark.distributed: 2 ranks do not fit into the 1 that*"])
-
-
 def rows(text):
     """What a snapshot says, without which ranks it was recorded on and their sums."""
     lines = (line.strip().partition(" ranks ")[0] for line in text.splitlines()[1:])

@@ -246,21 +246,9 @@ EXCHANGES = {
         ),
         lambda rank: [[0], [1, 2, 3], [4, 5], [6, 7]][rank] * 4,
     ),
-    "functional all_reduce": (
-        lambda: functional.all_reduce(sent(), "sum", dist.group.WORLD),
-        lambda _: [4 * own for own in ALL],
-    ),
     "functional all_gather": (
         lambda: functional.all_gather_tensor(sent(), 0, dist.group.WORLD),
         lambda _: ALL * 4,
-    ),
-    "functional reduce_scatter": (
-        lambda: functional.reduce_scatter_tensor(sent(), "sum", 0, dist.group.WORLD),
-        lambda rank: [4 * own for own in mine(rank)],
-    ),
-    "functional broadcast": (
-        lambda: functional.broadcast(sent(), 1, dist.group.WORLD),
-        lambda _: ALL,
     ),
 }
 
