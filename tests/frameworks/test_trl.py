@@ -43,10 +43,10 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=unknown, eos_token=end)
 
 
-def fine_tuning(folder, *, text="2 3 4 5 6 7 8 9", config=None, lora=None, **changed):
-    config = {"transformer_layer_cls_to_wrap": [LAYER_CLASS]} | (config or {})
-    given = arguments(trl.SFTConfig, folder, fsdp=True, fsdp_config=config, **changed)
-    texts = datasets.Dataset.from_list([{"text": text}] * 64)
+def fine_tuning(folder, *, lora=None):
+    config = {"transformer_layer_cls_to_wrap": [LAYER_CLASS]}
+    given = arguments(trl.SFTConfig, folder, fsdp=True, fsdp_config=config)
+    texts = datasets.Dataset.from_list([{"text": "2 3 4 5 6 7 8 9"}] * 64)
     return FsdpTrainer(
         tiny_llama.build(),
         given,
