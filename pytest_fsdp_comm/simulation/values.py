@@ -50,8 +50,7 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.owners.stack import running
 from pytest_fsdp_comm.recording.patches import hide_from_compiler
 from pytest_fsdp_comm.recording.value_dependence import note_answer
-from pytest_fsdp_comm.simulation.groups import RealGroups
-from pytest_fsdp_comm.simulation.mirror import mirrored
+from pytest_fsdp_comm.simulation.groups import RealGroups, mirrored
 
 _MAX_NUMEL: Final = 2**18
 """Of a tensor whose values are kept: 2 MiB of int64."""
