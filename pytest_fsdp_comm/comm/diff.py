@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pytest_fsdp_comm.comm.causes import Cause, find_causes
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.explanation.causes import Cause, find_causes
+from pytest_fsdp_comm.comm.explanation.passes import Redistributed
 from pytest_fsdp_comm.comm.explanation.search import Explanation, explain
-from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
+from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
 from pytest_fsdp_comm.comm.profile import (
     CommProfile,
@@ -29,7 +30,7 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_fsdp_comm.comm.evidence import Evidence
+    from pytest_fsdp_comm.comm.explanation.steps import Evidence
 
 Sites: TypeAlias = Mapping[tuple[str | None, RowKey], tuple[Site, ...]]
 
@@ -95,9 +96,7 @@ class Comparison:
 
 def _is_counterpart(step: Step) -> bool:
     """Whether it tells what backward has for a redistribution in forward."""
-    if not isinstance(step, Replaced) or step.kind != "redistributed":
-        return False
-    return any(key.phase is Phase.BACKWARD for rows in step.rows.values() for key in rows)
+    return isinstance(step, Redistributed) and step.phase is Phase.BACKWARD
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
@@ -120,8 +119,7 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
         left=(*frames, *_compare_rows(explanation.before, explanation.after, sites)),
         causes=find_causes(
             explanation,
-            (old, new),
-            evidence,
+            Seen(old=old, new=new, trees=evidence),
             is_same_mesh=all(one.subject != "frame" for one in frames),
         ),
         sites=sites,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-    from pytest_fsdp_comm.comm.evidence import Evidence
+    from pytest_fsdp_comm.comm.explanation.steps import Evidence
     from pytest_fsdp_comm.reports.html.tables import CostRow
 
 # What git calls the file of a side that has none.

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.explanation.sentences import sentence, timing_sentence
 from pytest_fsdp_comm.comm.explanation.steps import Replaced
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import FailureText
@@ -33,7 +34,7 @@ def render_comparison(
     """Explain a failed comparison of recordings, the most important change first."""
     sites = [_site_of(step, comparison.sites) for step in comparison.steps]
     steps = [
-        f"{step.line}, at {site}" if site else step.line
+        f"{sentence(step)}, at {site}" if site else sentence(step)
         for step, site in zip(comparison.steps, sites, strict=True)
     ]
     cost = cost_lines(comparison.cost)
@@ -46,7 +47,7 @@ def render_comparison(
     timings = () if comparison.explanation is None else comparison.explanation.timings
     told = tuple(
         "; likely: ".join(
-            (step.line, *(cause.text for cause in comparison.causes if step in cause.steps))
+            (sentence(step), *(cause.text for cause in comparison.causes if step in cause.steps))
         )
         for step in comparison.steps
     )
@@ -58,7 +59,7 @@ def render_comparison(
         changes=(
             *steps,
             *map(_change_line, loud),
-            *(one.line for one in timings),
+            *map(timing_sentence, timings),
             *map(_change_line, quiet),
         ),
         told=told,

@@ -6,7 +6,8 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.diff import Change
-from pytest_fsdp_comm.comm.explanation.contents import count_of, nbytes_of
+from pytest_fsdp_comm.comm.explanation.sentences import sentence
+from pytest_fsdp_comm.comm.explanation.states import count_of, nbytes_of
 from pytest_fsdp_comm.comm.explanation.steps import Replaced
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes_change
@@ -54,7 +55,7 @@ def headline_of_steps(comparison: Comparison) -> str:
     has_torchs = any(cause.is_of_torch for cause in comparison.causes)
     if isinstance(first, Replaced) and first.kind != "unit sizes" and not has_torchs:
         return ""
-    return f"{first.line}, {len(others)} more" if others else first.line
+    return f"{sentence(first)}, {len(others)} more" if others else sentence(first)
 
 
 def weight(change: Change) -> tuple[bool, bool, int]:

@@ -146,20 +146,14 @@ def test_an_lm_head_gathered_for_each_loss_chunk_is_explained(llama):
 
 def test_a_missing_root_unit_is_explained(llama):
     llama.edit("    fully_shard(model, mesh=mesh)\n", "")
-    text = llama.failure()
-    lines = explanation(text)
+    lines = explanation(llama.failure())
     assert lines[0] == HEAD
     assert lines[-2:] == [
         "likely: fully_shard on the root is missing: its own parameters are not sharded, their "
         "gradients not reduced by FSDP, and each unit below is a root of its own",
         ACCEPT,
     ]
-    for change in (
-        "(root) no longer gathered nor reduced, other units gathered as before",
-        "model.layers.{0..3} kept gathered after forward, not gathered in backward: 4 calls, 578.0 "
-        "KiB in all less",
-    ):
-        assert change in text
+    assert "comm: (root) no longer gathered nor reduced, other units gathered as before" in lines
 
 
 def test_accepting_a_change_takes_the_command_that_the_failure_names(llama):

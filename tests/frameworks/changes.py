@@ -13,7 +13,7 @@ from regressions.table import Side, both_sides, side_of, told
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.reports.changes import render_tree_changes
-from pytest_fsdp_comm.snapshots.evidence import tree_evidence
+from pytest_fsdp_comm.snapshots.differences import tree_evidence
 from pytest_fsdp_comm.tree import diff as tree_diff
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from regressions.table import both_sides, record, told
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.reports.changes import render_tree_changes
-from pytest_fsdp_comm.snapshots.evidence import tree_evidence
+from pytest_fsdp_comm.snapshots.differences import tree_evidence
 from pytest_fsdp_comm.tree import diff as tree_diff
 
 DOCS = Path(__file__).parents[2] / "docs"

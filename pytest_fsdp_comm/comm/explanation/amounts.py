@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -9,7 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from pytest_fsdp_comm.comm.events import Phase, Role
-from pytest_fsdp_comm.comm.explanation.contents import (
+from pytest_fsdp_comm.comm.explanation.states import (
     Owner,
     calls_of,
     count_of,
@@ -18,18 +19,16 @@ from pytest_fsdp_comm.comm.explanation.contents import (
     role_of,
     sizes_of,
     sole,
+    template,
 )
-from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Step, Writes
-from pytest_fsdp_comm.comm.explanation.templates import template
+from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Seen, Step
 from pytest_fsdp_comm.comm.profile import alike_but
-from pytest_fsdp_comm.text.fqn import name_owners
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.between import Between
-    from pytest_fsdp_comm.comm.explanation.contents import Content, State
+    from pytest_fsdp_comm.comm.explanation.states import Between, Content, State
     from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 # Note [Guessed amounts]: a proposal here is a guess with all its numbers, taken from the ratios
@@ -82,7 +81,7 @@ class Counts(GlobalStep):
 
     kind: Kind = "counts"
     order: ClassVar[int] = 3
-    writes: Writes = "counts"
+    writes = "counts"
     scope: Scope
     factor: Fraction
     has_activations: bool
@@ -92,28 +91,7 @@ class Counts(GlobalStep):
     kept: tuple[Owner, ...] = ()
     """Units that a scope of forward leaves out, since they are kept after it for the next one."""
 
-    @property
-    def line(self) -> str:
-        times = f"x{self.factor}"
-        match self.scope:
-            case Scope.EVERYTHING:
-                return f"every count {times}"
-            case Scope.FORWARD:
-                named = name_owners(self.kept)
-                kept = f"; {named} kept, and gathered as before" if self.kept else ""
-                return f"counts of forward {times}, of backward x1{kept}"
-            case Scope.ACTIVATIONS:
-                return f"activations sent {self.factor} times as often"
-            case Scope.OPTIMIZER:
-                return f"all counts of the optimizer's phase {times}"
-        what = "all counts of forward and backward"
-        if self.reductions == self.factor:
-            return f"{what} {times}"
-        what = "forwards and backwards" if self.has_activations else what
-        return f"{what} {times}, reductions of gradients x{self.reductions}"
-
-    @property
-    def cause(self) -> str:
+    def cause(self, seen: Seen) -> str:
         if self.factor < 1 or self.factor.denominator != 1:
             return ""
         if self.scope is Scope.EVERYTHING:
@@ -251,21 +229,14 @@ class Sizes(_Scaled):
     """All activations, or all gradients on an axis, have k times the bytes."""
 
     kind: Kind = "sizes"
-    writes: Writes = "sizes"
+    writes = "sizes"
     factor: Fraction
     axis: str = ""
     """That of gradients; empty for activations on all axes."""
     with_loss: bool = False
     """What is sent for no module outside of forward and backward too, such as a parallel loss."""
 
-    @property
-    def line(self) -> str:
-        loss = " and the loss" if self.with_loss else ""
-        what = f"gradients[{self.axis}]" if self.axis else f"activations{loss}"
-        return f"{what}: x{self.factor} bytes in each call"
-
-    @property
-    def cause(self) -> str:
+    def cause(self, seen: Seen) -> str:
         # Gradients follow their parameters, or the mesh.
         return "" if self.axis else "another batch or sequence, or another width"
 
@@ -308,7 +279,7 @@ class Dtype(_Scaled):
 
     kind: Kind = "dtype"
     # Bytes follow the type, so one step alone writes either.
-    writes: Writes = "sizes"
+    writes = "sizes"
     factor: Fraction
     """Bytes of the new type by those of the old."""
     parts: frozenset[tuple[str, str]]
@@ -319,21 +290,16 @@ class Dtype(_Scaled):
     """Whose; empty for all."""
 
     @property
-    def line(self) -> str:
-        axes: defaultdict[str, list[str]] = defaultdict(list)
-        for role, axis in sorted(self.parts, key=lambda part: (_ROLES.index(part[0]), part[1])):
-            axes[role].append(axis)
-        parts = ", ".join(f"{role}[{','.join(found)}]" for role, found in axes.items())
-        where = f"{name_owners(self.owners)}: " if self.owners else ""
-        nbytes = "as many" if self.factor == 1 else f"x{self.factor}"
-        return f"{where}{parts} {self.old} -> {self.new}, {nbytes} bytes"
-
-    @property
     def roles(self) -> frozenset[str]:
         return frozenset(role for role, _ in self.parts)
 
-    @property
-    def cause(self) -> str:
+    def cause(self, seen: Seen) -> str:
+        trees = seen.trees
+        if trees is not None and trees.is_other_dtype != trees.is_other_policy:
+            what = "the model's own dtype" if trees.is_other_dtype else "MixedPrecisionPolicy"
+            return f"{what}, as the tree says"
+        if torchs := _reading_of_torch(self, seen):
+            return torchs
         if Role.PARAMETERS in self.roles:
             # Which trees do not show.
             own = "the weights' own fsdp_pre_all_gather, such as torchao's float8 all-gather, "
@@ -342,6 +308,10 @@ class Dtype(_Scaled):
         if Role.GRADIENTS in self.roles:
             return "reduce_dtype of MixedPrecisionPolicy, or a communication hook"
         return "the model's own dtype, or autocast"
+
+    def is_of_torch(self, seen: Seen) -> bool:
+        reading = _reading_of_torch(self, seen)
+        return bool(reading) and self.cause(seen) == reading
 
     @property
     def description_cost(self) -> float:
@@ -358,7 +328,49 @@ class Dtype(_Scaled):
         return is_part and call.dtype in {self.old, self.new} and self.includes(owner)
 
 
-_ROLES: Final = tuple(Role)
+_REDUCES_IN_FLOAT32: Final = (2, 15)
+"""The first torch whose FSDP2 takes the parameter's own type where ``reduce_dtype`` is unset, and
+casts partial gradients before DTensor reduces them; older ones take ``param_dtype`` for both, as
+FSDP1 does in all of them. Recorded with torch 2.13.0 and 2.15.0."""
+
+
+def _reading_of_torch(step: Dtype, seen: Seen) -> str:
+    old, evidence = seen.old, seen.trees
+    was, now = (
+        tuple(map(int, re.findall("[0-9]+", one.torch_version)[:2])) for one in (old, seen.new)
+    )
+    low, high = ("old", "new") if was < now else ("new", "old")
+    if (
+        not (was and now)
+        or (was < _REDUCES_IN_FLOAT32) == (now < _REDUCES_IN_FLOAT32)
+        or step.roles != {Role.GRADIENTS}
+        or getattr(step, high) != "float32"
+        or getattr(step, low) not in {"bfloat16", "float16"}
+        # Of DDP nothing is gathered, nor freed.
+        or all(row.subject != "reshard" for row in old.rows)
+    ):
+        return ""
+    since = f"in float32 since torch 2.15, in {getattr(step, low)} before"
+    axes = {axis for _, axis in step.parts}
+    gathered = {
+        row.axis
+        for row in old.rows
+        if row.what == "all_gather" and any(call.role == Role.PARAMETERS for call in row.calls)
+    }
+    if gathered and axes.isdisjoint(gathered):
+        return (
+            f"FSDP2 has partial gradients reduced over {', '.join(sorted(axes))} {since}: it casts "
+            "them to reduce_dtype, or to the parameters' own type, first"
+        )
+    if evidence is None:
+        known = "reduce_dtype was changed, or is unset"
+    elif evidence.is_reduce_dtype_unset:
+        known = "reduce_dtype is unset, as the tree says"
+    else:
+        return ""
+    return f"{known}: FSDP2 reduces {since}; reduce_dtype=torch.{step.old} keeps the bytes"
+
+
 _ITEMSIZES: Final = {
     "float64": 8,
     "float32": 4,

@@ -7,17 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase
-from pytest_fsdp_comm.comm.explanation.contents import State, sole
+from pytest_fsdp_comm.comm.explanation.states import State, replace_prefix, sole, template
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Step
-from pytest_fsdp_comm.comm.explanation.templates import replace_prefix, template
-from pytest_fsdp_comm.text.fqn import ROOT_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.between import Between
-    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner, Pool
+    from pytest_fsdp_comm.comm.explanation.states import Between, Content, Owner, Pool
     from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 _MOST_RENAMES: Final = 6
@@ -33,12 +30,6 @@ class AxisRenamed(GlobalStep):
     new: str
     is_alike: bool
     """Whether both lie alike among the ranks: then it is a name that changed."""
-
-    @property
-    def line(self) -> str:
-        if self.is_alike:
-            return f"mesh axis {self.old} is {self.new} now, over the same ranks"
-        return f"all that was sent over {self.old} is sent over {self.new} now"
 
     def change(self, row: Row, content: Content) -> Row:
         return replace(row, axis=self.new) if row.axis == self.old else row
@@ -71,16 +62,6 @@ class Renamed(Step):
     """The root stays the root: everything but its unit moved."""
     is_leaf: bool = False
     """Nothing is below it, so that another module with equal rows looks the same."""
-
-    @property
-    def line(self) -> str:
-        but_root = ", but for the parameters of the root" if self.keeps_root else ""
-        if not self.old:
-            return f"everything is below {self.new} now{but_root}"
-        if not self.new:
-            return f"what was below {self.old} is at the top now{but_root}"
-        same = ", or another module with equal rows in its place" if self.is_leaf else ""
-        return f"{self.old} is {self.new} now{same}"
 
     def apply(self, state: State, pool: Pool) -> State:
         return State({self.name(owner): content for owner, content in state.items()})
@@ -167,12 +148,6 @@ class Layers(Step):
     """After how many layers the same content comes again."""
     has_units: bool = True
     """Whether its modules are gathered; otherwise modules that send nothing are not seen."""
-
-    @property
-    def line(self) -> str:
-        what = ", each as its siblings" if self.new > self.old else ""
-        modules = "modules" if self.has_units else "modules that send"
-        return f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new} {modules}{what}"
 
     @property
     def description_cost(self) -> float:

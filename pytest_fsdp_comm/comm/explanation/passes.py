@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase, Role
-from pytest_fsdp_comm.comm.explanation.between import keys_that_differ
-from pytest_fsdp_comm.comm.explanation.contents import (
+from pytest_fsdp_comm.comm.explanation.states import (
     calls_of,
     count_of,
     is_part,
+    keys_that_differ,
     nbytes_of,
     role_of,
 )
+from pytest_fsdp_comm.comm.explanation.steps import Kind, Replaced
 from pytest_fsdp_comm.comm.profile import RowKey
-from pytest_fsdp_comm.text.fqn import name_owners
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping
 
-    from pytest_fsdp_comm.comm.explanation.between import Between
-    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner, Rows
-    from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
+    from pytest_fsdp_comm.comm.calls import Calls
+    from pytest_fsdp_comm.comm.explanation.states import Between, Content, Owner, Rows
+    from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
 
 
 # Note [Claims of all]: a step that says "over tp" or "in backward" speaks of every module, those
@@ -42,33 +42,55 @@ def propose_of_passes(between: Between) -> Iterator[Step]:
     yield from _gathered_in_full(between)
 
 
-def _axes(between: Between, *, came: bool) -> Iterator[Step]:
+@dataclass(frozen=True, kw_only=True)
+class OverAxis(Replaced):
     """Something is sent over an axis that was not there, such as that of tensor parallelism."""
+
+    kind: Kind = "axis"
+    is_claim_of_all = True
+    axis: str = field(compare=False)
+
+    def claims_beside(self, key: RowKey, call: Calls) -> bool:
+        return key.axis == self.axis or key.subject == "redistribution"
+
+
+def _axes(between: Between, *, came: bool) -> Iterator[Step]:
     old, new = ({axis.name for axis in axes} for axes in between.axes)
     for axis in sorted(new - old if came else old - new):
-        yield from _axis(between, axis, came=came)
+        keys = between.select_rows(partial(_is_over, axis))
+        yield from between.replaced(OverAxis, keys, came=came, axis=axis)
 
 
-def _axis(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
-    def is_meant(key: RowKey, before: Rows, after: Rows) -> bool:
-        is_move = key.subject == "redistribution" and not (before and after)
-        return key.axis == axis or is_move
+def _is_over(axis: str, key: RowKey, before: Rows, after: Rows) -> bool:
+    is_move = key.subject == "redistribution" and not (before and after)
+    return key.axis == axis or is_move
 
-    def sentence(step: Replaced) -> str:
-        if not came:
-            return f"nothing is sent over {axis} any more"
-        what = f"sent over {axis} now, over which nothing was"
-        # All of it: what was there before the step only came there by the new name of an axis.
-        return replace(step, was={}).with_calls(what, lambda key, _: key.axis == axis)
 
-    yield from between.replaced(
-        "axis",
-        between.select_rows(is_meant),
-        came=came,
-        claim=lambda key, _: key.axis == axis or key.subject == "redistribution",
-        is_claim_of_all=True,
-        sentence=sentence,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Recomputed(Replaced):
+    """Collectives of forward are sent again in backward."""
+
+    kind: Kind = "recomputed"
+    is_claim_of_all = True
+    gathers_again: bool = field(compare=False)
+    """Whether backward gathers the same units."""
+    is_partly: bool = field(compare=False)
+    """Whether others were recomputed before, or still are."""
+
+    def claims_beside(self, key: RowKey, call: Calls) -> bool:
+        return key.phase is Phase.RECOMPUTE
+
+    def cause(self, seen: Seen) -> str:
+        if self.came and self.gathers_again:
+            return (
+                "recomputation gathers what backward gathers anyway: checkpoint with "
+                "use_reentrant=True does, under FSDP1 and where set_modules_to_forward_prefetch "
+                "is called; use_reentrant=False does not"
+            )
+        if self.is_partly:
+            more_or_less = "more" if self.came else "less"
+            return f"{more_or_less} is recomputed: other modules, or other checkpointing"
+        return f"activation checkpointing was switched {'on' if self.came else 'off'}"
 
 
 def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
@@ -85,75 +107,51 @@ def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
     ):
         return
     gathers = [more[at].gathers for at in keys]
-    if came and any(at[Phase.RECOMPUTE] and at[Phase.BACKWARD] for at in gathers):
-        cause = (
-            "recomputation gathers what backward gathers anyway: checkpoint with "
-            "use_reentrant=True does, under FSDP1 and where set_modules_to_forward_prefetch is "
-            "called; use_reentrant=False does not"
-        )
-    elif any(key.phase is Phase.RECOMPUTE for key in less.row_keys()):
-        more_or_less = "more" if came else "less"
-        cause = f"{more_or_less} is recomputed: other modules, or other checkpointing"
-    else:
-        cause = f"activation checkpointing was switched {'on' if came else 'off'}"
-
-    def sentence(step: Replaced) -> str:
-        if not came:
-            return f"nothing of {step.who} is sent again by recomputation any more"
-        what = f"forward collectives of {step.who} repeated by recomputation in backward"
-        return f"{what}: {step.calls()}"
-
     yield from between.replaced(
-        "recomputed",
+        Recomputed,
         keys,
         came=came,
-        claim=lambda key, _: key.phase is Phase.RECOMPUTE,
-        is_claim_of_all=True,
-        sentence=sentence,
-        cause=cause,
+        gathers_again=any(at[Phase.RECOMPUTE] and at[Phase.BACKWARD] for at in gathers),
+        is_partly=any(key.phase is Phase.RECOMPUTE for key in less.row_keys()),
     )
 
 
-def _sequence_parallel(between: Between, *, came: bool) -> Iterator[Step]:
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallel(OverAxis):
     """Forward's all-reduces of an axis are reduce-scatters of the same modules and bytes."""
+
+    kind: Kind = "sequence parallel"
+    is_whole: bool = field(compare=False)
+    """Whether nothing was scattered over the axis before."""
+
+
+def _sequence_parallel(between: Between, *, came: bool) -> Iterator[Step]:
     off, on = between.sides(came=came)
     scattered = [
         key.axis
         for owner in between.changed
         for key, rows in off[owner].rows.items()
-        if key == _sum_in_forward("all_reduce", key.axis)
+        if key == sum_in_forward("all_reduce", key.axis)
         and _amounts(rows) == _amounts(on[owner].row(key._replace(what="reduce_scatter")))
     ]
     for axis in dict.fromkeys(scattered):
-        if _sum_in_forward("all_reduce", axis) not in on.row_keys():
+        if sum_in_forward("all_reduce", axis) not in on.row_keys():
             yield from _scattered(between, axis, came=came)
 
 
 def _scattered(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
     off, _ = between.sides(came=came)
-    is_whole = _sum_in_forward("reduce_scatter", axis) not in off.row_keys()
-    kinds = ("all-reduces", "reduce-scatters")
-    old, new = kinds if came else kinds[::-1]
-
-    def sentence(step: Replaced) -> str:
-        became = f"forward {old} became {new} of as many bytes"
-        if is_whole:
-            return f"sequence parallelism over {axis} {'on' if came else 'off'}: {became}"
-        sums = {_sum_in_forward(kind, axis) for kind in ("all_reduce", "reduce_scatter")}
-        owners = [owner for owner, rows in step.rows.items() if not sums.isdisjoint(rows)]
-        return f"{name_owners(owners)}[{axis}]: {became}"
-
     yield from between.replaced(
-        "sequence parallel",
+        SequenceParallel,
         between.select_rows(lambda key, *_: key.axis == axis or key.subject == "redistribution"),
         came=came,
-        claim=lambda key, _: key.axis == axis or key.subject == "redistribution",
-        is_claim_of_all=True,
-        sentence=sentence,
+        axis=axis,
+        is_whole=sum_in_forward("reduce_scatter", axis) not in off.row_keys(),
     )
 
 
-def _sum_in_forward(kind: str, axis: str) -> RowKey:
+def sum_in_forward(kind: str, axis: str) -> RowKey:
+    """The key of sums over an axis in forward."""
     return RowKey("collective", Phase.FORWARD, kind, axis)
 
 
@@ -171,8 +169,38 @@ _PARTS: Final = (
 )
 
 
-def _phases(between: Between, *, came: bool) -> Iterator[Step]:
+@dataclass(frozen=True, kw_only=True)
+class OfPhases(Replaced):
     """A part of the step is there that was not, and forward is as before."""
+
+    kind: Kind = "phase"
+    is_claim_of_all = True
+    phases: tuple[Phase, ...] = field(compare=False)
+    has_norms: bool = field(compare=False)
+    is_elsewhere: bool = field(compare=False)
+    """Whether norms may be computed of what is sent in another phase now."""
+
+    @property
+    def is_regression(self) -> bool:
+        return self.has_norms and not self.came
+
+    def claims_beside(self, key: RowKey, call: Calls) -> bool:
+        return key.phase in (*self.phases, Phase.FORWARD)
+
+    def cause(self, seen: Seen) -> str:
+        if not self.has_norms:
+            return ""
+        if self.came:
+            return "norms of gradients are computed, as clip_grad_norm_ does"
+        if self.is_elsewhere:
+            return (
+                "norms of gradients are no longer computed as clip_grad_norm_ does, or not at all"
+            )
+        is_still = "is clip_grad_norm_ still called in each step?"
+        return f"norms of gradients are no longer computed: {is_still}"
+
+
+def _phases(between: Between, *, came: bool) -> Iterator[Step]:
     less, more = between.sides(came=came)
     without, having = ({key.phase for key in state.row_keys()} for state in (less, more))
     for phases in _PARTS:
@@ -211,48 +239,43 @@ def _phase(
     *,
     came: bool,
 ) -> Iterator[Step]:
-    # DTensor's placement of a norm before it is reduced (read in torch 2.6 to 2.15).
-    has_norms = any("(_NormPartial" in key.what for held in keys.values() for key in held)
-
-    def sentence(step: Replaced) -> str:
-        sent = {key.phase for rows in step.rows.values() for key in rows}
-        what = " and ".join(
-            "the loss" if phase is Phase.OUTSIDE else phase for phase in phases if phase in sent
-        )
-        if not came:
-            return f"nothing is sent in {what} any more, forward as before"
-        return step.with_calls(
-            f"{what} came, forward as before", lambda key, _: key.phase in phases
-        )
-
-    cause = "norms of gradients are computed, as clip_grad_norm_ does"
-    # They may be computed of what is sent in another phase now, as of whole gradients.
     old, new = between.origin[None], between.target[None]
-    is_elsewhere = any(
-        key.subject == "redistribution"
-        and key.phase is Phase.OUTSIDE
-        and count_of(rows) > count_of(old.row(key))
-        for key, rows in new.rows.items()
-    )
-    if not came and is_elsewhere:
-        cause = "norms of gradients are no longer computed as clip_grad_norm_ does, or not at all"
-    elif not came:
-        is_still = "is clip_grad_norm_ still called in each step?"
-        cause = f"norms of gradients are no longer computed: {is_still}"
     yield from between.replaced(
-        "phase",
+        OfPhases,
         keys,
         came=came,
-        claim=lambda key, _: key.phase in (*phases, Phase.FORWARD),
-        is_claim_of_all=True,
-        sentence=sentence,
-        cause=cause if has_norms else "",
-        is_regression=has_norms and not came,
+        phases=phases,
+        # DTensor's placement of a norm before it is reduced (read in torch 2.6 to 2.15).
+        has_norms=any("(_NormPartial" in key.what for held in keys.values() for key in held),
+        is_elsewhere=any(
+            key.subject == "redistribution"
+            and key.phase is Phase.OUTSIDE
+            and count_of(rows) > count_of(old.row(key))
+            for key, rows in new.rows.items()
+        ),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Redistributed(Replaced):
+    """DTensors of modules change placements in a phase in which they did not, and send for it."""
+
+    kind: Kind = "redistributed"
+    phase: Phase = field(compare=False)
+    change: str = field(compare=False)
+    """The placements before and after, as `Row.what`."""
+
+    @property
+    def is_regression(self) -> bool:
+        return True
+
+    def cause(self, seen: Seen) -> str:
+        if not self.came or self.phase is not Phase.FORWARD or None in self.owners:
+            return ""
+        return "its layouts in the plan and those before or after it no longer match"
 
 
 def _redistributed(between: Between) -> Iterator[Step]:
-    """DTensors of modules change placements in a phase in which they did not, and send for it."""
     found: defaultdict[tuple[Phase, str, bool], dict[Owner, list[RowKey]]] = defaultdict(dict)
     for alike in between.alike:
         for key, before, after in alike.rows:
@@ -273,41 +296,30 @@ def _redistributed(between: Between) -> Iterator[Step]:
                 keys = found[key.phase, key.what, bool(after)]
                 keys.update(dict.fromkeys(alike.owners, chosen))
     for (phase, change, came), keys in found.items():
-        yield from _redistribution(between, phase, change, keys, came=came)
+        yield from between.replaced(Redistributed, keys, came=came, phase=phase, change=change)
 
 
-def _redistribution(
-    between: Between,
-    phase: Phase,
-    change: str,
-    keys: Mapping[Owner, Iterable[RowKey]],
-    *,
-    came: bool,
-) -> Iterator[Step]:
-    source, _, target = change.partition("->")
+@dataclass(frozen=True, kw_only=True)
+class GatheredInFull(Replaced):
+    """DTensors are gathered whole outside of the step, or parameters once more in forward."""
 
-    def sentence(step: Replaced) -> str:
-        if not came:
-            return f"{step.who} {phase}: no redistribution {source} -> {target} any more"
-        return (
-            f"{step.who} {phase}: redistributed {source} -> {target}, which sends "
-            f"{step.sums}: {step.calls()}"
-        )
+    kind: Kind = "gathered in full"
+    phase: Phase = field(compare=False)
+    roles: str = field(compare=False)
+    """What is gathered; empty if that is not known of all of it."""
 
-    is_of_plan = came and phase is Phase.FORWARD and None not in keys
-    cause = "its layouts in the plan and those before or after it no longer match"
-    yield from between.replaced(
-        "redistributed",
-        keys,
-        came=came,
-        sentence=sentence,
-        cause=cause if is_of_plan else "",
-        is_regression=True,
-    )
+    @property
+    def is_regression(self) -> bool:
+        return True
+
+    def cause(self, seen: Seen) -> str:
+        where = "a full state dict as of a checkpoint, or a DTensor that is printed or logged"
+        if self.phase is Phase.FORWARD:
+            where = "such as once for each chunk of a loss"
+        return f"full_tensor() or redistribute(), {where}"
 
 
 def _gathered_in_full(between: Between) -> Iterator[Step]:
-    """DTensors are gathered whole outside of the step, or parameters once more in forward."""
     found: defaultdict[tuple[Phase, str], dict[Owner, list[RowKey]]] = defaultdict(dict)
     for phase in (Phase.OUTSIDE, Phase.FORWARD):
         for owner, keys in between.select(partial(_gathers_in_full, phase)).items():
@@ -316,19 +328,8 @@ def _gathered_in_full(between: Between) -> Iterator[Step]:
             if _is_by_hand(phase, sent):
                 roles = _roles(sent)
                 found[phase, "" if "" in roles else " and ".join(sorted(roles))][owner] = keys
-    otherwise = {
-        Phase.OUTSIDE: "a full state dict as of a checkpoint, or a DTensor that is printed or "
-        "logged",
-        Phase.FORWARD: "such as once for each chunk of a loss",
-    }
     for (phase, what), rows in found.items():
-        yield from between.replaced(
-            "gathered in full",
-            rows,
-            sentence=partial(_sentence_of_gathers, phase, what),
-            cause=f"full_tensor() or redistribute(), {otherwise[phase]}",
-            is_regression=True,
-        )
+        yield from between.replaced(GatheredInFull, rows, phase=phase, roles=what)
 
 
 def _is_by_hand(phase: Phase, sent: Iterable[Rows]) -> bool:
@@ -337,12 +338,6 @@ def _is_by_hand(phase: Phase, sent: Iterable[Rows]) -> bool:
 
 def _roles(sent: Iterable[Rows]) -> set[str]:
     return {call.role for rows in sent for call in calls_of(rows)}
-
-
-def _sentence_of_gathers(phase: Phase, roles: str, step: Replaced) -> str:
-    who = f"{step.who}: {roles}" if roles else "DTensors"
-    where = "in forward" if phase is Phase.FORWARD else "outside of forward and backward"
-    return f"{who} gathered in full {where}: {step.calls()} more"
 
 
 def _gathers_in_full(phase: Phase, old: Content, new: Content) -> list[RowKey]:

@@ -1,32 +1,20 @@
-"""What an explanation is made of: changes of contents, each with its sentence and its cause."""
+"""What an explanation is made of: changes of contents, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.explanation.contents import (
-    NOTHING,
-    Content,
-    Owner,
-    Rows,
-    State,
-    calls_of,
-)
-from pytest_fsdp_comm.comm.explanation.templates import template
+from pytest_fsdp_comm.comm.explanation.states import NOTHING, Content, Owner, Rows, State, template
 from pytest_fsdp_comm.comm.profile import RowKey
-from pytest_fsdp_comm.text.fqn import name_owners
-from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pytest_fsdp_comm.comm.explanation.contents import Pool
-    from pytest_fsdp_comm.comm.profile import Row
+    from pytest_fsdp_comm.comm.calls import Calls
+    from pytest_fsdp_comm.comm.explanation.states import Pool
+    from pytest_fsdp_comm.comm.profile import CommProfile, Row
 
 Kind: TypeAlias = Literal[
     "axis renamed",
@@ -35,22 +23,23 @@ Kind: TypeAlias = Literal[
     "counts",
     "sizes",
     "dtype",
-    "unit sizes",
     # Of units.
+    "unit sizes",
     "freed",
     "gathered elsewhere",
     "gathered in backward",
     "used in backward",
-    "reduced",
-    "reduced by more",
-    "reduced times",
-    "part reduced",
-    "gradient sizes",
     "sharded",
     "split off",
     "regrouped",
     "called",
     "unit",
+    # Of gradients.
+    "reduced",
+    "reduced by more",
+    "reduced times",
+    "part reduced",
+    "gradient sizes",
     "buckets",
     # Of passes.
     "axis",
@@ -62,12 +51,42 @@ Kind: TypeAlias = Literal[
 ]
 Writes: TypeAlias = Literal["counts", "sizes", "rows", ""]
 
-_MAX_GROUPS: Final = 3
-
 # Note [Steps]: a step tells an effect: what is different, not why. It is exact or it is not told,
 # so each says what it `claims`: where anything of that is different at the end, it is refuted.
 # A `GlobalStep` and its like, in `names` and `amounts`, can be applied to any state. A `Replaced`
-# has its rows from the new profile: see Note [Evidence of a proposal] in `units`.
+# has its rows from the new profile: see Note [Evidence of a proposal] in `units`. `sentences` puts
+# all of them into words.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What two trees say of the units that both have; names as those of owners."""
+
+    units: frozenset[str]
+    frozen: frozenset[str] = frozenset()
+    """Those whose trainable parameters are all frozen now."""
+    partly_frozen: frozenset[str] = frozenset()
+    """Those of which some parameters are frozen now, and others trainable."""
+    thawed: frozenset[str] = frozenset()
+    """Those of which some parameters are trainable now that were frozen."""
+    policies: Mapping[str, str]
+    """As `tree.profile.policy_change` words it, of those with another policy after forward."""
+    new_roots: frozenset[str] = frozenset()
+    is_other_dtype: bool = False
+    is_other_policy: bool = False
+    """Whether units that both have got another mixed precision."""
+    is_reduce_dtype_unset: bool = False
+    """Whether, on both sides, all units with a `param_dtype` are FSDP2's, and set no
+    `reduce_dtype`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a cause is judged by: both recordings, and the trees of the same comparison."""
+
+    old: CommProfile
+    new: CommProfile
+    trees: Evidence | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +96,21 @@ class Step:
     kind: Kind
     order: ClassVar[int]
     """Steps are applied in this order: names first, single modules last."""
-    writes: Writes = ""
+    writes: ClassVar[Writes] = ""
     """What of a row it writes, which two steps must not do; empty for names, and with them all."""
-    is_regression: bool = field(default=False, compare=False)
-    """Whether nobody wants it, if a cause of it is known."""
 
     @property
-    def line(self) -> str:
-        """What is told of it."""
-        raise NotImplementedError
+    def is_regression(self) -> bool:
+        """Whether nobody wants it, if a cause of it is known."""
+        return False
 
-    @property
-    def cause(self) -> str:
-        """Why it may have come about, by what is sent alone; empty if the line says all."""
+    def cause(self, seen: Seen) -> str:
+        """Why it may have come about; empty if its sentence says all, or nothing is known."""
         return ""
+
+    def is_of_torch(self, seen: Seen) -> bool:
+        """Whether another version of torch does it, without any change of the user's."""
+        return False
 
     @property
     def description_cost(self) -> float:
@@ -136,42 +156,32 @@ class Replaced(Step):
     """Some rows of some modules are others; see Note [Steps]."""
 
     order = 5
-    writes: Writes = "rows"
+    writes: ClassVar[Writes] = "rows"
+    is_claim_of_all: ClassVar[bool] = False
+    """Whether it speaks of all modules; otherwise of those whose rows it writes."""
+    more_cost: ClassVar[float] = 0.0
+    """What it costs beside what others do: more where another step would say more."""
+
     came: bool = True
     """False where it is what `kind` says the other way round."""
     rows: Mapping[Owner, Mapping[RowKey, Rows]]
     """What the new profile has for each of these rows; empty where it has none."""
+    # Facts about them, here and in what follows, tell no two steps apart.
     was: Mapping[Owner, Mapping[RowKey, Rows]] = field(compare=False)
-    sentence: Callable[[Replaced], str] = field(compare=False)
-    """Makes its line: of the steps that are proposed, few are told."""
-    claim: Callable[[RowKey, Calls], bool] | None = field(default=None, compare=False)
-    """What it speaks about beside the rows that it writes; None for nothing."""
-    is_claim_of_all: bool = field(default=False, compare=False)
-    """Whether it claims that of all modules; otherwise of those whose rows it writes."""
-    cause: str = field(default="", compare=False)
-    about: tuple[Owner, ...] = field(default=(), compare=False)
-    """The modules whose code has the cause; empty for all whose rows it writes."""
-    more_cost: float = field(default=0.0, compare=False)
-    """What it costs beside what others do: more where another step would say more."""
 
     @property
     def owners(self) -> tuple[Owner, ...]:
         return tuple(self.rows)
 
     @property
-    def line(self) -> str:
-        return self.sentence(self)
+    def about(self) -> tuple[Owner, ...]:
+        """The modules whose code has the cause."""
+        return self.owners
 
-    @property
-    def who(self) -> str:
-        return name_owners(self.owners)
-
-    @property
-    def sums(self) -> str:
-        """The kinds of collectives of its rows: ``all_reduce[rep], reduce_scatter[dp]``."""
-        return ", ".join(
-            sorted({str(key) for held in self.rows.values() for key in held if key.axis})
-        )
+    def units_in(self, trees: Evidence | None) -> set[str]:
+        """The modules, if the trees have each of them as a unit; otherwise none."""
+        owners = {owner for owner in self.owners if owner is not None}
+        return owners if trees is not None and owners <= trees.units else set()
 
     @cached_property
     def description_cost(self) -> float:
@@ -190,51 +200,10 @@ class Replaced(Step):
         return after
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        is_its = key in self.rows.get(owner, {})
-        if is_its or self.claim is None or not (self.is_claim_of_all or owner in self.rows):
-            return is_its
-        return self.claim(key, call)
+        if key in self.rows.get(owner, {}):
+            return True
+        return (self.is_claim_of_all or owner in self.rows) and self.claims_beside(key, call)
 
-    def calls(
-        self,
-        includes: Callable[[RowKey, Calls], bool] = lambda _key, _call: True,
-        owners: Iterable[Owner] = (),
-    ) -> str:
-        """How much more or less is sent: ``3 calls, 30.0 KiB in all``; empty if nothing is."""
-        count = nbytes = 0
-        is_sized = True
-        for sign, side in ((1, self.rows), (-1, self.was)):
-            for owner in owners or self.owners:
-                for key, rows in side.get(owner, {}).items():
-                    for call in calls_of(rows) if key.subject == "collective" else ():
-                        if includes(key, call):
-                            count += sign * call.count
-                            nbytes += sign * call.count * call.nbytes
-                            is_sized &= not call.lacks_size
-        # The bytes of some would read as those of all.
-        nbytes *= is_sized
-        if abs(count) == 1:
-            return f"1 call of {show_nbytes(abs(nbytes))}" if nbytes else "1 call"
-        in_all = f", {show_nbytes(abs(nbytes))} in all" if nbytes else ""
-        return f"{abs(count)} calls{in_all}" if count else ""
-
-    def with_calls(
-        self, text: str, includes: Callable[[RowKey, Calls], bool], owners: Iterable[Owner] = ()
-    ) -> str:
-        calls = self.calls(includes, owners)
-        return f"{text}: {calls}" if calls else text
-
-
-def show_sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
-    """Bytes before and after, the largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
-    # 0 where a module has several sizes.
-    owners: dict[tuple[int, int], list[Owner]] = {}
-    for owner, nbytes in sizes.items():
-        owners.setdefault(nbytes, []).append(owner)
-    groups = sorted(owners.items(), key=lambda group: -abs(group[0][1] - group[0][0]))
-    shown = [
-        f"{name_owners(found)} {show_nbytes_change(*nbytes) if all(nbytes) else 'resized'}"
-        for nbytes, found in groups[:_MAX_GROUPS]
-    ]
-    more = len(groups) - len(shown)
-    return f"{', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
+    def claims_beside(self, key: RowKey, call: Calls) -> bool:
+        """Whether it speaks about a call beside the rows that it writes."""
+        return False

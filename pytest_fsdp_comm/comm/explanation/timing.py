@@ -8,10 +8,10 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.contents import Owner
 from pytest_fsdp_comm.comm.explanation.names import AxisRenamed, Renamed
+from pytest_fsdp_comm.comm.explanation.states import Owner
 from pytest_fsdp_comm.comm.profile import RowKey
-from pytest_fsdp_comm.text.fqn import name_owners, natural_key
+from pytest_fsdp_comm.text.fqn import natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,23 +35,6 @@ class TimingChange:
     """By their new names, in natural order."""
     before: Shares
     after: Shares
-
-    @property
-    def line(self) -> str:
-        """What it tells."""
-        what = f"{name_owners(self.owners)} {self.key.phase}: {self.key}"
-        if self.subject == "ahead":
-            before, after = (
-                " or ".join(str(value) for value, _ in shares)
-                for shares in (self.before, self.after)
-            )
-            return f"{what} issued {before} -> {after} units ahead of use"
-        last, share = self.after[-1]
-        if len(self.after) > 1:
-            return f"{what} asynchronous in {share} of its calls now"
-        if last:
-            return f"{what} asynchronous now (async_op=True)"
-        return f"{what} synchronous now: the caller waits for it"
 
     @property
     def cause(self) -> str:

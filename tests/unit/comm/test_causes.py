@@ -25,8 +25,9 @@ from sample_profiles import (
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.explanation.sentences import sentence
 from pytest_fsdp_comm.reports.headline import headline_of_steps
-from pytest_fsdp_comm.snapshots.evidence import tree_evidence
+from pytest_fsdp_comm.snapshots.differences import tree_evidence
 from pytest_fsdp_comm.tree.model import Precision
 from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, UnitFacts
 
@@ -154,7 +155,7 @@ def test_units_that_were_gathered_in_vain_lose_no_gradients():
     old = freeze(profile())
     comparison = compare(old, spare(old), evidence=tree_evidence(tree(), tree()))
     (step,) = comparison.explanation.steps
-    assert step.line == "layers.1 not gathered in backward any more"
+    assert sentence(step) == "layers.1 not gathered in backward any more"
     assert comparison.causes == ()
 
 

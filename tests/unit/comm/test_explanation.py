@@ -34,9 +34,9 @@ from sample_profiles import (
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.between import Between
-from pytest_fsdp_comm.comm.explanation.contents import Pool, State
 from pytest_fsdp_comm.comm.explanation.search import explain
+from pytest_fsdp_comm.comm.explanation.sentences import sentence
+from pytest_fsdp_comm.comm.explanation.states import Between, Pool, State
 from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.reports.changes import render_comparison
 
@@ -94,7 +94,7 @@ def test_a_change_of_the_whole_is_one_line(change, line):
     old = profile(tensor_parallel=True)
     explanation = explain(old, change(old))
     assert explanation.is_exact
-    assert [step.line for step in explanation.steps] == [line]
+    assert [sentence(step) for step in explanation.steps] == [line]
     assert PLANTED[change] == {step.kind for step in explanation.steps}
 
 
@@ -178,7 +178,7 @@ def test_a_head_that_is_split_off_and_called_for_each_chunk_is_named_as_both():
     new = made([*unit("", NBYTES - 1_024, kept=True), *layers, *rows])
     comparison = compare(old, new)
     (step,) = comparison.explanation.steps
-    assert step.line == (
+    assert sentence(step) == (
         "head split off (root), gathered 4 times in forward: 8 calls, 8.0 KiB in all"
     )
     assert [cause.text[:30] for cause in comparison.causes] == ["called several times in one fo"]
@@ -198,13 +198,13 @@ def test_a_unit_that_is_split_off_under_accumulation_is_called_as_often_as_the_o
     new = made(four_micro_batches([*rest, *units, *unit("embed", 1_024)]))
     comparison = compare(old, new)
     (step,) = comparison.explanation.steps
-    assert step.line.startswith("embed split off (root): ")
+    assert sentence(step).startswith("embed split off (root): ")
     assert comparison.causes == ()
 
 
 def test_a_removed_and_an_added_module_of_equal_rows_is_told_as_either():
     old, new = (profile(extra=[unit(name, 512)]) for name in ("adapter", "head"))
-    assert [step.line for step in explain(old, new).steps] == [
+    assert [sentence(step) for step in explain(old, new).steps] == [
         "adapter is head now, or another module with equal rows in its place"
     ]
 
@@ -219,12 +219,12 @@ def test_one_unit_whose_name_the_root_takes_has_not_moved_there():
     old = made([*unit("head+model.norm", 516), *units("model.", NBYTES)])
     adapted = [one for one in units("base.model.", NBYTES + 64) if role(one) != "gradients"]
     new = made([*unit("", 4, kept=True), *adapted])
-    assert not any("at the top now" in step.line for step in explain(old, new).steps)
+    assert not any("at the top now" in sentence(step) for step in explain(old, new).steps)
 
 
 def test_a_unit_that_came_has_bytes_that_no_other_unit_lost():
     old, new = profile(), profile(extra=[unit("head", 512)])
-    assert [step.line for step in explain(old, new).steps] == [
+    assert [sentence(step) for step in explain(old, new).steps] == [
         "head gathered now, other units as before: 2 calls, 1.0 KiB in all"
     ]
     # The same beside a unit that shrank by other bytes: two changes, neither of which is told so.
@@ -245,7 +245,7 @@ def test_ddp_in_place_of_hsdp_tells_every_unit_that_is_gathered_now():
     hsdp = under_hsdp([*unit("", 64, kept=True), *unit("a", 128)])
     explanation = explain(ddp, hsdp)
     assert explanation.is_exact
-    assert {step.line for step in explanation.steps} == {
+    assert {sentence(step) for step in explanation.steps} == {
         "nothing is sent over world any more",
         "(root), a gathered now, other units as before: 3 calls, 320 B in all",
     }
@@ -264,7 +264,9 @@ def test_checkpointing_is_told_beside_another_type_of_parameters():
         return changed(made([*unit("a", nbytes), *unit("b", nbytes)]), change)
 
     old, new = units(128, "bfloat16", BACKWARD), units(256, "float32", RECOMPUTE)
-    lines = [[step.line for step in explain(*sides).steps] for sides in ((old, new), (new, old))]
+    lines = [
+        [sentence(step) for step in explain(*sides).steps] for sides in ((old, new), (new, old))
+    ]
     assert (
         "forward collectives of a repeated by recomputation in backward: 1 call of 256 B"
         in (lines[0])
@@ -281,7 +283,7 @@ def test_what_is_sent_over_an_axis_that_is_new_is_counted_in_full_beside_a_renam
         return made([norm, *(replace(one, axis=one.axis and axis) for one in rows)])
 
     old, new = step("dp", 80), step("world", 4)
-    assert [step.line for step in explain(old, new).steps] == [
+    assert [sentence(step) for step in explain(old, new).steps] == [
         "all that was sent over dp is sent over world now",
         "sent over world now, over which nothing was: 1 call of 4 B",
     ]
@@ -314,7 +316,7 @@ def test_a_fraction_is_told_of_gathers_and_reductions_alike_beside_another_chang
     """Half as many steps, none of which computes the norm of its gradients any more."""
     norm = row(Phase.OPTIMIZER, None, "all_reduce", 4)
     old, new = made([*twice(profile()).rows, norm]), profile()
-    assert {step.line for step in explain(old, new).steps} == {
+    assert {sentence(step) for step in explain(old, new).steps} == {
         "all counts of forward and backward x1/2",
         "nothing is sent in optimizer any more, forward as before",
     }

@@ -1,12 +1,12 @@
-"""What the search looks at: a profile as what each module does, in which equal contents are one."""
+"""What the search looks at: what each module does on both sides, and what of it differs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.calls import UNTIMED
 from pytest_fsdp_comm.comm.events import Phase, Role
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pytest_fsdp_comm.comm.calls import Calls
+    from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
 
 _T = TypeVar("_T")
+_Step = TypeVar("_Step")
 
 # Note [Contents]: a model of 126 layers has thousands of rows, and a dozen different contents: the
 # rows of a module without its name. A `Pool`, one for each search, makes each content once, so that
@@ -177,6 +179,16 @@ def total_count(rows: Mapping[RowKey, Rows]) -> int:
     return sum(map(count_of, rows.values()))
 
 
+def forward_gathers(content: Content) -> int:
+    """How often a unit is gathered in forward."""
+    return total_count(content.gathers[Phase.FORWARD])
+
+
+def largest(rows: Rows) -> int:
+    """The most bytes of a call."""
+    return max((call.nbytes for call in calls_of(rows)), default=0)
+
+
 def is_part(some: Rows, rows: Rows) -> bool:
     """Whether all calls of some rows are among others, on the same ranks."""
     counts = {(row.ranks, replace(one, count=0)): one.count for row in rows for one in row.calls}
@@ -232,3 +244,153 @@ def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
         return call.role == Role.GRADIENTS
     beside = {other.role for at, other in content.calls() if at.phase is key.phase}
     return Role.GRADIENTS in beside and Role.ACTIVATIONS not in beside
+
+
+# Note [Both ways]: most changes have a mirror image: freed or kept after forward, split off or
+# merged. One function proposes both: `came` says whether the target has something that the state
+# lacks, `sides` and `select` swap the two accordingly, and only the sentences and causes differ.
+
+
+class Alike(NamedTuple):
+    """What differs in some modules."""
+
+    owners: list[Owner]
+    old: Content
+    new: Content
+    rows: list[tuple[RowKey, Rows, Rows]]
+    """Those that differ, on both sides."""
+
+
+class Between:
+    """Two states, and what differs between them."""
+
+    def __init__(
+        self,
+        state: State,
+        target: State,
+        origin: State,
+        axes: tuple[tuple[MeshAxis, ...], tuple[MeshAxis, ...]],
+    ) -> None:
+        """Compare the states, by identity of contents."""
+        self.state = state
+        self.target = target
+        self.origin = origin
+        """What the first step began with."""
+        self.axes = axes
+        """Of the old and the new profile."""
+        self.owners = owners_that_differ(state, target)
+        self.gone = [owner for owner in self.owners if owner not in target]
+        self.added = [owner for owner in self.owners if owner not in state]
+        self.changed = [owner for owner in self.owners if owner in state and owner in target]
+
+    def sides(self, *, came: bool) -> tuple[State, State]:
+        """The state without what came or went, and the one with it; see Note [Both ways]."""
+        return (self.state, self.target) if came else (self.target, self.state)
+
+    @cached_property
+    def alike(self) -> list[Alike]:
+        """What differs, once for all modules in which the same does."""
+        return differences(self.state, self.target)
+
+    def select(
+        self, choose: Callable[[Content, Content], Iterable[RowKey]], *, came: bool = True
+    ) -> dict[Owner, list[RowKey]]:
+        """Rows chosen for the content without what came or went and the one with it."""
+        return self._chosen(
+            list(choose(*((alike.old, alike.new) if came else (alike.new, alike.old))))
+            for alike in self.alike
+        )
+
+    def select_rows(
+        self, is_meant: Callable[[RowKey, Rows, Rows], object]
+    ) -> dict[Owner, list[RowKey]]:
+        """The rows that differ and are meant, by their key and both sides."""
+        return self._chosen(
+            [row[0] for row in alike.rows if is_meant(*row)] for alike in self.alike
+        )
+
+    def _chosen(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
+        # Modules in which the same differs share one list: see `replaced`.
+        return {
+            owner: chosen
+            for alike, chosen in zip(self.alike, keys, strict=True)
+            for owner in (alike.owners if chosen else ())
+        }
+
+    def replaced(
+        self, step: Callable[..., _Step], keys: Mapping[Owner, Iterable[RowKey]], **facts: Any
+    ) -> Iterator[_Step]:
+        """The step that writes the target's rows where they differ; none if no rows are given."""
+        # Modules in which the same differs share what is written.
+        shared: dict[tuple[object, ...], list[dict[RowKey, Rows]]] = {}
+        sides: dict[Owner, list[dict[RowKey, Rows]]] = {}
+        for owner, wanted in keys.items():
+            old, new = self.state[owner], self.target[owner]
+            place = old, new, id(wanted)
+            if place not in shared:
+                differing = [key for key in dict.fromkeys(wanted) if old.row(key) != new.row(key)]
+                shared[place] = [{key: one.row(key) for key in differing} for one in (old, new)]
+            sides[owner] = shared[place]
+        if sides:
+            was, now = ({owner: two[i] for owner, two in sides.items()} for i in (0, 1))
+            yield step(rows=now, was=was, **facts)
+
+
+def differences(old: State, new: State) -> list[Alike]:
+    """What differs between two states, once for all modules in which the same does."""
+    alike: dict[tuple[Content, Content], list[Owner]] = {}
+    for owner in owners_that_differ(old, new):
+        alike.setdefault((old[owner], new[owner]), []).append(owner)
+    return [
+        Alike(
+            owners,
+            was,
+            now,
+            [(key, was.row(key), now.row(key)) for key in keys_that_differ(was, now)],
+        )
+        for (was, now), owners in alike.items()
+    ]
+
+
+def owners_that_differ(old: State, new: State) -> list[Owner]:
+    """The modules that do not do the same in two states."""
+    return [owner for owner in {**old, **new} if old[owner] is not new[owner]]
+
+
+def keys_that_differ(old: Content, new: Content) -> Iterator[RowKey]:
+    """The rows of a module that differ between two contents."""
+    return (key for key in {**old.rows, **new.rows} if old.row(key) != new.row(key))
+
+
+@lru_cache(maxsize=100_000)
+def template(fqn: str) -> str:
+    """The name with ``*`` for each number: ``layers.*.experts.*`` of ``layers.3.experts.7``."""
+    # "+" joins the modules of one unit.
+    return "+".join(
+        ".".join("*" if segment.isdecimal() else segment for segment in part.split("."))
+        for part in fqn.split("+")
+    )
+
+
+@lru_cache(maxsize=100_000)
+def replace_prefix(fqn: str, old: str, new: str) -> str:
+    """The name with another beginning, in each module of a unit that has it.
+
+    Both are whole segments with ``*`` for numbers in order; an empty `old` begins all names.
+    """
+    if "+" in fqn:
+        return "+".join(replace_prefix(part, old, new) for part in fqn.split("+"))
+    if not old:
+        return f"{new}.{fqn}" if fqn else new
+    segments, wanted = fqn.split("."), old.split(".")
+    numbers = []
+    if len(segments) < len(wanted):
+        return fqn
+    for segment, want in zip(segments, wanted, strict=False):
+        if want == "*" and segment.isdecimal():
+            numbers.append(segment)
+        elif segment != want:
+            return fqn
+    given = iter(numbers)
+    written = [next(given) if part == "*" else part for part in new.split(".") if part]
+    return ".".join((*written, *segments[len(wanted) :]))

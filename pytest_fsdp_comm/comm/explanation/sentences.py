@@ -1,0 +1,353 @@
+"""All wording of steps: what is told of each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Sizes
+from pytest_fsdp_comm.comm.explanation.gradients import (
+    Buckets,
+    GradientSizes,
+    Reduced,
+    ReducedTimes,
+)
+from pytest_fsdp_comm.comm.explanation.names import AxisRenamed, Layers, Renamed
+from pytest_fsdp_comm.comm.explanation.passes import (
+    GatheredInFull,
+    OfPhases,
+    OverAxis,
+    Recomputed,
+    Redistributed,
+    SequenceParallel,
+    sum_in_forward,
+)
+from pytest_fsdp_comm.comm.explanation.states import calls_of, count_of, is_gather, largest
+from pytest_fsdp_comm.comm.explanation.steps import Replaced
+from pytest_fsdp_comm.comm.explanation.units import (
+    Called,
+    Freed,
+    GatheredElsewhere,
+    InBackward,
+    Regrouped,
+    Sharded,
+    SplitOff,
+    Units,
+    UnitSizes,
+)
+from pytest_fsdp_comm.text.fqn import ROOT_TEXT, name_owners
+from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from pytest_fsdp_comm.comm.calls import Calls
+    from pytest_fsdp_comm.comm.explanation.states import Owner
+    from pytest_fsdp_comm.comm.explanation.steps import Step
+    from pytest_fsdp_comm.comm.explanation.timing import TimingChange
+    from pytest_fsdp_comm.comm.profile import RowKey
+
+_MAX_GROUPS: Final = 3
+_ROLES: Final = tuple(Role)
+
+
+def sentence(step: Step) -> str:
+    """Tell a step in one line."""
+    match step:
+        case AxisRenamed() | Renamed() | Layers():
+            return _of_names(step)
+        case Counts():
+            return _of_counts(step)
+        case Sizes():
+            loss = " and the loss" if step.with_loss else ""
+            what = f"gradients[{step.axis}]" if step.axis else f"activations{loss}"
+            return f"{what}: x{step.factor} bytes in each call"
+        case Dtype():
+            return _of_dtype(step)
+        case ReducedTimes() | Reduced() | GradientSizes() | Buckets():
+            return _of_gradients(step)
+        case OverAxis() | Recomputed() | OfPhases() | Redistributed() | GatheredInFull():
+            return _of_passes(step)
+        case Replaced():
+            return _of_units(step)
+    raise AssertionError(step)
+
+
+def _of_names(step: AxisRenamed | Renamed | Layers) -> str:
+    match step:
+        case AxisRenamed() if step.is_alike:
+            return f"mesh axis {step.old} is {step.new} now, over the same ranks"
+        case AxisRenamed():
+            return f"all that was sent over {step.old} is sent over {step.new} now"
+        case Layers():
+            what = ", each as its siblings" if step.new > step.old else ""
+            modules = "modules" if step.has_units else "modules that send"
+            return f"{step.prefix or ROOT_TEXT}: {step.old} -> {step.new} {modules}{what}"
+    but_root = ", but for the parameters of the root" if step.keeps_root else ""
+    if not step.old:
+        return f"everything is below {step.new} now{but_root}"
+    if not step.new:
+        return f"what was below {step.old} is at the top now{but_root}"
+    same = ", or another module with equal rows in its place" if step.is_leaf else ""
+    return f"{step.old} is {step.new} now{same}"
+
+
+def _of_counts(step: Counts) -> str:
+    times = f"x{step.factor}"
+    match step.scope:
+        case Scope.EVERYTHING:
+            return f"every count {times}"
+        case Scope.FORWARD:
+            named = name_owners(step.kept)
+            kept = f"; {named} kept, and gathered as before" if step.kept else ""
+            return f"counts of forward {times}, of backward x1{kept}"
+        case Scope.ACTIVATIONS:
+            return f"activations sent {step.factor} times as often"
+        case Scope.OPTIMIZER:
+            return f"all counts of the optimizer's phase {times}"
+    what = "all counts of forward and backward"
+    if step.reductions == step.factor:
+        return f"{what} {times}"
+    what = "forwards and backwards" if step.has_activations else what
+    return f"{what} {times}, reductions of gradients x{step.reductions}"
+
+
+def _of_dtype(step: Dtype) -> str:
+    axes: defaultdict[str, list[str]] = defaultdict(list)
+    for role, axis in sorted(step.parts, key=lambda part: (_ROLES.index(part[0]), part[1])):
+        axes[role].append(axis)
+    parts = ", ".join(f"{role}[{','.join(found)}]" for role, found in axes.items())
+    where = f"{name_owners(step.owners)}: " if step.owners else ""
+    nbytes = "as many" if step.factor == 1 else f"x{step.factor}"
+    return f"{where}{parts} {step.old} -> {step.new}, {nbytes} bytes"
+
+
+def _of_gradients(step: ReducedTimes | Reduced | GradientSizes | Buckets) -> str:
+    who, rows_of = name_owners(step.owners), [*step.rows.values()]
+    match step:
+        case ReducedTimes():
+            counts = {
+                (count_of(step.was[owner][key]), count_of(rows))
+                for owner, held in step.rows.items()
+                for key, rows in held.items()
+                if key.axis
+            }
+            often = f"{step.times} times as often"
+            if len(counts) == 1:
+                often = "{} -> {} times".format(*counts.pop())
+            kinds = sorted({key.what for held in rows_of for key in held if key.axis})
+            rest = ", gathers as before" if step.is_sharded else ""
+            return f"gradients of {who} reduced {often} ({', '.join(kinds)}){rest}"
+        case Reduced():
+            how, now = ("reduced", " now") if step.came else ("no longer reduced", "")
+            if step.kind == "reduced by more":
+                return f"gradients of {who} {how} by {_sums(step)} too{now}, all else as before"
+            return f"gradients of {who} {how}{now} ({_sums(step)}), gathers as before"
+        case GradientSizes():
+            what = "gradients of"
+            if step.kind == "part reduced":
+                what = "another part of the gradients reduced, gathers as before:"
+            sizes = {
+                owner: max(
+                    (largest(step.was[owner][key]), largest(rows))
+                    for key, rows in held.items()
+                    if key.axis
+                )
+                for owner, held in step.rows.items()
+            }
+            return f"{what} {_sizes(sizes)} in each call"
+    numbers = {
+        sum(call.count for call in calls_of(rows) if call.role == Role.GRADIENTS)
+        for held in rows_of
+        for rows in held.values()
+    }
+    calls = "1 call" if numbers == {1} else f"{'/'.join(map(str, sorted(numbers)))} calls"
+    return f"gradients of {who} sent in {calls}, as many bytes in all"
+
+
+def _of_passes(
+    step: OverAxis | Recomputed | OfPhases | Redistributed | GatheredInFull,
+) -> str:
+    who = name_owners(step.owners)
+    match step:
+        case SequenceParallel():
+            return _of_sequence_parallel(step)
+        case OverAxis():
+            if not step.came:
+                return f"nothing is sent over {step.axis} any more"
+            # All of it: what was there before the step only came there by the new name of an axis.
+            return _with_calls(
+                f"sent over {step.axis} now, over which nothing was",
+                _calls(step, lambda key, _: key.axis == step.axis, is_new=True),
+            )
+        case Recomputed():
+            if not step.came:
+                return f"nothing of {who} is sent again by recomputation any more"
+            what = f"forward collectives of {who} repeated by recomputation in backward"
+            return f"{what}: {_calls(step)}"
+        case OfPhases():
+            sent = {key.phase for rows in step.rows.values() for key in rows}
+            what = " and ".join(
+                "the loss" if phase is Phase.OUTSIDE else phase
+                for phase in step.phases
+                if phase in sent
+            )
+            if not step.came:
+                return f"nothing is sent in {what} any more, forward as before"
+            calls = _calls(step, lambda key, _: key.phase in step.phases)
+            return _with_calls(f"{what} came, forward as before", calls)
+        case Redistributed():
+            source, _, target = step.change.partition("->")
+            if not step.came:
+                return f"{who} {step.phase}: no redistribution {source} -> {target} any more"
+            return (
+                f"{who} {step.phase}: redistributed {source} -> {target}, which sends "
+                f"{_sums(step)}: {_calls(step)}"
+            )
+    what = f"{who}: {step.roles}" if step.roles else "DTensors"
+    where = "in forward" if step.phase is Phase.FORWARD else "outside of forward and backward"
+    return f"{what} gathered in full {where}: {_calls(step)} more"
+
+
+def _of_sequence_parallel(step: SequenceParallel) -> str:
+    kinds = ("all-reduces", "reduce-scatters")
+    old, new = kinds if step.came else kinds[::-1]
+    became = f"forward {old} became {new} of as many bytes"
+    if step.is_whole:
+        return f"sequence parallelism over {step.axis} {'on' if step.came else 'off'}: {became}"
+    sums = {sum_in_forward(kind, step.axis) for kind in ("all_reduce", "reduce_scatter")}
+    owners = [owner for owner, rows in step.rows.items() if not sums.isdisjoint(rows)]
+    return f"{name_owners(owners)}[{step.axis}]: {became}"
+
+
+def _of_units(step: Replaced) -> str:
+    who = name_owners(step.owners)
+    match step:
+        case UnitSizes():
+            return f"other sizes of parameters: {_sizes(step.sizes)} in each gather"
+        case Freed():
+            how, sign = "kept gathered after forward, not gathered in backward", "less"
+            if step.came:
+                how, sign = "freed after forward, gathered again in backward", "more"
+            return f"{who} {how}: {_calls(step, is_gather)} {sign}"
+        case GatheredElsewhere():
+            axes = {key.axis for held in step.rows.values() for key, rows in held.items() if rows}
+            return f"{who} gathered over {', '.join(sorted(axes - {''}))} in backward now"
+        case InBackward():
+            if step.kind == "used in backward":
+                acts = "gathered and reduced in backward now"
+                lost = "neither gathered nor reduced in backward any more"
+                return f"{who} {acts if step.came else lost}"
+            if not step.came:
+                return f"{who} not gathered in backward any more"
+            return _with_calls(f"{who} gathered in backward now", _calls(step, is_gather))
+        case Sharded():
+            if step.came:
+                how = (
+                    "sharded instead of replicated: parameters gathered, gradients reduce-scattered"
+                )
+            else:
+                how = (
+                    "replicated instead of sharded: gradients all-reduced, parameters no longer "
+                    "gathered"
+                )
+            return f"{who} {how}"
+        case SplitOff():
+            parts, wholes = name_owners(step.modules), name_owners(step.parents)
+            if not step.came:
+                return f"{parts} merged into {wholes}, gathered with it"
+            times = f", gathered {step.times} times in forward" if step.times else ""
+            calls = _calls(step, is_gather, step.modules)
+            return _with_calls(f"{parts} split off {wholes}{times}", calls)
+        case Regrouped():
+            return (
+                "other units, with as many bytes together: "
+                f"{name_owners(step.gone)} -> {name_owners(step.added)}"
+            )
+        case Called():
+            owners: defaultdict[int, list[Owner]] = defaultdict(list)
+            for owner in step.owners:
+                owners[step.times[owner]].append(owner)
+            shown = [
+                f"{name_owners(some)} {_times(count)}" for count, some in sorted(owners.items())
+            ]
+            return f"gathered in forward: {', '.join(shown)}; other units {_times(step.others)}"
+        case Units():
+            if not step.came:
+                return f"{who} no longer gathered nor reduced, other units gathered as before"
+            return _with_calls(
+                f"{who} gathered now, other units as before", _calls(step, is_gather)
+            )
+    raise AssertionError(step)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _sums(step: Replaced) -> str:
+    """The kinds of collectives of its rows: ``all_reduce[rep], reduce_scatter[dp]``."""
+    return ", ".join(sorted({str(key) for held in step.rows.values() for key in held if key.axis}))
+
+
+def _calls(
+    step: Replaced,
+    includes: Callable[[RowKey, Calls], bool] = lambda _key, _call: True,
+    owners: Iterable[Owner] = (),
+    *,
+    is_new: bool = False,
+) -> str:
+    """How much more or less is sent: ``3 calls, 30.0 KiB in all``; empty if nothing is."""
+    count = nbytes = 0
+    is_sized = True
+    for sign, side in ((1, step.rows), (-1, {} if is_new else step.was)):
+        for owner in owners or step.owners:
+            for key, rows in side.get(owner, {}).items():
+                for call in calls_of(rows) if key.subject == "collective" else ():
+                    if includes(key, call):
+                        count += sign * call.count
+                        nbytes += sign * call.count * call.nbytes
+                        is_sized &= not call.lacks_size
+    # The bytes of some would read as those of all.
+    nbytes *= is_sized
+    if abs(count) == 1:
+        return f"1 call of {show_nbytes(abs(nbytes))}" if nbytes else "1 call"
+    in_all = f", {show_nbytes(abs(nbytes))} in all" if nbytes else ""
+    return f"{abs(count)} calls{in_all}" if count else ""
+
+
+def _with_calls(text: str, calls: str) -> str:
+    return f"{text}: {calls}" if calls else text
+
+
+def _sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
+    """Bytes before and after, the largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
+    # 0 where a module has several sizes.
+    owners: dict[tuple[int, int], list[Owner]] = {}
+    for owner, nbytes in sizes.items():
+        owners.setdefault(nbytes, []).append(owner)
+    groups = sorted(owners.items(), key=lambda group: -abs(group[0][1] - group[0][0]))
+    shown = [
+        f"{name_owners(some)} {show_nbytes_change(*nbytes) if all(nbytes) else 'resized'}"
+        for nbytes, some in groups[:_MAX_GROUPS]
+    ]
+    more = len(groups) - len(shown)
+    return f"{', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
+
+
+def timing_sentence(change: TimingChange) -> str:
+    """Tell a change of when calls are issued."""
+    what = f"{name_owners(change.owners)} {change.key.phase}: {change.key}"
+    if change.subject == "ahead":
+        before, after = (
+            " or ".join(str(value) for value, _ in shares)
+            for shares in (change.before, change.after)
+        )
+        return f"{what} issued {before} -> {after} units ahead of use"
+    last, share = change.after[-1]
+    if len(change.after) > 1:
+        return f"{what} asynchronous in {share} of its calls now"
+    if last:
+        return f"{what} asynchronous now (async_op=True)"
+    return f"{what} synchronous now: the caller waits for it"
