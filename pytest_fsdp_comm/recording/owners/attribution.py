@@ -18,7 +18,7 @@ from pytest_fsdp_comm.comm.events import Phase, Role, Source
 from pytest_fsdp_comm.recording.gathers import Gather
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import Modules, named_modules
-from pytest_fsdp_comm.recording.owners.stack import StackScan, is_graph, running
+from pytest_fsdp_comm.recording.owners.stack import StackScan, compiled_module, is_graph, running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,8 @@ class BackwardMap:
         self.note_nodes()
         depth = len(self._running)
         if not is_graph(entered):
-            self._running.append(entered)
+            # It is called by a method that was kept when it was compiled, which nothing watches.
+            self._running.append(compiled_module(entered))
         return depth
 
     def leave(self, depth: int) -> None:

@@ -232,12 +232,17 @@ def _module_of(frame: FrameType) -> nn.Module | None:
     return None if not isinstance(found, nn.Module) or is_graph(found) else found
 
 
+def compiled_module(module: nn.Module | None) -> nn.Module | None:
+    """The module inside of one that `torch.compile` made of it; any other as it is."""
+    # What TorchScript has in place of a dict has no get().
+    held = {} if module is None else module._modules
+    return held["_orig_mod"] if "_orig_mod" in held else module  # noqa: SIM401  # as just said
+
+
 def is_graph(module: nn.Module | None) -> bool:
     """Whether a module is a graph that the compiler made, or what the compiler calls it by."""
     # Some backends run a graph as it is, and dynamo wraps that of backward (read in torch 2.13).
-    # What TorchScript has in place of a dict has no get().
-    held = {} if module is None else module._modules
-    called = held["_orig_mod"] if "_orig_mod" in held else module  # noqa: SIM401  # as just said
+    called = compiled_module(module)
     if not isinstance(called, fx.GraphModule):
         return False
     if isinstance(called, graph_type()):

@@ -105,6 +105,7 @@ def test_compiled_code_gathers_parameters_and_makes_gradients(comm_mode, device_
     with comm_mode(model):
         step(compiled)
     assert sorted(lines(comm_mode)) == sorted([*gathers(), *reductions()])
+    assert {event.issued_in for event in comm_mode.events} == {""}
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
