@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.reports.tree_terminal import render_tree
+from pytest_fsdp_comm.reports.trees import render_tree
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
 from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_units
 from pytest_fsdp_comm.snapshots.tree_text import format_profile

@@ -241,7 +241,7 @@ def pytest_assertrepr_compare(
     explanations = yield
     sides = (left, right)
     if _is_any(sides, "comm.questions", "Answer"):
-        from pytest_fsdp_comm.reports.answers import explain_answer  # noqa: PLC0415  # on failure only
+        from pytest_fsdp_comm.reports.assertions import explain_answer  # noqa: PLC0415  # on failure only
 
         return [explain_answer(op, left, right), *explanations]
     if _is_any(sides, "tree.finding", "Findings"):
@@ -266,7 +266,7 @@ def pytest_runtest_makereport(
 
         add_remedy(error, item)
     if isinstance(error, AssertionError) and "pytest_fsdp_comm.tree.finding" in sys.modules:
-        from pytest_fsdp_comm.reports.findings import explain_findings  # noqa: PLC0415  # on failure only
+        from pytest_fsdp_comm.reports.assertions import explain_findings  # noqa: PLC0415  # on failure only
 
         explain_findings(error)
     if failed_comparison.UNEXPLAINED in item.stash and call.when == "call":

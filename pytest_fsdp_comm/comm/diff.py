@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.causes import Cause, find_causes
 from pytest_fsdp_comm.comm.explanation.passes import Redistributed
-from pytest_fsdp_comm.comm.explanation.search import Explanation, explain
+from pytest_fsdp_comm.comm.explanation.search import Cause, Explanation, explain, find_causes
 from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
 from pytest_fsdp_comm.comm.profile import (

@@ -10,9 +10,13 @@ from pytest_fsdp_comm.comm import diff as comm_diff
 from pytest_fsdp_comm.comm.diff import Change
 from pytest_fsdp_comm.comm.explanation.steps import Evidence
 from pytest_fsdp_comm.comm.profile import CommProfile
-from pytest_fsdp_comm.reports.changes import render_comparison, render_tree_changes
+from pytest_fsdp_comm.reports.changes import (
+    headline,
+    headline_of_steps,
+    render_comparison,
+    render_tree_changes,
+)
 from pytest_fsdp_comm.reports.explanation import FailureText
-from pytest_fsdp_comm.reports.headline import headline, headline_of_steps
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.tree import diff as tree_diff
 from pytest_fsdp_comm.tree.diff import TreeChange

@@ -28,7 +28,7 @@ from pytest_fsdp_comm.reports.html.tables import (
     side_rows,
 )
 from pytest_fsdp_comm.reports.html.values import Compared, Entry, Result, Run, TreeView
-from pytest_fsdp_comm.reports.tree_rows import (
+from pytest_fsdp_comm.reports.trees import (
     mark,
     parameter_words,
     placement_words,

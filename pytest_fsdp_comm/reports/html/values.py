@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from pytest_fsdp_comm.comm.events import Collective, Recording, Reshard
 from pytest_fsdp_comm.reports.ci.outcomes import Origin
-from pytest_fsdp_comm.reports.tree_rows import TreeRow, summary_words, tree_rows
+from pytest_fsdp_comm.reports.trees import TreeRow, summary_words, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding
 from pytest_fsdp_comm.tree.model import ShardTree
 

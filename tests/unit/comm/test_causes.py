@@ -26,7 +26,7 @@ from sample_profiles import (
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.sentences import sentence
-from pytest_fsdp_comm.reports.headline import headline_of_steps
+from pytest_fsdp_comm.reports.changes import headline_of_steps
 from pytest_fsdp_comm.snapshots.differences import tree_evidence
 from pytest_fsdp_comm.tree.model import Precision
 from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, UnitFacts

@@ -11,8 +11,7 @@ from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, GatheredPeak, Row, Site, restrict, sort_rows
-from pytest_fsdp_comm.reports.changes import render_comparison
-from pytest_fsdp_comm.reports.headline import headline
+from pytest_fsdp_comm.reports.changes import headline, render_comparison
 
 KIB = 1024
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD

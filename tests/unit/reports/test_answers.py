@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pytest_fsdp_comm.comm.events import Collective, Phase, Source
 from pytest_fsdp_comm.comm.questions import Answer, Counted, Question
-from pytest_fsdp_comm.reports.answers import explain_answer
+from pytest_fsdp_comm.reports.assertions import explain_answer
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, matcher
 
 NUMBERED = st.lists(
@@ -191,7 +191,7 @@ def test_an_explanation_fills_no_more_than_a_screen():
 
 def test_asking_needs_no_torch_and_no_pytest():
     code = (
-        "import sys, pytest_fsdp_comm.comm.questions, pytest_fsdp_comm.reports.answers; "
+        "import sys, pytest_fsdp_comm.comm.questions, pytest_fsdp_comm.reports.assertions; "
         "sys.exit(bool({'torch', 'pytest', 'difflib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

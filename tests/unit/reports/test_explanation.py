@@ -6,9 +6,13 @@ import pytest
 from sample_profiles import in_bfloat16, profile, reduced_often
 
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.reports.changes import render_comparison, render_tree_changes
+from pytest_fsdp_comm.reports.changes import (
+    headline,
+    headline_of_steps,
+    render_comparison,
+    render_tree_changes,
+)
 from pytest_fsdp_comm.reports.explanation import FailureText, failure_lines
-from pytest_fsdp_comm.reports.headline import headline, headline_of_steps
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 ACCEPT = "pytest --snapshot-update x"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.reports.findings import explain_findings
+from pytest_fsdp_comm.reports.assertions import explain_findings
 from pytest_fsdp_comm.tree.finding import Finding, Findings
 from pytest_fsdp_comm.tree.model import ModuleNode, ShardTree
 

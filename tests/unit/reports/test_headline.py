@@ -7,7 +7,7 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change, Comparison, compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.profile import Row
-from pytest_fsdp_comm.reports.headline import headline, headline_of_steps
+from pytest_fsdp_comm.reports.changes import headline, headline_of_steps
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 

@@ -12,8 +12,7 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.reports.html.pages import tree_page
-from pytest_fsdp_comm.reports.tree_rows import policy_words, tree_rows
-from pytest_fsdp_comm.reports.tree_terminal import render_tree
+from pytest_fsdp_comm.reports.trees import policy_words, render_tree, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding
 from pytest_fsdp_comm.tree.model import (
     FlatRange,
