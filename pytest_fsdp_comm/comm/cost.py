@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.profile import ranks_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.comm.profile import CommProfile, ranks_of
 
 # Note [Cost by rank]: a cost is that of one rank, so that its parts add up, and the rank is the one
 # whose bytes change most, so that no other hides a difference. Thousands of ranks share a few lists

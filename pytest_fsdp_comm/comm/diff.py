@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.passes import Redistributed
 from pytest_fsdp_comm.comm.explanation.search import Cause, Explanation, explain, find_causes
-from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
+from pytest_fsdp_comm.comm.explanation.steps import Evidence, Seen, Step
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
 from pytest_fsdp_comm.comm.profile import (
     CommProfile,
@@ -25,11 +25,6 @@ from pytest_fsdp_comm.comm.profile import (
 )
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from pytest_fsdp_comm.comm.explanation.steps import Evidence
 
 Sites: TypeAlias = Mapping[tuple[str | None, RowKey], tuple[Site, ...]]
 

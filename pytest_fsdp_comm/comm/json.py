@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.text.codec import CodecError, dump_document, load_document
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 JSON_VERSION: Final = 1
 """Rises when an older reader would misread the document."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from typing import (
-    TYPE_CHECKING,
     Any,
     Final,
     Literal,
@@ -20,15 +20,18 @@ from typing import (
 )
 
 from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Answer, Gap, Phase, Role
+from pytest_fsdp_comm.comm.events import (
+    COLLECTIVE_KINDS,
+    Answer,
+    Collective,
+    Gap,
+    Phase,
+    Recording,
+    Role,
+)
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from pytest_fsdp_comm.comm.events import Collective, Recording
 
 Subject: TypeAlias = Literal["collective", "reshard", "redistribution"]
 """What a row counts; what unshards and redistributions send are collectives of their own."""

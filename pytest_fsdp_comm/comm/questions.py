@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, SupportsIndex
+from typing import Final, SupportsIndex
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, ROOT_FQN, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, fold_fqns, matcher
 from pytest_fsdp_comm.text.words import closest, did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
 
 # Note [Names that nothing has]: a name that no collective can have is an error and not a count of
 # 0: a guard such as `counts(owner="layer.0") == 0` would hold for ever. So a block keeps all names

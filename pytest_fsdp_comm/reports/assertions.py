@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Final, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
 
-from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.events import Collective, Phase
 from pytest_fsdp_comm.comm.questions import Answer
 from pytest_fsdp_comm.text.fqn import NO_MODULE, NaturalKey, expand, fold_fqns, natural_key
 from pytest_fsdp_comm.tree.finding import Findings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from pytest_fsdp_comm.comm.events import Collective
-
 
 # A screen. pytest itself cuts an explanation at 8 lines, except in CI and with -vv.
 _MAX_LINES: Final = 20

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from pytest_fsdp_comm.comm.diff import Change
+from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.sentences import sentence, timing_sentence
 from pytest_fsdp_comm.comm.explanation.states import count_of, nbytes_of
-from pytest_fsdp_comm.comm.explanation.steps import Replaced
+from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
+from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.text.fqn import fold_fqns, name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.diff import Comparison, Sites
-    from pytest_fsdp_comm.comm.explanation.steps import Step
-    from pytest_fsdp_comm.comm.profile import Row
-    from pytest_fsdp_comm.tree.diff import TreeChange
-
+from pytest_fsdp_comm.tree.diff import TreeChange
 
 _MAX_CALLS: Final = 3
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from pytest_fsdp_comm.reports.explanation import SECTION
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _RED: Final = {"red": True}
 _GREEN: Final = {"green": True}

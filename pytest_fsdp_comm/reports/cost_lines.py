@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
+from pytest_fsdp_comm.comm.cost import Cost, PartCost, Volume
 from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from pytest_fsdp_comm.comm.cost import Cost, PartCost, Volume
 
 _WIDTH: Final = 120
 _MAX_RANKS_TEXT: Final = 24

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pytest_fsdp_comm.errors import printable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 # The title of the section below pytest's explanation.
 SECTION: Final = "comparison"

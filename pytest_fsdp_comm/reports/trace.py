@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from pytest_fsdp_comm.comm.events import Collective, HostDeviceCopy, Redistribution
+from pytest_fsdp_comm.comm.events import (
+    Collective,
+    HostDeviceCopy,
+    Recording,
+    Redistribution,
+    Reshard,
+)
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from pytest_fsdp_comm.comm.events import Recording, Reshard
 
 # An event as the format has it.
 Event: TypeAlias = dict[str, Any]

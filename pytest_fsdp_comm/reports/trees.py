@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pytest_fsdp_comm.text.fqn import escape, fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes
-from pytest_fsdp_comm.tree.model import ParameterNode, ShardUnit
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
-
-    from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree
-
+from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
 # Levels that a drawing indents; deeper rows stay at this one.
 MAX_DEPTH: Final = 40

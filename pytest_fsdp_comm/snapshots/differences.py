@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pytest_fsdp_comm.comm import diff as comm_diff
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change
 from pytest_fsdp_comm.comm.explanation.steps import Evidence
-from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.reports.changes import (
     headline,
     headline_of_steps,
@@ -17,18 +19,11 @@ from pytest_fsdp_comm.reports.changes import (
     render_tree_changes,
 )
 from pytest_fsdp_comm.reports.explanation import FailureText
+from pytest_fsdp_comm.snapshots.documents import Profile
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.tree import diff as tree_diff
 from pytest_fsdp_comm.tree.diff import TreeChange
-from pytest_fsdp_comm.tree.profile import TreeFacts, TreeProfile, policy_change
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.profile import Row, RowKey
-    from pytest_fsdp_comm.snapshots.documents import Profile
-    from pytest_fsdp_comm.tree.profile import ParameterFacts
+from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, policy_change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

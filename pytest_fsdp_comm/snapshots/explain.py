@@ -6,11 +6,13 @@ import os
 import re
 import shlex
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import pytest
+from syrupy.assertion import AssertionResult
 from syrupy.terminal import disable_color
 
 from pytest_fsdp_comm.comm.profile import has_further_ranks
@@ -26,20 +28,12 @@ from pytest_fsdp_comm.snapshots.differences import (
     head_of,
     headline_of_values,
 )
-from pytest_fsdp_comm.snapshots.extension import CommSnapshot
+from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
+from pytest_fsdp_comm.snapshots.extension import CommSnapshot, CommSnapshotExtension
 from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.snapshots.unused import describe_neighbour
 from pytest_fsdp_comm.text.words import shell_word, show_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from syrupy.assertion import AssertionResult
-
-    from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
-    from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
-
 
 # Options without which an update would record something else.
 _REPEATED: Final = ("--world-size", "--comm-backend")

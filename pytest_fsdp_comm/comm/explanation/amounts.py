@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.states import (
+    Between,
+    Content,
     Owner,
+    State,
     calls_of,
     count_of,
     is_of_gradients,
@@ -22,14 +27,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     template,
 )
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Seen, Step
-from pytest_fsdp_comm.comm.profile import alike_but
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.states import Between, Content, State
-    from pytest_fsdp_comm.comm.profile import Row, RowKey
+from pytest_fsdp_comm.comm.profile import Row, RowKey, alike_but
 
 # Note [Guessed amounts]: a proposal here is a guess with all its numbers, taken from the ratios
 # that most rows show; whether it is true of the others shows when it is applied. That a fraction

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, TypeAlias
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.states import (
     NOTHING,
+    Between,
+    Content,
+    Owner,
+    Rows,
     count_of,
     forward_gathers,
     nbytes_of,
     role_of,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Evidence, Kind, Replaced, Writes
+from pytest_fsdp_comm.comm.explanation.steps import Evidence, Kind, Replaced, Seen, Step, Writes
+from pytest_fsdp_comm.comm.profile import RowKey
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.states import Between, Content, Owner, Rows
-    from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
-    from pytest_fsdp_comm.comm.profile import RowKey
-
-    Keys = Mapping[Owner, Iterable[RowKey]]
+Keys: TypeAlias = Mapping[Owner, Iterable[RowKey]]
 
 
 class _OfGradients(Replaced):

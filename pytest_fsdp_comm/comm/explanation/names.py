@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase
-from pytest_fsdp_comm.comm.explanation.states import State, replace_prefix, sole, template
+from pytest_fsdp_comm.comm.explanation.states import (
+    Between,
+    Content,
+    Owner,
+    Pool,
+    State,
+    replace_prefix,
+    sole,
+    template,
+)
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Step
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.states import Between, Content, Owner, Pool
-    from pytest_fsdp_comm.comm.profile import Row, RowKey
+from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 _MOST_RENAMES: Final = 6
 

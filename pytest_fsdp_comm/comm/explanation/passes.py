@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.states import (
+    Between,
+    Content,
+    Owner,
+    Rows,
     calls_of,
     count_of,
     is_part,
@@ -16,16 +22,8 @@ from pytest_fsdp_comm.comm.explanation.states import (
     nbytes_of,
     role_of,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Kind, Replaced
+from pytest_fsdp_comm.comm.explanation.steps import Kind, Replaced, Seen, Step
 from pytest_fsdp_comm.comm.profile import RowKey
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.states import Between, Content, Owner, Rows
-    from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
-
 
 # Note [Claims of all]: a step that says "over tp" or "in backward" speaks of every module, those
 # that nothing of it is written for too. Such steps claim their axis or phase everywhere

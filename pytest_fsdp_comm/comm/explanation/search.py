@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import ROOT_FQN
 from pytest_fsdp_comm.comm.explanation.amounts import (
     Counts,
@@ -22,8 +24,12 @@ from pytest_fsdp_comm.comm.explanation.names import (
 )
 from pytest_fsdp_comm.comm.explanation.passes import propose_of_passes
 from pytest_fsdp_comm.comm.explanation.states import (
+    Alike,
     Between,
+    Content,
+    Owner,
     Pool,
+    Rows,
     State,
     differences,
     keys_that_differ,
@@ -31,19 +37,10 @@ from pytest_fsdp_comm.comm.explanation.states import (
     rows_in,
     template,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Step
+from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
 from pytest_fsdp_comm.comm.explanation.timing import TimingChange, find_timing_changes
 from pytest_fsdp_comm.comm.explanation.units import Freed, Units, propose_of_units
-from pytest_fsdp_comm.comm.profile import Row
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.states import Alike, Content, Owner, Rows
-    from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
-    from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
-
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 
 # Note [Search]: a beam search. A path is a list of steps and the states after them; it costs the
 # lines of its steps and those that would still have to be told, so that a step is taken only if it

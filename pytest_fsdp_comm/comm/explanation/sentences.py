@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Sizes
 from pytest_fsdp_comm.comm.explanation.gradients import (
@@ -23,8 +25,9 @@ from pytest_fsdp_comm.comm.explanation.passes import (
     SequenceParallel,
     sum_in_forward,
 )
-from pytest_fsdp_comm.comm.explanation.states import calls_of, count_of, is_gather, largest
-from pytest_fsdp_comm.comm.explanation.steps import Replaced
+from pytest_fsdp_comm.comm.explanation.states import Owner, calls_of, count_of, is_gather, largest
+from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
+from pytest_fsdp_comm.comm.explanation.timing import TimingChange
 from pytest_fsdp_comm.comm.explanation.units import (
     Called,
     Freed,
@@ -36,17 +39,9 @@ from pytest_fsdp_comm.comm.explanation.units import (
     Units,
     UnitSizes,
 )
+from pytest_fsdp_comm.comm.profile import RowKey
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.states import Owner
-    from pytest_fsdp_comm.comm.explanation.steps import Step
-    from pytest_fsdp_comm.comm.explanation.timing import TimingChange
-    from pytest_fsdp_comm.comm.profile import RowKey
 
 _MAX_GROUPS: Final = 3
 _ROLES: Final = tuple(Role)

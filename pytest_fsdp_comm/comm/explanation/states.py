@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.calls import UNTIMED
+from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
-from pytest_fsdp_comm.comm.profile import Row, alike_but, sort_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.mesh import MeshAxis
-    from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey, alike_but, sort_rows
 
 _T = TypeVar("_T")
 _Step = TypeVar("_Step")

@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
-from pytest_fsdp_comm.comm.explanation.states import NOTHING, Content, Owner, Rows, State, template
-from pytest_fsdp_comm.comm.profile import RowKey
-
-if TYPE_CHECKING:
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.states import Pool
-    from pytest_fsdp_comm.comm.profile import CommProfile, Row
+from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.explanation.states import (
+    NOTHING,
+    Content,
+    Owner,
+    Pool,
+    Rows,
+    State,
+    template,
+)
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 
 Kind: TypeAlias = Literal[
     "axis renamed",

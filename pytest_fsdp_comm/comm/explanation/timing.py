@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.names import AxisRenamed, Renamed
 from pytest_fsdp_comm.comm.explanation.states import Owner
-from pytest_fsdp_comm.comm.profile import RowKey
+from pytest_fsdp_comm.comm.explanation.steps import Step
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.fqn import natural_key
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pytest_fsdp_comm.comm.explanation.steps import Step
-    from pytest_fsdp_comm.comm.profile import CommProfile, Row
 
 Subject: TypeAlias = Literal["ahead", "async"]
 """``ahead``: how many units ahead of use. ``async``: whether the caller has to wait, 0 or 1."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.gradients import (
     frozen_or_thawed,
@@ -16,7 +17,11 @@ from pytest_fsdp_comm.comm.explanation.gradients import (
     propose_reductions,
 )
 from pytest_fsdp_comm.comm.explanation.states import (
+    Between,
+    Content,
     Owner,
+    Rows,
+    State,
     calls_of,
     forward_gathers,
     is_gather,
@@ -28,15 +33,8 @@ from pytest_fsdp_comm.comm.explanation.states import (
     sizes_of,
     total_count,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Kind, Replaced, Writes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.states import Between, Content, Rows, State
-    from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
-    from pytest_fsdp_comm.comm.profile import RowKey
+from pytest_fsdp_comm.comm.explanation.steps import Kind, Replaced, Seen, Step, Writes
+from pytest_fsdp_comm.comm.profile import RowKey
 
 # Note [Evidence of a proposal]: a step here writes the rows of the new profile, so it always leads
 # there: `exactness` refutes it only by what it claims beside them. What its sentence says of these
