@@ -104,7 +104,6 @@ class Notes:
     payload_type: Final = Record
 
     def __init__(self) -> None:
-        """Begin before the first test."""
         self._compared: list[Compared] = []
         # Those that are in `_compared`.
         self._recordings: list[Recording] = []
@@ -280,7 +279,6 @@ class SessionReport:
     """Registered in the process that reports, and in each worker of xdist."""
 
     def __init__(self, config: pytest.Config, notes: Notes, directory: Path) -> None:
-        """Begin before collection."""
         self._config = config
         self._is_worker = hasattr(config, "workerinput")
         self._notes = notes
@@ -318,7 +316,6 @@ class SessionReport:
         self._add(report, item, sent or "")
 
     def _add(self, report: pytest.TestReport, item: pytest.Item | None, sent: str) -> None:
-
         result = self._results.get(report.nodeid)
         if result is None or (report.when == "setup" and report.nodeid in self._finished):
             # Begins, or is run again.
@@ -356,7 +353,6 @@ class SessionReport:
         """Write the report, of what there is if the session was interrupted."""
         if self._is_worker or RANK_CONTEXT in self._config.stash:
             return
-
         called = self._config.invocation_params
         run = Run(
             tests=tuple(self._results.values()),

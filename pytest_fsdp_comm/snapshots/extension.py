@@ -23,7 +23,7 @@ from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, differs
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.files import Artifacts, read_snapshot
-from pytest_fsdp_comm.snapshots.lines import REMEDY, OldFormatError
+from pytest_fsdp_comm.snapshots.lines import REMEDY
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import closest, did_you_mean, show_path
@@ -172,12 +172,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """Read a file; refuse a broken one even when updating, so that nothing is lost silently."""
         del snapshot_name, session_id
         path = Path(snapshot_location)
-        try:
-            return read_snapshot(path, where=self._shown(snapshot_location))
-        except OldFormatError:
-            if self._updates:
-                return None
-            raise
+        return read_snapshot(path, where=self._shown(snapshot_location))
 
     def _shown(self, location: str) -> str:
         return show_path(Path(location), self._rootdir)

@@ -66,10 +66,6 @@ def header(kind: str, *, torch_version: str, backend: str) -> str:
     )
 
 
-class OldFormatError(SnapshotFormatError):
-    """A snapshot of a format that is no longer read; an update may replace it."""
-
-
 def line_error(where: str, number: int, came: str, expected: str) -> SnapshotFormatError:
     """The error of a line of a file, with the remedy."""
     return SnapshotFormatError(f"{where}, line {number}: {came}; expected {expected}. {REMEDY}")
@@ -128,18 +124,9 @@ class SnapshotLines:
         if match is None:
             with self.at(1):
                 raise ValueError("expected '# pytest-fsdp-comm <version> comm' or '... tree'")
-        if int(match[1]) < FORMAT_VERSION:
-            raise OldFormatError(
-                f"{self.where}, line 1: the snapshot has format {match[1]}, this pytest-fsdp-comm "
-                f"reads format {FORMAT_VERSION}, which holds more; record it again with "
-                "--snapshot-update, and review it as a new file"
-            )
-        if int(match[1]) > FORMAT_VERSION:
-            raise SnapshotFormatError(
-                f"{self.where}, line 1: the snapshot has format {match[1]}, this pytest-fsdp-comm "
-                f"reads format {FORMAT_VERSION}; upgrade pytest-fsdp-comm, or restore the "
-                "file with `git checkout` if the newer format was a mistake"
-            )
+        if match[1] != str(FORMAT_VERSION):
+            expected = f"format {FORMAT_VERSION}, which this version of pytest-fsdp-comm writes"
+            raise self.error(1, f"the snapshot has format {match[1]}", expected)
         version = _TORCH.match(match[3] or "")
         self.torch_version = version[1] if version else ""
         return match[2]

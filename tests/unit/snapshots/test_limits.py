@@ -84,7 +84,7 @@ def refused(kind, text):
         ("{0..3}", "{3}", "bad numbers {3} in 'layers.{3}"),
         ("layers", "l\\x61yers", "line 5: it reads"),
         ("end\n", "end", "the file ends with 'end'; expected 'end' as the last line"),
-        ("# pytest-fsdp-comm 2 ", "# pytest-fsdp-comm 9 ", "line 1: the snapshot has format 9, "),
+        ("# pytest-fsdp-comm 2 ", "# pytest-fsdp-comm 9 ", "line 1: the snapshot has format 9; "),
         ("-comm 2 ", "-comm 2 zzz", "-comm <version> comm' or '... tree'"),
     ],
 )  # fmt: skip
