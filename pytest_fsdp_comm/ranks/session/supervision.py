@@ -126,8 +126,6 @@ class Supervision:
     def _begin(self, next_test: NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
         self._timers: dict[int, TimerSet] = {}
-        self._debugging: set[int] = set()
-        self._ready: set[int] = set()
         self._have_ended_tests: set[int] = set()
         self._next_test = next_test
         self.is_reusable = False
@@ -160,7 +158,7 @@ class Supervision:
         was_debugged = False
         while not all(result.is_over for result in results):
             now = time.monotonic()
-            if any(result.rank in self._debugging and not result.is_over for result in results):
+            if any(result.is_debugging and not result.is_over for result in results):
                 was_debugged = True
                 # Even if a rank has failed, it is the debugger's turn.
                 grace_ends_at = None
@@ -196,7 +194,7 @@ class Supervision:
             self._locate()
         self._echo.copy()
         self.is_reusable = not self._exited and all(
-            result.is_done and not result.has_failed and result.rank in self._ready
+            result.is_done and not result.has_failed and result.can_run_another
             for result in results
         )
         if not self.is_reusable:
@@ -329,7 +327,8 @@ class Supervision:
     def _record(self, result: RankResult, message: RankMessage) -> None:
         match message:
             case PhaseReport():
-                self._record_report(result, message)
+                result.reports += (message,)
+                result.is_debugging = message.precedes_debugger
             case WarningSeen():
                 result.warnings += (message,)
             case TimerSet():
@@ -338,36 +337,22 @@ class Supervision:
                 self._timers.pop(result.rank, None)
             case Debugging():
                 result.entered_debugger = True
-                self._note_debugging(result.rank, is_debugging=message.has_begun)
+                result.is_debugging = message.has_begun
             case DebuggerSkipped():
                 result.skipped_debuggers += (message.site,)
             case TestEnded():
-                self._record_end(result, message)
+                result.payloads = message.payloads
+                result.further_ranks = message.further_ranks
+                result.can_run_another = message.can_run_another
+                escape = message.escaped
+                result.escaped, result.ended_at = (
+                    (escape.text, escape.at) if escape else (None, None)
+                )
+                result.is_done = True
             case TestsEnded():
                 self._have_ended_tests.add(result.rank)
             case PositionAnswer():
                 raise CodecError(f"expected what a rank reports, got {type(message).__name__}")
-
-    def _record_report(self, result: RankResult, report: PhaseReport) -> None:
-        result.reports += (report,)
-        result.has_failed_phase |= report.has_failed and not report.is_subtest
-        self._note_debugging(result.rank, is_debugging=report.precedes_debugger)
-
-    def _record_end(self, result: RankResult, ended: TestEnded) -> None:
-        result.payloads = ended.payloads
-        result.further_ranks = ended.further_ranks
-        if ended.can_run_another:
-            self._ready.add(result.rank)
-        if ended.escaped is not None:
-            result.escaped = ended.escaped.text
-            result.ended_at = ended.escaped.at
-        result.is_done = True
-
-    def _note_debugging(self, rank: int, *, is_debugging: bool) -> None:
-        if is_debugging:
-            self._debugging.add(rank)
-        else:
-            self._debugging.discard(rank)
 
     def _stop(self, why: Stopped) -> None:
         """Note where the ranks are that still run, then leave them to `end`."""
@@ -379,16 +364,12 @@ class Supervision:
         for result in running:
             if result.is_over:
                 continue
-            # It may be long until `end`, where ranks of other processes are waited for: until then
-            # it must neither write on nor wear out the machine.
-            self.server.send_signal(result.rank, signal.SIGSTOP)
+            # Not past the deadline: the question where it is may have freed it.
             if why is Stopped.AFTER_FAILURE:
                 self._drain(result.rank)
-            # Not past the deadline: the question where it is may have freed it.
             if result.is_done:
-                self.server.send_signal(result.rank, signal.SIGCONT)
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
-            elif result.status is None:
+            elif not result.is_over:
                 result.stopped = why
 
     def _locate(self) -> None:

@@ -162,14 +162,15 @@ class RankResult:
     rank: int
     reports: tuple[PhaseReport, ...] = ()
     """The phases and subtests that ended, in order."""
-    has_failed_phase: bool = False
-    """Whether a phase failed; after a failed subtest the test goes on."""
     warnings: tuple[WarningSeen, ...] = ()
     is_done: bool = False
     payloads: tuple[str, ...] | None = None
     """What each extension sent; None if the rank did not come so far."""
     further_ranks: tuple[int, ...] = ()
-    """As of `TestEnded`."""
+    can_run_another: bool = False
+    """As `further_ranks` of `TestEnded`."""
+    is_debugging: bool = False
+    """Whether a human works in a debugger, or is about to."""
     escaped: str | None = None
     """The exception that went through pytest's protocol, such as ``Exit``; None if none did."""
     entered_debugger: bool = False
@@ -203,4 +204,6 @@ class RankResult:
     @property
     def has_failed(self) -> bool:
         """Whether the other ranks need not wait for this one any more."""
-        return self.has_failed_phase or self.has_died
+        # After a failed subtest the test goes on.
+        has_failed = any(one.has_failed and not one.is_subtest for one in self.reports)
+        return has_failed or self.has_died

@@ -1,7 +1,6 @@
 """What a supervisor receives from ranks, and what it passes on, without any process."""
 
 import os
-import signal
 import time
 from multiprocessing.connection import Pipe
 
@@ -31,6 +30,9 @@ class NoServer:
 
     def fileno(self):
         return NEVER_READABLE
+
+    def send_signal(self, rank, number):
+        pass
 
     def exit_statuses(self):
         return {}
@@ -71,24 +73,20 @@ def test_a_failure_received_together_with_the_end_counts(spec, outcome):
     assert supervision.is_reusable == (outcome == "passed")
 
 
-class Pausing(NoServer):
-    """A process that ends its test just before the signal comes that stops it."""
+def end_test_when_located(supervision, rank, monkeypatch):
+    """Have a rank end its test while it is asked where it is."""
 
-    def __init__(self):
-        super().__init__()
-        self.signals = []
+    def locate():
+        rank.send(PhaseReport(report={"outcome": "failed"}))
+        rank.send(messages.TestEnded(payloads=(), escaped=None))
 
-    def send_signal(self, number, signal_number):
-        assert number == 1
-        self.signals.append(signal_number)
-        if signal_number == signal.SIGSTOP:
-            self.rank.send(PhaseReport(report={"outcome": "failed"}))
-            self.rank.send(messages.TestEnded(payloads=(), escaped=None))
+    monkeypatch.setattr(supervision, "_locate", locate)
 
 
-def test_a_rank_that_ends_its_test_only_as_the_deadline_stops_it_has_missed_it(spec):
-    server = Pausing()
+def test_rank_that_ends_as_the_deadline_stops_it_is_late(spec, monkeypatch):
+    server = NoServer()
     supervision = Supervision(spec, server, server.connections)
+    end_test_when_located(supervision, server.rank, monkeypatch)
     try:
         results = supervision.run(started_at=time.monotonic() - 19.9)
     finally:
@@ -97,11 +95,12 @@ def test_a_rank_that_ends_its_test_only_as_the_deadline_stops_it_has_missed_it(s
     assert not supervision.is_reusable
 
 
-def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, monkeypatch):
+def test_messages_while_ranks_are_located_count(spec, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
-    server = Pausing()
+    server = NoServer()
     server.rank.send(PhaseReport(report={"outcome": "failed"}))
     supervision = Supervision(spec, server, server.connections)
+    end_test_when_located(supervision, server.rank, monkeypatch)
     try:
         results = supervision.run(started_at=time.monotonic())
     finally:
@@ -109,14 +108,12 @@ def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, mo
     assert [report.has_failed for report in results[1].reports] == [True, True]
     assert results[1].stopped is None
     assert results[1].position.activity is Activity.HAS_ENDED
-    # It may keep fixtures for another test, which it ends itself.
-    assert server.signals[-2:] == [signal.SIGSTOP, signal.SIGCONT]
 
 
 @pytest.mark.parametrize("is_reporting", [True, False])
 def test_grace_waits_for_a_rank_that_reports(spec, monkeypatch, is_reporting):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
-    server = Pausing()
+    server = NoServer()
     server.rank.send(PhaseReport(report={"outcome": "failed"}))
     supervision = Supervision(spec, server, server.connections)
     asked = []
@@ -129,15 +126,15 @@ def test_grace_waits_for_a_rank_that_reports(spec, monkeypatch, is_reporting):
 
     monkeypatch.setattr(supervision, "_positions", positions)
     try:
-        supervision.run(started_at=time.monotonic())
+        results = supervision.run(started_at=time.monotonic())
     finally:
         supervision.end(0.0)
-    assert (signal.SIGSTOP in server.signals) == (not is_reporting)
+    assert results[1].stopped is (None if is_reporting else Stopped.AFTER_FAILURE)
     assert len(asked) == (3 if is_reporting else 1)
 
 
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
-    server = Pausing()
+    server = NoServer()
     message = messages.DebuggerSkipped(site="here")
     server.rank.send(message)  # makes it readable, and stays there
     supervision = Supervision(spec, server, server.connections)
@@ -147,4 +144,3 @@ def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkey
     finally:
         supervision.end(0.0)
     assert results[1].stopped is Stopped.AT_DEADLINE
-    assert server.signals[-1] == signal.SIGSTOP
