@@ -14,8 +14,7 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.files import read_snapshot
 from pytest_fsdp_comm.text.codec import CodecError
-from pytest_fsdp_comm.text.nbytes import show_nbytes
-from pytest_fsdp_comm.text.words import counted
+from pytest_fsdp_comm.text.words import counted, show_nbytes
 from pytest_fsdp_comm.tree.model import ShardTree, load_tree
 from pytest_fsdp_comm.tree.profile import fold as fold_tree
 

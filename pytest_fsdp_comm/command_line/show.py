@@ -16,9 +16,8 @@ from pytest_fsdp_comm.command_line.documents import read_document, read_json
 from pytest_fsdp_comm.command_line.terminal import SAME, Printer
 from pytest_fsdp_comm.reports.html.tables import cost_rows
 from pytest_fsdp_comm.reports.trees import render_tree
-from pytest_fsdp_comm.text.nbytes import itemsize, show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import counted
+from pytest_fsdp_comm.text.words import counted, itemsize, show_nbytes
 from pytest_fsdp_comm.tree.model import ShardTree
 
 if TYPE_CHECKING:

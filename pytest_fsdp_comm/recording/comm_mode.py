@@ -36,8 +36,7 @@ from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
 from pytest_fsdp_comm.recording.owners.module_names import parts_of
 from pytest_fsdp_comm.recording.rank_files import RankFiles
 from pytest_fsdp_comm.recording.recorder import Recorder
-from pytest_fsdp_comm.text.nbytes import show_nbytes
-from pytest_fsdp_comm.text.words import counted
+from pytest_fsdp_comm.text.words import counted, show_nbytes
 
 
 class CommMode(CommDebugAnswers):

@@ -31,8 +31,7 @@ import torch
 from pytest_fsdp_comm.comm.events import Collective, Gap
 from pytest_fsdp_comm.recording.operations import UNKNOWN
 from pytest_fsdp_comm.recording.pending import Pending
-from pytest_fsdp_comm.text.nbytes import show_nbytes
-from pytest_fsdp_comm.text.words import counted
+from pytest_fsdp_comm.text.words import counted, show_nbytes
 
 _SCALAR_TYPES: Final = {
     "Float": "float32",

@@ -18,8 +18,8 @@ from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.text.fqn import fold_fqns, name_owners
-from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.text.words import show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 _MAX_CALLS: Final = 3

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from pytest_fsdp_comm.comm.cost import Cost, PartCost, Volume
-from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.text.words import show_growth, show_nbytes, show_nbytes_change
 
 _WIDTH: Final = 120
 _MAX_RANKS_TEXT: Final = 24

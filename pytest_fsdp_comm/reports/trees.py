@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Final
 
 from pytest_fsdp_comm.text.fqn import escape, fold_fqns
-from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.words import show_nbytes
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
 # Levels that a drawing indents; deeper rows stay at this one.

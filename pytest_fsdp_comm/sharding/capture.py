@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -35,6 +35,8 @@ from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import find
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
+_ON_META: Final = "are on the meta device and hold no data yet"
+
 
 def capture_tree(
     model: nn.Module | Sequence[nn.Module], findings: FindingSettings | None = None
@@ -48,6 +50,7 @@ def capture_tree(
     units.sort(key=lambda read: read.unit.modules[0])
     parameters, by_slot = _collect_parameters(visit, units, axes)
     rank, world_size, backend = own_world()
+    meta = sum(parameter.device == "meta" for parameter in parameters)
     tree = ShardTree(
         rank=rank,
         world_size=world_size,
@@ -57,7 +60,7 @@ def capture_tree(
         modules=tuple(visit.nodes),
         parameters=parameters,
         units=tuple(_settle_units(units, by_slot)),
-        notes=tuple(_notes(parameters)),
+        notes=() if not meta else (f"{meta} of {len(parameters)} parameters {_ON_META}",),
     )
     return replace(tree, findings=find(tree, findings or FindingSettings()))
 
@@ -189,9 +192,3 @@ def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterat
             forward_prefetch=named(read.forward_prefetch),
             backward_prefetch=named(read.backward_prefetch),
         )
-
-
-def _notes(parameters: Sequence[ParameterNode]) -> Iterator[str]:
-    meta = sum(parameter.device == "meta" for parameter in parameters)
-    if meta:
-        yield f"{meta} of {len(parameters)} parameters are on the meta device and hold no data yet"

@@ -135,17 +135,14 @@ def _check_built(module: nn.Module, name: str) -> None:
 
 def _unwrap(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
     wrappers: list[nn.Module] = []
-    while (wrapped := _wrapped_by(module)) is not None:
+    while True:
+        children: dict[str, nn.Module | None] = module.__dict__.get("_modules", {})
+        names = ("module",) if isinstance(module, DistributedDataParallel) else WRAPPER_SEGMENTS
+        wrapped = next((children[name] for name in names if name in children), None)
+        if wrapped is None:
+            return tuple(wrappers), module
         wrappers.append(module)
         module = wrapped
-    return tuple(wrappers), module
-
-
-def _wrapped_by(module: nn.Module) -> nn.Module | None:
-    children: dict[str, nn.Module | None] = module.__dict__.get("_modules", {})
-    if isinstance(module, DistributedDataParallel):
-        return children.get("module")
-    return next((children[name] for name in WRAPPER_SEGMENTS if name in children), None)
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -88,6 +88,9 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
             gathered = shard_numel * shard_axis.size * itemsize
             padding = gathered - sum(handle.flat_param._numels) * itemsize
         kept = shard_numel * handle._orig_param_dtype.itemsize
+    policy, backward = wrapper.mixed_precision, wrapper.backward_prefetch
+    prefetch = [] if backward is None else [backward.name]
+    prefetch += ["FORWARD"] * wrapper.forward_prefetch
     unit = ShardUnit(
         kind="fsdp1",
         modules=(index,),
@@ -97,30 +100,20 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
         replicate_axis=replicate_axis,
         # FSDP1's root keeps its parameters, whatever the strategy: its backward comes at once.
         reshard_after_forward=(strategy in _RESHARDING and not is_root) if is_sharded else None,
-        precision=_precision(wrapper.mixed_precision),
+        precision=Precision(
+            param_dtype=shown_dtype(policy.param_dtype),
+            reduce_dtype=shown_dtype(policy.reduce_dtype),
+            buffer_dtype=shown_dtype(policy.buffer_dtype),
+            cast_forward_inputs=policy.cast_forward_inputs or policy.cast_root_forward_inputs,
+        ),
         offload=bool(wrapper.cpu_offload.offload_params),
-        prefetch=_prefetch(wrapper),
+        prefetch=" ".join(prefetch),
         precision_overrides=_overrides(wrapper, above),
         nbytes_gathered=gathered,
         nbytes_padding=padding,
         nbytes_kept=kept,
     )
     return ReadUnit(unit=unit, held=held, state=wrapper)
-
-
-def _precision(policy: Any) -> Precision:
-    return Precision(
-        param_dtype=shown_dtype(policy.param_dtype),
-        reduce_dtype=shown_dtype(policy.reduce_dtype),
-        buffer_dtype=shown_dtype(policy.buffer_dtype),
-        cast_forward_inputs=policy.cast_forward_inputs or policy.cast_root_forward_inputs,
-    )
-
-
-def _prefetch(wrapper: Any) -> str:
-    backward = wrapper.backward_prefetch
-    parts = ([] if backward is None else [backward.name]) + ["FORWARD"] * wrapper.forward_prefetch
-    return " ".join(parts)
 
 
 def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
@@ -142,7 +135,11 @@ def _read_params(
     handle: Any, placements: tuple[AxisPlacement, ...], visit: Visit
 ) -> Iterator[HeldParameter]:
     flat = handle.flat_param
-    starts = _starts(flat)
+    # Elements of the flat parameter before each original one, alignment padding included. The last
+    # one of `ends` is the end.
+    ends = accumulate(flat._numels_with_padding, initial=0)
+    padded = zip(ends, flat._is_padding_mask, strict=False)
+    starts = [start for start, is_padding in padded if not is_padding]
     shared = flat._shared_param_infos
     for number, info in enumerate(flat._param_infos):
         same = [
@@ -170,14 +167,6 @@ def _read_params(
             unit=None,
         )
         yield HeldParameter(node=node, slots=visit.slots([(info.module, info.param_name), *same]))
-
-
-def _starts(flat: Any) -> list[int]:
-    """Elements of the flat parameter before each original one, alignment padding included."""
-    starts = accumulate(flat._numels_with_padding, initial=0)
-    # The last one is the end.
-    padded = zip(starts, flat._is_padding_mask, strict=False)
-    return [start for start, is_padding in padded if not is_padding]
 
 
 def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUnit]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from pytest_fsdp_comm.text.fqn import fold_fqns
-from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.words import show_nbytes
 
 Level = Literal["error", "warning"]
 RuleLevel = Literal["error", "warning", "off"]

@@ -9,7 +9,7 @@ from report_values import KIB, compared, profile_of, read, record_step, result, 
 from pytest_fsdp_comm.reports.html.pages import render_pages, tree_page
 from pytest_fsdp_comm.reports.html.values import Run, timeline_of
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
-from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.words import show_nbytes
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"

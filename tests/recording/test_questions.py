@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm import RecordingError
 from pytest_fsdp_comm.text.fqn import expand
-from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.words import show_nbytes
 
 fake = pytest.mark.distributed(world_size=4, backend="fake")
 ws2 = pytest.mark.distributed(world_size=2)

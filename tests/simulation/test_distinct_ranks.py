@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from pytest_fsdp_comm.simulation.distinct import distinct_places
+from pytest_fsdp_comm.simulation.groups import distinct_places
 
 TESTS = pathlib.Path(__file__).parents[1]
 MODEL = """

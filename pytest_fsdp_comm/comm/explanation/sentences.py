@@ -41,7 +41,7 @@ from pytest_fsdp_comm.comm.explanation.units import (
 )
 from pytest_fsdp_comm.comm.profile import RowKey
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, name_owners
-from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.words import show_nbytes, show_nbytes_change
 
 _MAX_GROUPS: Final = 3
 _ROLES: Final = tuple(Role)

@@ -17,8 +17,8 @@ from pytest_fsdp_comm.ranks.wire.results import (
     Position,
     UnrecordedCall,
 )
-from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks, write_ranks
+from pytest_fsdp_comm.text.words import show_nbytes
 
 # The report fits on a screen: ranks in the same state share a line. If that leaves too many lines,
 # the rarest are shown, since the rank that all wait for is mostly alone.

@@ -51,8 +51,7 @@ from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.value_dependence import KeptAnswers
-    from pytest_fsdp_comm.simulation.distinct import DistinctRanks
-    from pytest_fsdp_comm.simulation.groups import RealGroups
+    from pytest_fsdp_comm.simulation.groups import DistinctRanks, RealGroups
 
 
 # What reports hold of any length: of an error or a skip, of output, logs and subtests. What plugins
@@ -219,7 +218,7 @@ class RankPlugin:
             )
         self._distinct = None
         if context.finds_ranks:
-            from pytest_fsdp_comm.simulation.distinct import DistinctRanks  # noqa: PLC0415  # as above
+            from pytest_fsdp_comm.simulation.groups import DistinctRanks  # noqa: PLC0415  # as above
 
             self._distinct = DistinctRanks()
             self._simulation.enter_context(self._distinct.watched())

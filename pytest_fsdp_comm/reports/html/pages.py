@@ -36,9 +36,8 @@ from pytest_fsdp_comm.reports.trees import (
     relation_words,
 )
 from pytest_fsdp_comm.text.fqn import name_owners
-from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import counted, shorten
+from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -16,8 +16,8 @@ from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, Row, RowKey, restrict
 from pytest_fsdp_comm.reports.html.values import Entry, Timeline
 from pytest_fsdp_comm.text.fqn import NO_MODULE, ROOT_TEXT, fold_fqns, natural_key
-from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.text.words import show_growth, show_nbytes
 
 Mark = Literal["same", "changed", "new", "gone"]
 MARKS: Final[dict[Mark, tuple[str, str]]] = {

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_fsdp_comm.text.fqn import escape
-from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.text.words import show_nbytes
 from pytest_fsdp_comm.tree.findings.wrapping import GATHERING, Case, Wrapping, rule
 
 

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from pytest_fsdp_comm.text.nbytes import show_nbytes
-from pytest_fsdp_comm.text.words import counted
+from pytest_fsdp_comm.text.words import counted, show_nbytes
 from pytest_fsdp_comm.tree.findings.wrapping import (
     Case,
     Wrapping,

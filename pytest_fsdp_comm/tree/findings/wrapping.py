@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
 from pytest_fsdp_comm.text.fqn import natural_key
-from pytest_fsdp_comm.text.nbytes import itemsize
+from pytest_fsdp_comm.text.words import itemsize
 from pytest_fsdp_comm.tree.finding import Finding, Level, Thresholds
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.words import show_growth, show_nbytes, show_nbytes_change
 
 KIB, MIB = 1024, 1024**2
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.text.nbytes import itemsize
+from pytest_fsdp_comm.text.words import itemsize
 from pytest_fsdp_comm.tree.profile import UnitFacts, policy_change
 
 
