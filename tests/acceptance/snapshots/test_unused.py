@@ -268,14 +268,26 @@ def test_unused_files_are_listed_and_never_deleted(project, case):
     assert project.files() == ALL
 
 
+PARAMETERS = """
+import pytest
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_x(recorded, comm_snapshot, x):
+    assert recorded == comm_snapshot
+
+def test_x2(recorded, comm_snapshot):
+    assert recorded == comm_snapshot
+"""
+
+
 @pytest.mark.parametrize("cwd", [".", "tests/sub"])
 def test_unused_command_removes_what_is_listed(project, cwd):
-    project.write("tests/test_c[x]y.py", MODULE_B)
-    project.write("tests/test_cxy.py", MODULE_B)
+    # To git, the brackets of parameters are a pattern that the other test matches.
+    project.write("tests/test_c.py", PARAMETERS)
     project.run("--snapshot-update")
     every = project.files()
-    assert len(every) == len(ALL) + 4
-    project.edit("tests/test_c[x]y.py", "def test_two(", "def _two(")
+    assert len(every) == len(ALL) + 3
+    project.edit("tests/test_c.py", "[1, 2]", "[1]")
     author = ("-c", "user.name=a", "-c", "user.email=a@b.example")
     for arguments in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "all")):
         subprocess.run(["git", *arguments], cwd=project.path, check=True)  # noqa: S607  # users' git
@@ -283,7 +295,7 @@ def test_unused_command_removes_what_is_listed(project, cwd):
     command = re.search(r"^If they are not needed: (git .*)$", result.stdout, re.MULTILINE)
     assert command, result.stdout
     subprocess.run(command[1], shell=True, cwd=project.path / cwd, check=True)  # noqa: S602  # as pasted
-    assert every - project.files() == {"tests/test_c[x]y/test_two.ws1"}
+    assert every - project.files() == {"tests/test_c/test_x[2].ws1"}
 
 
 GONE = {
@@ -528,6 +540,18 @@ def test_update_writes_only_for_tests_that_passed(tmp_path, leave, ranks):
     assert (len(project.files()) == 2) == written
     assert ("snapshot updated" in result.stdout) == written
     assert ("snapshot generated" in result.stdout) == written
+
+
+def test_update_writes_no_plain_snapshot_of_failed_ranks(tmp_path):
+    project = Project(tmp_path)
+    source = f"import pytest\n{RANKS}def test_t(snapshot, comm_mode):\n    assert 1 == snapshot\n"
+    project.write("test_n.py", source)
+    assert project.run("--snapshot-update").returncode == 0
+    (file,) = (tmp_path / "__snapshots__").iterdir()
+    before = file.read_text()
+    project.write("test_n.py", source.replace("1 ==", "2 ==") + "    assert False\n")
+    assert project.run("--snapshot-update").returncode == 1
+    assert file.read_text() == before
 
 
 @pytest.mark.parametrize("ranks", ["", RANKS], ids=["one", "ranks"])
