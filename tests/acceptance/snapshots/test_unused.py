@@ -619,6 +619,20 @@ def test_two_modules_of_one_name_outside_the_root_directory_do_not_share_a_file(
     assert project.run(*arguments).returncode == 0
 
 
+def test_project_behind_a_link_has_the_same_files(project, tmp_path):
+    link, ini = tmp_path / "link", str(project.path / "pytest.ini")
+    link.symlink_to(project.path)
+    project.edit(*NO_ONE)
+    for arguments in ((str(link),), (f"--rootdir={link}",), ("-n2", "-c", ini, f"{link}/tests")):
+        cwd = ".." if arguments[0] == str(link) else "."
+        result = project.run(*arguments, cwd=cwd)
+        assert result.returncode == 1, result.stdout
+        names = set(re.findall(r"snapshots/(\S+)\.comm: its test no longer", result.stdout))
+        assert names == ONE_UNUSED
+        assert "there is no snapshot" not in result.stdout
+    assert project.files() == ALL
+
+
 @pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
 def test_unused_is_silent_after_an_interrupt(project, arguments):
     project.edit(*NO_B_TWO)
