@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.reports.trees import render_tree
-from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
-from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_units
+from pytest_fsdp_comm.sharding.capture import (
+    WrapExpectation,
+    capture_tree,
+    expect_units,
+    list_handles,
+    list_states,
+)
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import compares_ranks, find_between_ranks

@@ -1,4 +1,1 @@
-"""A test on its ranks: started, watched, judged.
-
-Top floor first: `launched`, `session`, `start`, `rank`, `hangs`, `wire`; no arrow goes up.
-"""
+"""A test on its ranks: started, watched, judged."""

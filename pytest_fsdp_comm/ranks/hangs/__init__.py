@@ -1,4 +1,1 @@
-"""Where ranks are when they do not come to an end, and who waits for whom.
-
-In come positions and stacks, out goes text.
-"""
+"""Where ranks are when they do not come to an end, and who waits for whom."""

@@ -1,4 +1,1 @@
-"""What goes between processes, and how: messages, channels, stores, results.
-
-Knows no other room of ranks.
-"""
+"""What goes between processes, and how: messages, channels, stores, results."""
