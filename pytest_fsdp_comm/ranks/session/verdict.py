@@ -336,7 +336,7 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
     story = _story(failures, ranks)
     mismatch = _mismatch(failures, ranks)
     if first.report is not None and not mismatch:
-        is_first = all(failure.report is not None for failure in failures)
+        is_first = all(one.report is not None and one.at >= first.at for one in failures)
         return _with_story(first.report, alike, story, rank_count=len(ranks), is_first=is_first)
     what = first.text if first.report is None else f"failed: {first.text}"
     if len(alike) > 1 and what.startswith("was "):
@@ -408,11 +408,14 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
 
 def _later(failures: Sequence[_Failure]) -> list[str]:
     """How the ranks failed that failed unlike the first."""
-    others = {
-        failure.rank: failure.text if failure.report is None else f"failed later: {failure.text}"
-        for failure in failures
-        if failure.text != failures[0].text
-    }
+    first = failures[0]
+    others = {}
+    for failure in failures:
+        # Closed connections are later than a death, although it is noticed after them.
+        is_later = first.report is None or failure.at >= first.at
+        how = "failed later: " if is_later else "failed: "
+        if failure.text != first.text:
+            others[failure.rank] = f"{how if failure.report else ''}{failure.text}"
     return [text.splitlines()[0] for text in name_equal(others)]
 
 

@@ -158,9 +158,18 @@ def test_failure_before_a_death_leads(merge, death, says):
         "assert 0",
         "rank 0 failed",
         f"rank 1 {says} during call",
-        "rank 2 failed later: Connection closed by peer",
+        "rank 2 failed: Connection closed by peer",
     ]
     assert lines(merge(rank(FAILED, "assert 0", at=4.5), dead, echo))[0].endswith("during call")
+
+
+def test_failure_after_an_echo_is_not_called_first(merge):
+    ranks = [rank(FAILED, "assert 0", at=4.0), rank(FAILED, "Connection closed by peer", at=3.0)]
+    assert lines(merge(*ranks)) == [
+        "assert 0",
+        "rank 0 failed",
+        "rank 1 failed: Connection closed by peer",
+    ]
 
 
 def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
