@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 
@@ -17,10 +17,8 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
     read_origin,
 )
 from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of, first_line
+from pytest_fsdp_comm.snapshots.unused import UnusedSnapshots
 from pytest_fsdp_comm.text.words import show_path
-
-if TYPE_CHECKING:
-    from pytest_fsdp_comm.snapshots.unused import UnusedSnapshots
 
 # Between the summaries of two sessions.
 _BREAK: Final = "\n\n"

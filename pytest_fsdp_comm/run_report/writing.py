@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from pytest_fsdp_comm.reports.html.pages import GENERATOR, render_pages
-from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.reports.html.values import Run
+from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
 from pytest_fsdp_comm.snapshots.files import write_atomically
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pytest_fsdp_comm.reports.html.values import Run
-    from pytest_fsdp_comm.snapshots.documents import Profile
 
 # Characters within which a page of ours names its generator.
 _HEAD: Final = 400

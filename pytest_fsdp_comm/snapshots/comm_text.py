@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from pytest_fsdp_comm.comm.calls import CALL_WORDS, Calls
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Answer, Phase, Role
-from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, GatheredPeak, Row, sort_rows
+from pytest_fsdp_comm.comm.profile import (
+    SUBJECTS,
+    CommProfile,
+    GatheredPeak,
+    Row,
+    RowKey,
+    Subject,
+    Total,
+    sort_rows,
+)
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.snapshots.lines import (
     END,
     NUMBER,
     RANKS,
+    SnapshotLines,
     folded_lines,
     header,
     read_world,
@@ -24,12 +35,6 @@ from pytest_fsdp_comm.snapshots.lines import (
 )
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, expand, read_word, unescape, write_word
 from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pytest_fsdp_comm.comm.profile import RowKey, Subject, Total
-    from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 
 # Note [Text of a recording]:
 #

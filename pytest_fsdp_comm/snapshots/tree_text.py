@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, get_args
+from typing import Any, Final, TypeVar, cast, get_args
 
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.snapshots.lines import (
     END,
     INDENT,
     RANKS,
+    SnapshotLines,
+    World,
     folded_lines,
     header,
     read_world,
@@ -22,12 +24,6 @@ from pytest_fsdp_comm.text.fqn import escape, expand, unescape
 from pytest_fsdp_comm.text.rank_lists import read_ranks, write_ranks
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
 from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, UnitFacts, merge
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pytest_fsdp_comm.snapshots.lines import SnapshotLines, World
-
 
 # Note [Text of a tree]:
 #

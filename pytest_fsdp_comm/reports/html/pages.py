@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
@@ -38,14 +39,11 @@ from pytest_fsdp_comm.reports.trees import (
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
+from pytest_fsdp_comm.tree.model import ShardTree
+from pytest_fsdp_comm.tree.profile import TreeProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from jinja2 import Environment
-
-    from pytest_fsdp_comm.tree.model import ShardTree
-    from pytest_fsdp_comm.tree.profile import TreeProfile
 
 # What a page names as its generator, near its beginning.
 GENERATOR: Final = "pytest-fsdp-comm report"
