@@ -185,19 +185,19 @@ class UnusedSnapshots:
         if self._options.launched and not self._options.launched.is_leader:
             return (yield)
         passed = self._called - self._unpassed
-        used: set[str] = set()
+        compared: set[str] = set()
         if _EXTENSION in sys.modules:
             from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
 
-            used.update(replay.compared_files(self._config))
+            compared.update(replay.compared_files(self._config))
         if hasattr(self._config, "workeroutput"):
-            output = {"whole": self._whole, "ours": self._ours, "used": [*used]}
+            output = {"whole": self._whole, "ours": self._ours, "compared": [*compared]}
             self._config.workeroutput[_OUTPUT] = output
             return (yield)
         for data in self._of_workers:
             # Each worker of xdist collected the same, and compared what it ran.
             self._whole, self._ours = data["whole"], data["ours"]
-            used.update(data["used"])
+            compared.update(data["compared"])
         has_lost = len(self._of_workers) < self._started_workers
         kept = [nodeid for nodeid in self._ours if has_lost or nodeid not in passed]
         if kept:
@@ -209,25 +209,28 @@ class UnusedSnapshots:
         )
         is_silent = self._config.option.disable_unused_snapshots or selects_tests(self._config)
         if has_ended and not is_silent:
-            self.found = [*self._find(passed, used)]
+            self.found = [*self._find(passed, compared)]
         # As syrupy has it.
         option = self._config.option
         if self.found and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
-    def _find(self, passed: AbstractSet[str], used: AbstractSet[str]) -> Iterator[UnusedSnapshot]:
+    def _find(
+        self, passed: AbstractSet[str], compared: AbstractSet[str]
+    ) -> Iterator[UnusedSnapshot]:
         """Apply Note [Unused files]."""
         root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
-        given = [Path(self._config.invocation_params.dir, str(arg)) for arg in self._config.args]
-        directories = [path.resolve() for path in given if path.is_dir()]
+        here = self._config.invocation_params.dir
+        arguments = [Path(here, str(argument)).resolve() for argument in self._config.args]
+        directories = [path for path in arguments if path.is_dir()]
         for path in _snapshot_files(root):
-            place, named = path.parent.relative_to(root), read_basename(path.stem)
-            if named is None or str(path) in used:
+            place, parts = path.parent.relative_to(root), read_basename(path.stem)
+            if parts is None or str(path) in compared:
                 continue
             reason = ""
             if str(place) in self._whole:
-                reason = _reason(*named, self._whole[str(place)], passed)
+                reason = _reason(*parts, self._whole[str(place)], passed)
             elif not module_exists(place, anchor) and any(
                 map((anchor / place).resolve().is_relative_to, directories)
             ):
@@ -262,15 +265,15 @@ def selects_tests(config: pytest.Config) -> bool:
 
 def _reason(name: str, variant: str, tests: Sequence[_Test], passed: AbstractSet[str]) -> str:
     """Why a file of a module that no test compared is unused; empty if it may be needed."""
-    alike = [test for test in tests if test[0] == name]
-    if alike:
-        has_passed = any(own == variant and nodeid in passed for _, own, nodeid in alike)
+    namesakes = [test for test in tests if test[0] == name]
+    if namesakes:
+        has_passed = any(size == variant and nodeid in passed for _, size, nodeid in namesakes)
         return "its test passed without comparing it" if has_passed else ""
     siblings = [test for test in tests if function_of(test[0]) == function_of(name)]
     if not siblings:
         return "its test no longer exists"
     # Without any parameters, say, a test is skipped.
-    is_run = variant in {own for _, own, _ in siblings}
+    is_run = variant in {size for _, size, _ in siblings}
     all_passed = all(nodeid in passed for *_, nodeid in siblings)
     return "its test no longer has these parameters" if is_run and all_passed else ""
 
@@ -298,32 +301,39 @@ def _from(config: pytest.Config, path: Path) -> str:
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
     """Name what may be the snapshot that is missing, recorded as `text`; empty if nothing is."""
     root = item.config.stash[OPTIONS].snapshot_dir
-    named = read_basename(missing.stem)
-    if named is None:
+    parts = read_basename(missing.stem)
+    if parts is None:
         return ""
-    name, variant = named
+    name, variant = parts
     index = missing.stem.removeprefix(f"{name}.{variant}")
-    gone: list[Path] = []
+    orphans: list[Path] = []
     for path in _snapshot_files(root):
-        other = read_basename(path.stem)
-        if other is None or path.stem != f"{other[0]}.{other[1]}{index}":
+        test, size = read_basename(path.stem) or ("", "")
+        if path.stem != f"{test}.{size}{index}":
             continue
-        if path.parent == missing.parent and other[0] == name:
-            size = counted(int(other[1].removeprefix("ws")), "rank")
-            return f"there is one for {size}: {show_path(path, item.config.rootpath)}"
-        if other[1] == variant and _is_gone(item, path, other[0]):
-            gone.append(path)
+        if path.parent == missing.parent and test == name:
+            ranks = counted(int(size.removeprefix("ws")), "rank")
+            return f"there is one for {ranks}: {show_path(path, item.config.rootpath)}"
+        if size == variant and _is_gone(item, path, test):
+            orphans.append(path)
 
     def move(path: Path) -> str:
-        old, new = (shell_word(_from(item.config, one)) for one in (path, missing))
-        return f"git mv {old} {new}"
+        directory, old, new = (
+            shell_word(_from(item.config, one)) for one in (missing.parent, path, missing)
+        )
+        # git makes no directories.
+        return f"{'' if missing.parent.is_dir() else f'mkdir -p {directory} && '}git mv {old} {new}"
 
-    same = [path for path in gone if _body(path) == text.partition("\n")[2]]
-    if same:
+    identical = [path for path in orphans if _body(path) == text.partition("\n")[2]]
+    if identical:
         # That of a test of this name, or of this module, if there are several.
-        old = min(same, key=lambda path: (path.name != missing.name, path.parent != missing.parent))
-        return f"the same, of a test that is gone: {move(old)}"
-    similar = [path for path in gone if missing.name == path.name or missing.parent == path.parent]
+        source = min(
+            identical, key=lambda path: (path.name != missing.name, path.parent != missing.parent)
+        )
+        return f"the same, of a test that is gone: {move(source)}"
+    similar = [
+        path for path in orphans if missing.name == path.name or missing.parent == path.parent
+    ]
     return f"was the test renamed? {move(similar[0])}" if len(similar) == 1 else ""
 
 

@@ -268,6 +268,12 @@ def test_unused_files_are_listed_and_never_deleted(project, case):
     assert project.files() == ALL
 
 
+def commit_all(project):
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+    for arguments in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "all")):
+        subprocess.run(["git", *arguments], cwd=project.path, check=True)  # noqa: S607  # users' git
+
+
 PARAMETERS = """
 import pytest
 
@@ -288,9 +294,7 @@ def test_unused_command_removes_what_is_listed(project, cwd):
     every = project.files()
     assert len(every) == len(ALL) + 3
     project.edit("tests/test_c.py", "[1, 2]", "[1]")
-    author = ("-c", "user.name=a", "-c", "user.email=a@b.example")
-    for arguments in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "all")):
-        subprocess.run(["git", *arguments], cwd=project.path, check=True)  # noqa: S607  # users' git
+    commit_all(project)
     result = project.run("../" * cwd.count("/") + "../tests" if cwd != "." else "tests", cwd=cwd)
     command = re.search(r"^If they are not needed: (git .*)$", result.stdout, re.MULTILINE)
     assert command, result.stdout
@@ -483,8 +487,14 @@ def test_missing_snapshot_names_the_renamed_file(project, old, new, change):
         )
     result = project.run(*arguments)
     move = shlex.join(["git", "mv", f"snapshots/{old}.ws1.comm", f"snapshots/{new}.ws1.comm"])
+    if "test_c" in new:
+        move = f"mkdir -p snapshots/tests/sub/test_c && {move}"
     lead = "was the test renamed?" if change else "the same, of a test that is gone:"
     assert missing(result)[f"{new}.ws1"] == f"{lead} {move}"
+    # It is run as it is printed.
+    commit_all(project)
+    subprocess.run(move, shell=True, cwd=project.path, check=True)  # noqa: S602  # as pasted
+    assert f"{new}.ws1" not in missing(project.run(*arguments))
 
 
 def test_missing_snapshot_without_a_renamed_one(project):
