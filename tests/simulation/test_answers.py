@@ -69,20 +69,19 @@ def test_the_text_names_function_and_value_and_is_read_again():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "complaint"),
+    ("old", "new"),
     [
-        (" (item)", "", "expected 'answered <value> to <module>:<function> (<what asked>)'"),
-        ("answered 1.0", "answered 1 .0", "expected 'answered <value> to"),
-        ("False to train:step", "1.0 to train:step", "expected each answer once, sorted by who"),
-        ("1.0 to train:step", "2.0 to train:z", "expected each answer once, sorted by who"),
+        (" (item)", ""),
+        ("answered 1.0", "answered 1 .0"),
+        ("False to train:step", "1.0 to train:step"),  # twice
+        ("1.0 to train:step", "2.0 to train:z"),  # in another order
     ],
 )
-def test_broken_answers_are_refused(old, new, complaint):
+def test_broken_answers_are_refused(old, new):
     text = format_profile(profile(ONE, TRUTH))
     assert old in text
-    with pytest.raises(SnapshotFormatError) as caught:
+    with pytest.raises(SnapshotFormatError, match=r"^f\.comm, line [45]: it reads 'answered "):
         parse_comm(text.replace(old, new, 1), where="f.comm")
-    assert complaint in str(caught.value)
 
 
 def test_a_new_or_lost_or_changed_answer_is_a_difference():
