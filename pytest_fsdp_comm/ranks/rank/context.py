@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import pytest
 
-from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.options import Backend, RealAxis, Simulation
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.gathering import Exchange  # every session imports this module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from os import getpid
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
-from pytest_fsdp_comm.gathering import Exchange
-from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
+if TYPE_CHECKING:
+    # Every session imports this module; these cost milliseconds.
+    from pytest_fsdp_comm.gathering import Exchange
+    from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
 # A socket's path has 108 bytes on Linux and 104 on macOS; ``/listener-`` and 8 more are added.
 _LONGEST_DIRECTORY = 85
