@@ -34,7 +34,6 @@ class CallWord:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
         return self.text.partition(" ")[0]
 
     @property
@@ -106,7 +105,6 @@ class Calls:
 
     @property
     def lacks_size(self) -> bool:
-        """Whether nothing is known of their size."""
         return self.is_object or self.is_unsized or self.is_unknown
 
     @classmethod

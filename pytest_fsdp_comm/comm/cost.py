@@ -79,12 +79,10 @@ class Cost:
 
     @property
     def before(self) -> Volume:
-        """All calls of the snapshot."""
         return sum((axis.before for axis in self.axes), Volume())
 
     @property
     def after(self) -> Volume:
-        """All calls that were recorded."""
         return sum((axis.after for axis in self.axes), Volume())
 
 

@@ -100,12 +100,10 @@ class Row:
 
     @property
     def key(self) -> RowKey:
-        """What distinguishes it from the module's other rows."""
         return RowKey(self.subject, self.phase, self.what, self.axis)
 
     @property
     def count(self) -> int:
-        """How often, on one rank."""
         return sum(calls.count for calls in self.calls)
 
     @property
@@ -176,17 +174,14 @@ class CommProfile:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no collective was recorded on any rank."""
         return not self.collectives
 
     @property
     def collectives(self) -> tuple[Row, ...]:
-        """The rows of what was sent."""
         return tuple(row for row in self.rows if row.subject == "collective")
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks were recorded."""
         return len(self.recorded_ranks) or self.world_size
 
     def totals(self) -> tuple[Total, ...]:

@@ -79,7 +79,6 @@ class Question:
     axis: str | None = None
 
     def __str__(self) -> str:
-        """The arguments, as a user writes them."""
         given = [] if self.kind is None else [repr(str(self.kind))]
         for name in ("phase", "owner", "axis"):
             value = getattr(self, name)
@@ -105,7 +104,6 @@ class Answer(int):
     counted: Counted
 
     def __new__(cls, value: SupportsIndex, counted: Counted) -> Answer:  # noqa: PYI034  # never subclassed
-        """Attach what was counted."""
         answer = super().__new__(cls, value)
         answer.counted = counted
         return answer

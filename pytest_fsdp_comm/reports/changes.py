@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -112,12 +111,15 @@ def _site_of(step: Step, sites: Sites) -> str:
 
 
 def _change_line(change: Change) -> str:
+    site = _site(change)
+    return f"{_change_text(change)}, {site}" if site else _change_text(change)
+
+
+def _change_text(change: Change) -> str:
     if change.phase is None:
         return f"{change.what}: {change.old_text} -> {change.new_text}"
     where = name_owners(change.owners)
-    line = f"{where} {change.phase}: {change.what} {_amounts(change)}"
-    site = _site(change)
-    return f"{line}, {site}" if site else line
+    return f"{where} {change.phase}: {change.what} {_amounts(change)}"
 
 
 def _amounts(change: Change) -> str:
@@ -183,9 +185,6 @@ def _site(change: Change) -> str:
     return f"issued {' '.join(parts)}" if parts else ""
 
 
-_PHRASE: Final = re.compile(r"(?:ahead|peer|root) \S+|\S+")
-
-
 def headline(changes: Sequence[Change | TreeChange]) -> str:
     """Name the module and the change to know of first: ``lm_head: +8 all_gather, 3 more``."""
     # A frame, such as the world size, comes before everything that follows from it; then the
@@ -231,51 +230,17 @@ def weight(change: Change) -> tuple[bool, bool, int]:
 
 
 def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
+    """Tell a change in a few words where its number says it, otherwise as the failure text does."""
     first = phases[0]
-    if first.phase is None:
-        return f"{first.what}: {first.old_text} -> {first.new_text}"
-    what = first.what if has_axes else _kind(first)
-    where = name_owners(first.owners, most=1)
-    each = " each" if len(first.owners) > 1 else ""
-    before = [amount for change in phases for amount in change.before]
-    after = [amount for change in phases for amount in change.after]
-    if any(amount.ranks for amount in (*before, *after)):
-        return f"{where}: {what} {_by_rank(first.before)} -> {_by_rank(first.after)}{each}"
+    before = [row for change in phases for row in change.before]
+    after = [row for change in phases for row in change.after]
     count = count_of(after) - count_of(before)
-    if count:
-        return f"{where}: {count:+} {what}{each}"
-    if nbytes_of(before) != nbytes_of(after):
-        unsized = sum(row.unsized for row in before), sum(row.unsized for row in after)
-        change = show_nbytes_change(nbytes_of(before), nbytes_of(after), unsized)
-        return f"{where}: {what} {change}{each}"
-    moved = count_of(first.after) - count_of(first.before)
-    if moved:
-        return f"{where}: {moved:+} {what} in {first.phase}{each}"
-    return f"{where}: {what} {_calls(first)}{each}"
+    if first.phase is None or not count or any(row.ranks for row in (*before, *after)):
+        return _change_text(first)
+    what = first.what if has_axes else _kind(first)
+    each = " each" if len(first.owners) > 1 else ""
+    return f"{name_owners(first.owners, most=1)}: {count:+} {what}{each}"
 
 
 def _kind(change: Change) -> str:
     return change.what.partition("[")[0]
-
-
-def _by_rank(amounts: Sequence[Row]) -> str:
-    counts = [
-        f"{amount.count} on {name_ranks(amount.ranks)}" if amount.ranks else str(amount.count)
-        for amount in amounts
-    ]
-    return " / ".join(counts) or "0"
-
-
-def _calls(change: Change) -> str:
-    """How calls differ that are as many and as large as before: ``float32 -> bfloat16``."""
-    before, after = _phrases(change.before), _phrases(change.after)
-    gone = " ".join(phrase for phrase in before if phrase not in after)
-    came = " ".join(phrase for phrase in after if phrase not in before)
-    if gone and came:
-        return f"{gone} -> {came}"
-    return f"now {came}" if came else f"no longer {gone}" if gone else "in other calls"
-
-
-def _phrases(amounts: Sequence[Row]) -> dict[str, None]:
-    calls = (str(one) for amount in amounts for one in amount.calls)
-    return dict.fromkeys(phrase for one in calls for phrase in _PHRASE.findall(one))

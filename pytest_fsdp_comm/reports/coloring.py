@@ -44,17 +44,14 @@ class Painter:
     # what they say. The section below comes as one text.
 
     def __init__(self, writer: Any) -> None:
-        """Pass everything else on to pytest's ``TerminalWriter``."""
         self._writer = writer
         self._explains = False
         self._is_below = False
 
     def __getattr__(self, name: str) -> Any:
-        """What is not painted."""
         return getattr(self._writer, name)
 
     def sep(self, sepchar: str, title: str | None = None, *args: Any, **markup: bool) -> None:
-        """Begin a section."""
         self._is_below = title == SECTION
         self._writer.sep(sepchar, title, *args, **markup)
 

@@ -255,7 +255,6 @@ class CommSnapshot(SnapshotAssertion):
     """syrupy's assertion, with switches of its own, and with several values by name."""
 
     def __post_init__(self) -> None:
-        """Begin with the first comparison."""
         self.last_results: tuple[tuple[str, AssertionResult], ...] = ()
         """What came of the last comparison, by the values' names; ``""`` for one without."""
         self.explains = True
@@ -314,7 +313,6 @@ class CommSnapshot(SnapshotAssertion):
 
     @property
     def extension(self) -> CommSnapshotExtension:
-        """The extension, made on first use."""
         return cast("CommSnapshotExtension", super().extension)
 
     @property

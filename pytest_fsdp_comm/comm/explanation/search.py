@@ -279,7 +279,6 @@ class Cause:
 
     @property
     def is_of_regression(self) -> bool:
-        """Whether it is one that nobody wants."""
         return any(step.is_regression for step in self.steps)
 
 

@@ -33,7 +33,6 @@ class Content:
     """All that one module does, made by `Pool` alone; see Note [Contents]."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        """Sort rows by their keys."""
         held: defaultdict[RowKey, list[Row]] = defaultdict(list)
         for row in rows:
             held[row.key].append(row)
@@ -42,7 +41,6 @@ class Content:
         }
 
     def row(self, key: RowKey) -> Rows:
-        """The rows of one key; empty if it has none."""
         return self.rows.get(key, ())
 
     def calls(self) -> Iterator[tuple[RowKey, Calls]]:
@@ -51,7 +49,6 @@ class Content:
 
     @cached_property
     def gathers(self) -> Mapping[Phase, Mapping[RowKey, Rows]]:
-        """The rows of each phase in which parameters are gathered."""
         gathers = {key: rows for key, rows in self.rows.items() if role_of(rows) == Role.PARAMETERS}
         return {
             phase: {key: rows for key, rows in gathers.items() if key.phase is phase}
@@ -66,12 +63,10 @@ class Content:
 
     @cached_property
     def unit_rows(self) -> Mapping[RowKey, Rows]:
-        """All rows that a unit of FSDP has."""
         return self._rows_of(is_of_whole_unit)
 
     @cached_property
     def reductions(self) -> Mapping[RowKey, Rows]:
-        """The rows about gradients of parameters."""
         rows = self._rows_of(lambda key, call: is_of_gradients(key, call, self))
         return {key: held for key, held in rows.items() if key.phase is not Phase.FORWARD}
 
@@ -101,11 +96,9 @@ class State(dict[Owner, Content]):
     """The content of each module that does anything; `NOTHING` of any other."""
 
     def __missing__(self, owner: Owner) -> Content:
-        """The content of a module that does nothing."""
         return NOTHING
 
     def row_keys(self) -> set[RowKey]:
-        """The keys of all rows of all modules."""
         return {key for content in set(self.values()) for key in content.rows}
 
 
@@ -113,11 +106,9 @@ class Pool:
     """Makes each content once; see Note [Contents]."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._contents: dict[frozenset[Row], Content] = {frozenset(): NOTHING}
 
     def content(self, rows: Iterable[Row]) -> Content:
-        """The content with some rows."""
         held = tuple(rows)
         key = frozenset(held)
         if key not in self._contents:
@@ -125,7 +116,6 @@ class Pool:
         return self._contents[key]
 
     def state(self, profile: CommProfile) -> State:
-        """The contents of a profile."""
         held: defaultdict[Owner, list[Row]] = defaultdict(list)
         # Rows of equal layers have equal calls, which are long to hash and to take apart.
         known: dict[object, Row] = {}
@@ -266,7 +256,6 @@ class Between:
         origin: State,
         axes: tuple[tuple[MeshAxis, ...], tuple[MeshAxis, ...]],
     ) -> None:
-        """Compare the states, by identity of contents."""
         self.state = state
         self.target = target
         self.origin = origin
@@ -284,7 +273,6 @@ class Between:
 
     @cached_property
     def alike(self) -> list[Alike]:
-        """What differs, once for all modules in which the same does."""
         return differences(self.state, self.target)
 
     def select(

@@ -82,31 +82,20 @@ CASES = {
     ),
     "bytes": (
         [change("a", amounts(calls(2, 512)), amounts(calls(2, 1024)))],
-        "a: all_gather 1.0 -> 2.0 KiB",
+        "a forward: all_gather[dp] 2, 1.0 -> 2.0 KiB in all per rank",
     ),
     "from one phase to another": (
         [counted("a", 1, 0), counted("a", 0, 1, phase=Phase.BACKWARD)],
-        "a: +1 all_gather in backward",
+        "a backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank",
     ),
     "an element type": (
         [change("a", amounts(calls(2)), amounts(calls(2, dtype="bfloat16")))],
-        "a: all_gather float32 -> bfloat16",
-    ),
-    "a distance": (
-        [change("a", amounts(calls(2)), amounts(calls(2, ahead=1)))],
-        "a: all_gather now ahead 1",
-    ),
-    "no longer": (
-        [change("a", amounts(calls(2, is_async=True)), amounts(calls(2)))],
-        "a: all_gather no longer async",
+        "a forward: all_gather[dp] 2, x2 of 1_024 B float32 -> x2 of 1_024 B bfloat16",
     ),
     "on other ranks": (
         [change(None, amounts(calls(1), ranks=(3,)), amounts(calls(1), ranks=(0,)))],
-        "(no-module): all_gather 1 on rank 3 -> 1 on rank 0",
-    ),
-    "on some ranks no longer": (
-        [change(None, amounts(calls(1), ranks=(3,)), ())],
-        "(no-module): all_gather 1 on rank 3 -> 0",
+        "(no-module) forward: all_gather[dp] 1 (of 1_024 B float32) on rank 3 -> 1 (of 1_024 B "
+        "float32) on rank 0",
     ),
     "a frame before what follows from it": (
         [counted("a", 1, 9), MESH],
