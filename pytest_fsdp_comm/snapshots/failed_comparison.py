@@ -33,6 +33,8 @@ _HEADLINE: Final = "comm_headline"
 
 # The attribute of a failed comparison's report with what all ranks say of it, though one explains.
 DIFFERS: Final = "comm_differs"
+# The attribute of the one that explains it.
+EXPLAINS: Final = "comm_explains"
 
 
 # The attribute of a report that has what the test compared: `Comparisons` as JSON.
@@ -69,6 +71,7 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
         "assert "
     )
     vars(report)[DIFFERS] = failed.first_line if leads else crash.message.partition("\n")[0]
+    vars(report)[EXPLAINS] = bool(failed.comparisons.headline)
     vars(report)[_HEADLINE] = failed.comparisons.headline if leads else ""
     if leads and failed.comparisons.headline:
         crash.message = failed.comparisons.headline

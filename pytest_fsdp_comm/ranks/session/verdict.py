@@ -17,7 +17,7 @@ from pytest_fsdp_comm.ranks.hangs.stacks import shortened_code
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
 from pytest_fsdp_comm.ranks.wire.results import Activity, Position, RankResult, Stopped
 from pytest_fsdp_comm.ranks.wire.subtest_reports import name_subtest
-from pytest_fsdp_comm.snapshots.failed_comparison import DIFFERS, has_headline
+from pytest_fsdp_comm.snapshots.failed_comparison import DIFFERS, EXPLAINS
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
 When = Literal["setup", "call", "teardown"]
@@ -244,7 +244,7 @@ def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
     """Of those that failed like the first, put the one that explains why to the front."""
     return sorted(
         failures,
-        key=lambda one: one.text != failures[0].text or not has_headline(one.report),
+        key=lambda one: one.text != failures[0].text or not getattr(one.report, EXPLAINS, False),
     )
 
 

@@ -32,8 +32,7 @@ def test_step(comm_mode, comm_snapshot, number):
     with comm_mode:
         for _ in range(COUNT):
             dist.all_reduce(torch.ones(2))
-    assert comm_mode == comm_snapshot
-"""
+    assert comm_mode == comm_snapshot"""
 
 
 @pytest.fixture
@@ -46,11 +45,19 @@ def changed(pytester):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [(), ("-n", "2"), ("--assert=plain",), ("--comm-report=report",)],
-    ids=["forked", "xdist", "plain", "report"],
+    ("arguments", "message"),
+    [
+        ((), ""),
+        (("-n", "2"), ""),
+        (("--assert=plain",), ""),
+        (("--comm-report=report",), ""),
+        ((), ", 'mine'"),
+    ],
+    ids=["forked", "xdist", "plain", "report", "message"],
 )
-def test_one_rank_explains_once(changed, arguments):
+def test_one_rank_explains_once(changed, arguments, message):
+    file = changed.path / "test_it.py"
+    file.write_text(file.read_text() + message)
     result = changed.runpytest_subprocess(*arguments)
     result.assert_outcomes(failed=2)
     text = result.stdout.str()
