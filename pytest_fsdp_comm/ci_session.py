@@ -72,7 +72,6 @@ class CiSession:
     # After the wrappers around it, which decide what is unused and whether that is a failure.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the summaries, once."""
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
         from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # in CI only
 
@@ -149,5 +148,4 @@ class CiSession:
 
     @property
     def is_reviewed(self) -> bool:
-        """Whether there is anywhere to report to."""
         return bool(self.summary or self.step_summary or self.annotates)

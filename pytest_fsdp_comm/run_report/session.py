@@ -136,12 +136,12 @@ class Notes:
         self._compared.append(compared)
 
     def note_tree(self, tree: ShardTree) -> None:
-        """Keep the last tree, in case that it is not compared."""
+        """Keep the last tree in case no comparison follows."""
         self._tree = tree
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        """Forget what a test left behind that was interrupted."""
+        """Forget what an interrupted test left behind."""
         self._forget()
 
     # Before fixtures end.
@@ -163,7 +163,6 @@ class Notes:
             config.pluginmanager.unregister(name=SESSION_PLUGIN)
 
     def rank_payload(self, item: pytest.Item) -> Record:
-        """Hand over what the test compared and recorded in this rank."""
         del item
         record = Record(compared=tuple(self._compared), left_out=self._left_out)
         self._forget()
@@ -175,7 +174,7 @@ class Notes:
     # In the pytest process.
 
     def merge(self, item: pytest.Item, payloads: Mapping[int, Record], **_: bool) -> list[str]:
-        """Keep what the ranks of a test sent, until it is reported."""
+        """Keep what the ranks of a test sent until the test is reported."""
         settings = item.stash[SETTINGS]
         self._records[item.nodeid] = Record(
             world_size=settings.world_size,
@@ -187,7 +186,6 @@ class Notes:
         return []
 
     def take_record(self, item: pytest.Item) -> Record:
-        """Hand over what is known of a test that has ended."""
         if SETTINGS in item.stash:
             return self._records.pop(item.nodeid, Record())
         return self.rank_payload(item)
@@ -291,7 +289,6 @@ class SessionReport:
         self._written = ""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note which tests the report is about."""
         self._ours = {
             item.nodeid: item for item in session.items if uses_plugin(item) or may_record(item)
         }
@@ -372,7 +369,6 @@ class SessionReport:
             self._written = f"report: {shown}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say where the report is."""
         if self._written:
             terminalreporter.write_line(f"fsdp-comm: {self._written}")
 

@@ -101,17 +101,10 @@ def _comm_lines(profile: CommProfile) -> list[str]:
     names_of: defaultdict[tuple[Phase, Subject], defaultdict[str, list[str | None]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    # Rows share long lists of ranks, and those of siblings their calls: each is written once, and
-    # known by its identity, since a tuple is hashed anew each time.
-    ranks_of: dict[int, str] = {}
-    words_of: dict[tuple[RowKey, int, int], str] = {}
+    written = cache(write_ranks)  # rows share long lists of ranks
     for row in profile.rows:
-        place = (row.key, id(row.calls), id(row.ranks))
-        if place not in words_of:
-            if id(row.ranks) not in ranks_of:
-                ranks_of[id(row.ranks)] = write_ranks(row.ranks)
-            words_of[place] = with_ranks(_row_content(row), ranks_of[id(row.ranks)])
-        names_of[row.phase, row.subject][words_of[place]].append(row.owner)
+        content = with_ranks(_row_content(row), written(row.ranks))
+        names_of[row.phase, row.subject][content].append(row.owner)
     return [
         *world_lines(profile.world_size, profile.recorded_ranks, profile.mesh_axes),
         *([] if profile.shows_async else [_ASYNC_UNKNOWN]),
