@@ -22,7 +22,12 @@ from pytest_fsdp_comm.ranks.launched.ranks import ADDRESS, MEET_TIMEOUT_S
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, save_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import connect_store
 from pytest_fsdp_comm.ranks.rank.processes import run_exit_functions, run_finalizers
-from pytest_fsdp_comm.ranks.start.ending import remove_directory
+from pytest_fsdp_comm.ranks.start.ending import (
+    HURRIED_S,
+    adopt_orphans,
+    kill_children,
+    remove_directory,
+)
 from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
@@ -61,6 +66,7 @@ def become_rank(
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         stderr = os.dup(2)
     try:
+        adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0's process ends this one
         _run(session, launched, tests, extensions)
         status = 0
@@ -71,6 +77,7 @@ def become_rank(
     finally:
         with suppress(BaseException):
             save_coverage()
+            kill_children([], within_s=HURRIED_S)  # what tests have left
         os._exit(status)
 
 

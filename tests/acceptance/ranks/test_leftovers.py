@@ -57,7 +57,6 @@ MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux has it
 QUIET = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:randomly")
 ENDLESS = (*QUIET, "-k", "endless")
 PASSING = (*QUIET, "-k", "passing")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,6 @@ WAYS = {
     "kept": Way(more=", scope='module'"),
     "spawned": Way(program=PYTEST, conftest=UNSAFE),
     "xdist": Way(program=PYTEST, arguments=(*ENDLESS, "-n", "1")),
-    "torchrun": Way(program=(*TORCHRUN, *PYTEST)),
     "passing": Way(arguments=PASSING),
     "passing, kept": Way(arguments=PASSING, more=", scope='module'"),
 }
@@ -92,8 +90,6 @@ ENDS = [
     ("spawned", signal.SIGHUP, "group"),
     ("xdist", signal.SIGTERM, "session"),
     ("xdist", signal.SIGKILL, "worker"),
-    # Whereupon torchrun sends the other one SIGTERM.
-    ("torchrun", signal.SIGKILL, "worker"),
     ("passing", None, ""),
     ("passing, kept", None, ""),
 ]
