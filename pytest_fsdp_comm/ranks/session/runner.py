@@ -157,8 +157,14 @@ class RankRunner:
                 server = fork_server(self._prepare_ranks, directory, users, self._preloaded)
             undo.pop_all()
         self._base = _Base(directory=directory, slots=slots, users=users, server=server)
-        if self._fallback_reason:
-            self._explain_fallback()
+        reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
+        if self._fallback_reason and reporter is not None:
+            reporter.write_line(
+                f"fsdp-comm: {self._fallback_reason}, which a fork does not survive; ranks are "
+                "started as new pytest processes, which takes seconds per test. Move that into a "
+                "fixture to have ranks forked",
+                yellow=True,
+            )
 
     def _close_base(self) -> int | None:
         """End the fork server; return how, as `ForkServer.close`."""
@@ -190,16 +196,6 @@ class RankRunner:
             return ()
         return visible_gpu_names(os.environ, visible_gpu_count())
 
-    def _explain_fallback(self) -> None:
-        reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            reporter.write_line(
-                f"fsdp-comm: {self._fallback_reason}, which a fork does not survive; ranks are "
-                "started as new pytest processes, which takes seconds per test. Move that into a "
-                "fixture to have ranks forked",
-                yellow=True,
-            )
-
     def can_run(self, item: pytest.Item) -> bool:  # noqa: ARG002  # as `LaunchedRunner`
         """Whether there are ranks for a distributed test."""
         return True
@@ -226,7 +222,10 @@ class RankRunner:
             # Not a failure of the test, which just ends here.
             for result in results.values():
                 result.escaped = None
-        reports = merge_reports(item, results, self._load, timeout_s=settings.timeout_s)
+        load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
+        reports = merge_reports(
+            item, results, lambda data: load(data=data), timeout_s=settings.timeout_s
+        )
         replay_warnings(item.config, results.values())
         debugged = _debugged_rank(item.config, settings)
         for text in explain_skipped_debuggers(results, debugged):
@@ -456,13 +455,6 @@ class RankRunner:
                     f"{rank.describe('has not ended')} Later tests get new ranks."
                     for rank in unended
                 ]
-
-    def _load(self, data: dict[str, Any]) -> pytest.TestReport:
-        config = self._session.config
-        report: pytest.TestReport = config.hook.pytest_report_from_serializable(
-            config=config, data=data
-        )
-        return report
 
     def _extended(
         self,

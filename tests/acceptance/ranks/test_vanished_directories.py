@@ -116,15 +116,6 @@ def test_spawned_ranks_get_another_directory(pytester, tmpdir_of_session):
     assert not left_in(tmpdir_of_session)
 
 
-def test_one_test_by_its_name_says_nothing_of_directories(pytester, tmpdir_of_session):
-    pytester.makepyfile(test_it=SOURCE)
-    test = "test_it.py::TestInClass::test_needs_nothing_more[1]"
-    result = pytester.runpytest_subprocess(*PYTEST, "-x", test, timeout=60)
-    result.assert_outcomes(passed=1)
-    assert "vanished" not in result.stdout.str()
-    assert not left_in(tmpdir_of_session)
-
-
 FULL_DISK = """
 import errno
 import pathlib

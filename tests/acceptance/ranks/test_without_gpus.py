@@ -41,12 +41,8 @@ if not torch.cuda._is_compiled():
 """
 ASKS = {
     "is_available": "torch.cuda.is_available()",
-    "device_count": "torch.cuda.device_count()",
     "init": "torch.cuda.init()",
-    "get_device_name": "torch.cuda.get_device_name()",
     "manual_seed_all": "torch.cuda.manual_seed_all(3)",
-    "accelerator": "[torch.accelerator.is_available(), torch.accelerator.device_count()]",
-    "tensor": "torch.ones(1).cuda()",
 }
 TEST = """
 import os
