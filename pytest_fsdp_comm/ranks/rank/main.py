@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.launch_environment import (
     INSIDE_VARIABLE,
@@ -164,7 +166,8 @@ class RankTemplate:
                 further_ranks=self._plugin.further_ranks(),
                 can_run_another=self._plugin.can_run_another_test(),
             )
-            context.exchange.leave()
+            with contextlib.suppress(FsdpCommError):  # the session says that its directory vanished
+                context.exchange.leave()
             if launched and (escaped or self._plugin.has_failed):
                 # A forked rank is killed; here only this ends the collectives of its peers.
                 self._plugin.leave_group()

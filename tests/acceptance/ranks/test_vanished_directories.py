@@ -188,6 +188,7 @@ server.fork_quietly = fork_noted
 make_template = runner.RankTemplate
 
 def make_slowly(*arguments, **more):
+    pathlib.Path("forked").unlink(missing_ok=True)  # of the server itself
     pathlib.Path("preparing").touch()
     time.sleep(8)
     return make_template(*arguments, **more)
