@@ -69,7 +69,7 @@ def closest(asked: str, known: Iterable[str]) -> str:
     """The known name that is most like another one; empty if none is."""
     import difflib  # noqa: PLC0415  # needed only on the way to an error
 
-    return next(iter(difflib.get_close_matches(asked, known, n=1)), "")
+    return str(next(iter(difflib.get_close_matches(asked, known, n=1)), ""))  # an enum has a repr
 
 
 def did_you_mean(meant: str) -> str:
