@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -121,7 +122,8 @@ class Exchange:
     def leave(self) -> None:
         """Announce that this rank makes no more comparisons; do nothing in a forked process."""
         if getpid() == self._pid:
-            self._texts.put(f"left.{self._rank}", "")
+            with contextlib.suppress(FsdpCommError):  # the directory has vanished
+                self._texts.put(f"left.{self._rank}", "")
 
     # `ranks.hangs.position` reads its name and locals to find which rank this one waits for.
     def _await(self, name: str, rank: int, complaint: str) -> str:
