@@ -178,13 +178,13 @@ import pathlib, time
 import pytest_fsdp_comm.ranks.session.runner as runner
 import pytest_fsdp_comm.ranks.start.fork_server as server
 
-fork = server.fork_quietly
+fork = server._Server._fork
 
-def fork_noted():
+def fork_noted(self, run):
     pathlib.Path("forked").touch()
-    return fork()
+    return fork(self, run)
 
-server.fork_quietly = fork_noted
+server._Server._fork = fork_noted
 make_template = runner.RankTemplate
 
 def make_slowly(*arguments, **more):
