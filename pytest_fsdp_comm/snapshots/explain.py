@@ -7,7 +7,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, cast
 
@@ -30,27 +30,18 @@ from pytest_fsdp_comm.snapshots.differences import (
 )
 from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot, CommSnapshotExtension
-from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, UNEXPLAINED
+from pytest_fsdp_comm.snapshots.failed_comparison import (
+    FAILED_COMPARISON,
+    UNEXPLAINED,
+    FailedComparison,
+    describe_error,
+)
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.snapshots.unused import describe_neighbour
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
 # Options without which an update would record something else.
 _REPEATED: Final = ("--world-size", "--comm-backend")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailedComparison:
-    """The last comparison of a test that failed and was explained."""
-
-    first_line: str
-    """Of the explanation, by which the failure is recognized that it belongs to."""
-    comparisons: Comparisons
-    """What differs; the files are added to the report of the whole test."""
-    below: str
-    """What the section below shows; empty for none."""
-    lines: tuple[str, ...] = ()
-    """The explanation, where pytest does not show it; empty where it does."""
 
 
 def explain_comparison(left: object, right: object) -> list[str] | None:
@@ -223,18 +214,6 @@ def _unreached(assertion: CommSnapshot) -> str:
         f"{left[0]}{more}; "
         'assert {"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once'
     )
-
-
-def describe_error(result: AssertionResult, rootdir: Path) -> str:
-    """Say why an assertion could not be decided or written."""
-    error = result.exception
-    if isinstance(error, OSError):
-        return (
-            f"cannot write the snapshot {show_path(Path(result.snapshot_location), rootdir)} "
-            f"({error.strerror or error}); the old one, if any, is unchanged. Make the directory "
-            "writable, or choose another with ini fsdp_comm_snapshot_dir"
-        )
-    return str(error) or type(error).__name__
 
 
 def describe_problem(error: BaseException, *, where: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -13,15 +14,31 @@ import pytest
 from pytest_fsdp_comm.reports.coloring import Painter
 from pytest_fsdp_comm.reports.explanation import SECTION
 from pytest_fsdp_comm.text.codec import from_json, to_json
+from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from syrupy.assertion import AssertionResult
+
     from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
-    from pytest_fsdp_comm.snapshots.explain import FailedComparison
 
 
-FAILED_COMPARISON: Final = pytest.StashKey["FailedComparison"]()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedComparison:
+    """The last comparison of a test that failed and was explained."""
+
+    first_line: str
+    """Of the explanation, by which the failure is recognized that it belongs to."""
+    comparisons: Comparisons
+    """What differs; the files are added to the report of the whole test."""
+    below: str
+    """What the section below shows; empty for none."""
+    lines: tuple[str, ...] = ()
+    """The explanation, where pytest does not show it; empty where it does."""
+
+
+FAILED_COMPARISON: Final = pytest.StashKey[FailedComparison]()
 UNEXPLAINED: Final = pytest.StashKey[object]()
 """In a test's stash: the assertion whose last comparison failed, until that is explained."""
 COMPARED: Final = pytest.StashKey[dict[str, None]]()
@@ -133,3 +150,15 @@ def painted(reporter: pytest.TerminalReporter) -> Iterator[None]:
 
 def _print_painted(print_report: Callable[[Painter], None], writer: Any) -> None:
     print_report(Painter(writer))
+
+
+def describe_error(result: AssertionResult, rootdir: Path) -> str:
+    """Say why an assertion could not be decided or written."""
+    error = result.exception
+    if isinstance(error, OSError):
+        return (
+            f"cannot write the snapshot {show_path(Path(result.snapshot_location), rootdir)} "
+            f"({error.strerror or error}); the old one, if any, is unchanged. Make the directory "
+            "writable, or choose another with ini fsdp_comm_snapshot_dir"
+        )
+    return str(error) or type(error).__name__

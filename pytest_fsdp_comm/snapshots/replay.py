@@ -19,6 +19,7 @@ from pytest_fsdp_comm.snapshots.extension import (
     bind_extension,
     note_update,
 )
+from pytest_fsdp_comm.snapshots.failed_comparison import describe_error
 from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.text.words import show_path
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     import pytest
-    from syrupy.assertion import AssertionResult
     from syrupy.extensions.base import AbstractSyrupyExtension
 
 # Note [Replay]: syrupy decides in one process what is written, counted and removed. So in a rank
@@ -150,7 +150,7 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
                 write_atomically(path, str(result.asserted_data))
             except OSError as error:
                 result.exception = error
-                problems.append(_describe_error(result, item.config))
+                problems.append(describe_error(result, item.config.rootpath))
             else:
                 continue
         # So that syrupy does not count it among the files that it wrote.
@@ -199,18 +199,12 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
     if is_same:
         return ""
     if result.exception is not None:
-        return _describe_error(result, config)
+        return describe_error(result, config.rootpath)
     where = show_path(Path(result.snapshot_location), config.rootpath)
     return (
         f"a comparison with {where} failed and the test went on: it was caught, or its result not "
         "asserted (or the file changed while the test ran)"
     )
-
-
-def _describe_error(result: AssertionResult, config: pytest.Config) -> str:
-    from pytest_fsdp_comm.snapshots.explain import describe_error  # noqa: PLC0415  # on failure only
-
-    return describe_error(result, config.rootpath)
 
 
 def _extension_class(item: pytest.Item, made: RankAssertion) -> type[AbstractSyrupyExtension]:
