@@ -120,7 +120,7 @@ class CiSession:
             compared_tests=len(self._compared),
             compared_files=len({file for files in self._compared.values() for file in files}),
             failed=tuple(self._failed.values()),
-            unused=tuple((show_path(one.path, self._config.rootpath), one.reason) for one in found),
+            unused=tuple(show_path(path, self._config.rootpath) for path in found),
             ended_early=f"The session ended early ({why}): not all tests ran." if why else "",
         )
 

@@ -278,8 +278,8 @@ DECLARED: Final = (
     Setting(
         "artifacts_dir",
         _parse_artifacts_dir,
-        "keep what failed comparisons received and expected, and their stories, in DIR; `fsdp-comm "
-        "accept DIR` accepts them",
+        "keep what failed comparisons received and expected in DIR; `fsdp-comm accept DIR` accepts "
+        "them",
         flag="--comm-artifacts=DIR",
     ),
     Setting(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Reshard, Role, Source
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import fold, merge
+from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, timeline_of
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
@@ -114,12 +115,12 @@ def compared(old, new, **changes):
             "file": "snapshots/test_x/test_y.ws4.comm",
             "old": format_profile(profile_of(*before)),
             "new": format_profile(profile_of(*ranks)),
-            "lines": (
-                "comm_mode differs from snapshots/test_x/test_y.ws4.comm",
-                "  +63 % bytes in all_gather[dp]",
-                "  likely: layers were added",
-                "  accept: pytest --snapshot-update",
+            "text": FailureText(
+                head="comm_mode differs from snapshots/test_x/test_y.ws4.comm",
+                cost=("+63 % bytes in all_gather[dp]",),
+                causes=("layers were added",),
             ),
+            "accept": "pytest --snapshot-update",
             "headline": "2 layers more",
             "timelines": (replace(timeline_of(new), ranks=(0, 1, 2, 3)),),
             **changes,

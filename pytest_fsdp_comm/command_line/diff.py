@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from pytest_fsdp_comm.comm.cost import cost_of_change
-from pytest_fsdp_comm.comm.profile import CommProfile, comparable, restrict
+from pytest_fsdp_comm.comm.profile import CommProfile, restrict
 from pytest_fsdp_comm.command_line.documents import (
     describe_problem,
     read_document,
@@ -18,7 +17,7 @@ from pytest_fsdp_comm.command_line.documents import (
 )
 from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.reports.html.tables import cost_rows
+from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_fsdp_comm.comm.explanation.steps import Evidence
-    from pytest_fsdp_comm.reports.html.tables import CostRow
 
 # What git calls the file of a side that has none.
 _NOWHERE: Final = "/dev/null"
@@ -67,8 +65,8 @@ class Pair:
 class Story:
     """How the sides of a pair differ."""
 
-    lines: tuple[str, ...]
-    """The first names the file; empty if nothing differs."""
+    text: FailureText | None
+    """Its head names the file; None if nothing differs."""
     differs: bool
     """Whether anything that is compared differs."""
 
@@ -80,10 +78,7 @@ Pairs: TypeAlias = tuple[list[Pair], list[str]]
 def run_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm diff``."""
     pairs, problems = pairs_of(options.old, options.new)
-    printer = Printer(options.color)
-    differs = print_stories(pairs, printer, with_lines=options.lines)
-    table = _cost_table(pairs)
-    printer.lines([*[""][: len(table)], *table])
+    differs = print_stories(pairs, Printer(options.color), with_lines=options.lines)
     return print_problems(problems) or (DIFFERENT if differs else SAME)
 
 
@@ -182,8 +177,8 @@ def print_stories(pairs: Sequence[Pair], printer: Printer, *, with_lines: bool =
     stories = tell(pairs)
     is_first = True
     for pair, story in zip(pairs, stories, strict=True):
-        if story.lines:
-            printer.lines([*([] if is_first else [""]), *story.lines])
+        if text := story.text:
+            printer.lines([*([] if is_first else [""]), text.head, *text.body])
             if with_lines:
                 printer.patch(_patch_lines(pair.old, pair.new, pair.old_path, pair.new_path))
             is_first = False
@@ -212,48 +207,28 @@ def test_of(pair: Pair) -> object:
 def _tell(pair: Pair, evidence: Evidence | None) -> Story:
     name = pair.new_path
     if pair.old is None or pair.new is None:
-        verb = "removed" if pair.new is None else "added"
-        summary = "; ".join(summary_lines(pair.newer.profile))
-        return Story(lines=(f"{name}: {verb}", f"  {summary}"), differs=True)
+        head = f"{name}: {'removed' if pair.new is None else 'added'}"
+        summary = f"  {'; '.join(summary_lines(pair.newer.profile))}"
+        return Story(text=FailureText(head=head, changes=(summary,)), differs=True)
     head = f"{pair.old_path} -> {name}" if pair.old_path != name else name
     if pair.old == pair.new and not pair.is_rename:
-        return Story(lines=(), differs=False)
+        return Story(text=None, differs=False)
     # All but the first line is compared.
     if pair.old.partition("\n")[2] == pair.new.partition("\n")[2]:
         first_line = "its first line alone, which is not compared"
         what = "renamed, nothing else" if pair.is_rename else first_line
-        return Story(lines=(f"{head}: {what}",), differs=pair.is_rename)
+        return Story(text=FailureText(head=f"{head}: {what}"), differs=pair.is_rename)
     difference = explain_profiles(
         (pair.old.profile, pair.new.profile), where=name, evidence=evidence
     )
-    explanation = difference.explanation
-    body = explanation.body
-    if not body:
-        # An update may write in other words what compares as equal.
-        body = (f"  {difference.text or 'nothing that is compared'}",)
-    scope = f" ({explanation.scope})" if explanation.scope else ""
-    differs = bool(difference.changes or difference.text) or pair.is_rename
-    return Story(lines=(f"{head}:{scope}", *body), differs=differs)
-
-
-def _cost_table(pairs: Sequence[Pair]) -> list[str]:
-    """What changed tests send and hold, one a line; empty for fewer than two."""
-    rows = [("bytes", "", "peak gathered", "", "snapshot")]
-    for pair in pairs:
-        sides = [side.profile for side in (pair.old, pair.new) if side is not None]
-        match sides:
-            case [CommProfile() as old, CommProfile() as new] if old != new:
-                nbytes, peak = cost_rows(cost_of_change(*comparable(old, new)))[-2:]
-                rows.append((*_words(nbytes), *_words(peak), pair.new_path))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return lines if len(rows) > 2 else []  # noqa: PLR2004  # the head, and one
-
-
-def _words(row: CostRow) -> tuple[str, str]:
-    if row.change:
-        return f"{row.before} -> {row.after}", row.change
-    return row.after, "unchanged"
+    text = difference.explanation
+    scope = f" ({text.scope})" if text.scope else ""
+    # An update may write in other words what compares as equal.
+    changes = text.changes if text.body else (difference.text or "nothing that is compared",)
+    return Story(
+        text=replace(text, head=f"{head}:{scope}", changes=changes, cures=()),
+        differs=bool(difference.changes or difference.text) or pair.is_rename,
+    )
 
 
 def _patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:

@@ -71,6 +71,7 @@ def _result(told: Sequence[tuple[Pair, Story]]) -> Result:
 
 
 def _compared(pair: Pair, story: Story) -> Compared:
+    changes = (*story.text.cost, *story.text.changes) if story.text else ()
     return Compared(
         name="",
         kind=kind_of(pair.newer.profile),
@@ -78,8 +79,8 @@ def _compared(pair: Pair, story: Story) -> Compared:
         file=pair.new_path,
         old=str(pair.old or ""),
         new=str(pair.newer),
-        lines=story.lines,
-        headline=story.lines[1].strip() if len(story.lines) > 1 else "",
+        text=story.text,
+        headline=changes[0].strip() if changes else "",
     )
 
 

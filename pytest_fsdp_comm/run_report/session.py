@@ -212,11 +212,10 @@ def _describe_comparison(
 ) -> Compared:
     item = assertion.test_location.item
     verdict = _verdict(result)
-    lines: tuple[str, ...] = ()
-    headline = ""
+    text, accept, headline = None, "", ""
     is_difference = result.recalled_data is not None or result.exception is not None
     if verdict in {"differs", "broken"} or (verdict == "updated" and is_difference):
-        lines, headline = explain_result(assertion, name, result)
+        text, accept, headline = explain_result(assertion, name, result)
     return Compared(
         name=name,
         kind="tree" if isinstance(value, ShardTree) else "comm",
@@ -224,7 +223,8 @@ def _describe_comparison(
         file=show_path(Path(result.snapshot_location), item.config.rootpath),
         old=_text(result.recalled_data),
         new=_text(result.asserted_data),
-        lines=lines,
+        text=text,
+        accept=accept,
         headline=headline,
         tree=TreeView.of(value, _MAX_ROWS) if isinstance(value, ShardTree) else None,
     )
@@ -284,7 +284,6 @@ class SessionReport:
         self._ours: dict[str, pytest.Item] = {}
         self._results: dict[str, Result] = {}
         self._finished: set[str] = set()
-        self._other_tests: set[str] = set()
         self._origin = read_origin(os.environ)
         self._written = ""
 
@@ -307,10 +306,8 @@ class SessionReport:
                 vars(report)[_RECORD] = text
             return
         sent = vars(report).pop(_RECORD, None)
-        if item is None and sent is None and report.when in {"setup", "call", "teardown"}:
-            self._other_tests.add(report.nodeid)
-            return
-        self._add(report, item, sent or "")
+        if item is not None or sent is not None:
+            self._add(report, item, sent or "")
 
     def _add(self, report: pytest.TestReport, item: pytest.Item | None, sent: str) -> None:
         result = self._results.get(report.nodeid)
@@ -354,7 +351,6 @@ class SessionReport:
         run = Run(
             tests=tuple(self._results.values()),
             origin=self._origin,
-            others=len(self._other_tests),
             is_interrupted=exitstatus == pytest.ExitCode.INTERRUPTED
             or bool(session.shouldfail or session.shouldstop),
             command=" ".join(map(shell_word, ("pytest", *join_paths(map(str, called.args))))),

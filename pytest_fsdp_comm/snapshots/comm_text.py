@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from pytest_fsdp_comm.comm.calls import CALL_WORDS, Calls
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Answer, Phase, Role
@@ -16,7 +15,6 @@ from pytest_fsdp_comm.comm.profile import (
     CommProfile,
     GatheredPeak,
     Row,
-    RowKey,
     Subject,
     Total,
     sort_rows,
@@ -152,16 +150,6 @@ def _kind_and_axis(kind: str, axis: str) -> str:
     return f"{escape(kind)}[{escape(axis) if axis else ''}]"
 
 
-class _Record(NamedTuple):
-    """A line that was read: the same row for each of some names."""
-
-    number: int
-    names: Sequence[str | None]
-    """None stands for no module."""
-    row: Row
-    """That of no module."""
-
-
 def read_comm(lines: SnapshotLines) -> CommProfile:
     """Read the snapshot of a recording (see Note [Strict reading])."""
     world = read_world(lines)
@@ -170,7 +158,7 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
     known, used = {axis.name for axis in world.mesh_axes}, set[str]()
     shows_async = sizes_activations = True
     answers: list[Answer] = []
-    records: list[_Record] = []
+    rows: list[Row] = []
     peaks: list[GatheredPeak] = []
     for number, line in enumerate(lines.lines[world.end - 1 : -1], start=world.end):
         with lines.at(number):
@@ -194,7 +182,7 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
                     raise ValueError("expected an axis that has a 'mesh' line above")
                 pattern = match["names"]
                 names = (None,) if pattern == NO_MODULE else expand(pattern)
-                records.append(_Record(number, names, row))
+                rows += [replace(row, owner=name) for name in names]
             else:
                 is_phase = line.partition(" ")[0] in tuple(Phase)
                 raise ValueError(
@@ -203,11 +191,10 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
                     if is_phase
                     else f"expected a phase first: {', '.join(Phase)}"
                 )
-    _check_once(lines, records)
     profile = CommProfile(
         world_size=world.size,
         mesh_axes=tuple(axis for axis in world.mesh_axes if axis.name in used),
-        rows=sort_rows(replace(one.row, owner=name) for one in records for name in one.names),
+        rows=sort_rows(rows),
         peaks=tuple(peaks),
         recorded_ranks=world.ranks,
         shows_async=shows_async,
@@ -217,22 +204,6 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
     )
     lines.check(_comm_lines(profile))
     return profile
-
-
-def _check_once(lines: SnapshotLines, records: Sequence[_Record]) -> None:
-    """Check that no two records have one row on one rank, nor the same on several lists."""
-    # As after a merge that kept the lines of both sides.
-    places: defaultdict[tuple[RowKey, str | None], list[int]] = defaultdict(list)
-    for place, record in enumerate(records):
-        for name in record.names:
-            places[record.row.key, name].append(place)
-    for alike in {tuple(held) for held in places.values() if len(held) > 1}:
-        rows = [records[place].row for place in alike]
-        ranks = [rank for row in rows for rank in row.ranks]
-        is_once = all(row.ranks for row in rows) and len({*ranks}) == len(ranks)
-        if not is_once or len({row.calls for row in rows}) < len(rows):
-            with lines.at(records[alike[-1]].number):
-                raise ValueError("expected each row once, with all of its ranks")
 
 
 def _read_row(match: re.Match[str], ranks: tuple[int, ...], *, sizes_activations: bool) -> Row:

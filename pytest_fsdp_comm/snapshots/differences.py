@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pytest_fsdp_comm.comm import diff as comm_diff
-from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change
 from pytest_fsdp_comm.comm.explanation.steps import Evidence
-from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
+from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.reports.changes import (
     headline,
     headline_of_steps,
@@ -20,7 +19,6 @@ from pytest_fsdp_comm.reports.changes import (
 )
 from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.snapshots.documents import Profile
-from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.tree import diff as tree_diff
 from pytest_fsdp_comm.tree.diff import TreeChange
 from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, policy_change
@@ -106,28 +104,6 @@ def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
                 return tree_evidence(was, now)
     return None
-
-
-def call_sites(old: Profile | None, new: Profile) -> list[str]:
-    """Where modules send whose communication differs: a line for each place and collective."""
-    if not isinstance(new, CommProfile):
-        return []
-    # A snapshot that was read from a file has no call sites.
-    before = {_compared(row) for row in old.collectives} if isinstance(old, CommProfile) else set()
-    after = {_compared(row) for row in new.collectives}
-    differing = {owner for owner, *_ in before ^ after}
-    owners: defaultdict[tuple[str, str], dict[str | None, None]] = defaultdict(dict)
-    for row in new.collectives:
-        for site in row.sites if row.owner in differing else ():
-            if site.call_site:
-                owners[f"{row.phase} {row.key}", site.call_site][row.owner] = None
-    return [
-        f"  {what} of {name_owners(names)} at {place}" for (what, place), names in owners.items()
-    ]
-
-
-def _compared(row: Row) -> tuple[str | None, RowKey, tuple[int, ...], tuple[Calls, ...]]:
-    return row.owner, row.key, row.ranks, row.calls
 
 
 def _within_scope(explanation: FailureText, was: Profile, now: Profile) -> FailureText:

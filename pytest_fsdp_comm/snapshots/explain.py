@@ -22,7 +22,6 @@ from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 from pytest_fsdp_comm.reports.explanation import ACCEPT, RECORD, FailureText, failure_lines
 from pytest_fsdp_comm.snapshots.differences import (
     Difference,
-    call_sites,
     evidence_of,
     explain_profiles,
     head_of,
@@ -56,9 +55,9 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
     if UNEXPLAINED in item.stash:
         del item.stash[UNEXPLAINED]
     differences = _explain(assertion, results)
-    for name, result in results.items():
+    for result in results.values():
         if result.exception is None and assertion.explains:
-            _keep(assertion.extension, result, differences[name].explanation)
+            _keep(assertion.extension, result)
     texts = {name: one.explanation for name, one in differences.items()}
     accept, beside = _accept_command(item, list(results.values())), _unreached(assertion)
     everything = failure_lines(texts, accept=accept, beside=beside, everything=True)
@@ -94,13 +93,12 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
 
 def explain_result(
     assertion: CommSnapshot, name: str, result: AssertionResult
-) -> tuple[tuple[str, ...], str]:
-    """Return all lines of the explanation, even if the whole passed; and each change in a line."""
+) -> tuple[FailureText, str, str]:
+    """Return the explanation, even if the whole passed, the command that accepts, the headline."""
     difference = _explain(assertion, {name: result})[name]
     explanation = difference.explanation
-    accept = _accept_command(assertion.test_location.item, [result])
-    lines = failure_lines({name: explanation}, accept=accept, everything=True)
-    return lines, "\n".join(explanation.told) or headline_of_values({name: difference})
+    headline = "\n".join(explanation.told) or headline_of_values({name: difference})
+    return explanation, _accept_command(assertion.test_location.item, [result]), headline
 
 
 def _explain(
@@ -227,25 +225,21 @@ def describe_problem(error: BaseException, *, where: str) -> str:
     return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
 
 
-def _keep(
-    extension: CommSnapshotExtension, result: AssertionResult, explanation: FailureText
-) -> None:
-    artifacts = extension.artifacts(result.snapshot_location)
-    if artifacts is None or result.asserted_data is None:
+def _keep(extension: CommSnapshotExtension, result: AssertionResult) -> None:
+    old, new = result.recalled_data, result.asserted_data
+    if new is None:
         return
-    old, new = cast("SnapshotText | None", result.recalled_data), result.asserted_data
-    sites = call_sites(None if old is None else old.profile, cast("SnapshotText", new).profile)
     try:
-        artifacts.keep(
+        extension.keep_artifacts(
+            result.snapshot_location,
             received=str(new),
             expected=None if old is None else str(old),
-            story=[*explanation.lines, *(["", "sent by:"] if sites else []), *sites],
         )
     except OSError as problem:
         # The difference is shown all the same.
         warnings.warn(
-            f"--comm-artifacts: cannot write {show_path(artifacts.received)} "
-            f"({problem.strerror or problem}), so that it cannot be accepted from there",
+            f"--comm-artifacts: cannot keep what differs ({problem}), so that it cannot be "
+            "accepted from there",
             pytest.PytestWarning,
             stacklevel=1,
         )

@@ -22,7 +22,7 @@ from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, differs
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
-from pytest_fsdp_comm.snapshots.files import Artifacts, read_snapshot
+from pytest_fsdp_comm.snapshots.files import keep_artifacts, read_snapshot
 from pytest_fsdp_comm.snapshots.lines import REMEDY
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -218,12 +218,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         del test_location, ignore_extensions
         return SnapshotCollections()
 
-    def artifacts(self, location: str) -> Artifacts | None:
-        """Where ``--comm-artifacts`` keeps what a comparison with a snapshot file was about."""
-        directory = self._options.artifacts_dir
-        if directory is None:
-            return None
-        return Artifacts.of(directory, Path(location).relative_to(self._options.snapshot_dir))
+    def keep_artifacts(self, location: str, *, received: str | None, expected: str | None) -> None:
+        """Keep for ``--comm-artifacts`` what a comparison with a snapshot file was about."""
+        if (directory := self._options.artifacts_dir) is not None:
+            snapshot = Path(location).relative_to(self._options.snapshot_dir)
+            keep_artifacts(directory, snapshot, received=received, expected=expected)
 
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""
@@ -356,9 +355,9 @@ class CommSnapshot(SnapshotAssertion):
         item.stash.setdefault(COMPARED, {})[show_path(location, item.config.rootpath)] = None
         result = self.executions[self.num_executions - 1]
         note_update(item, result)
-        artifacts = self.extension.artifacts(location)
-        if result.success and artifacts is not None:
-            artifacts.forget()
+        if result.success:
+            # Those of an earlier run would bring its state back.
+            self.extension.keep_artifacts(location, received=None, expected=None)
         return result
 
     def __repr__(self) -> str:

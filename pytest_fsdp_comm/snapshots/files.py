@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final
 
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-_FILE_TYPES: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
-)
 
 
 def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
@@ -31,7 +19,7 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise _no_file(path, where, error.strerror or str(error)) from None
+        raise _no_file(where, f"cannot be read ({error.strerror or error})") from None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -47,7 +35,7 @@ def _read_regular(path: Path, where: str) -> bytes:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise _no_file(path, where, "")
+            raise _no_file(where, "is not a regular file")
         if found.st_size > MAX_BYTES:
             raise too_large(where, found.st_size)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
@@ -56,17 +44,11 @@ def _read_regular(path: Path, where: str) -> bytes:
         os.close(descriptor)
 
 
-def _no_file(path: Path, where: str, reason: str) -> SnapshotFormatError:
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        mode = stat.S_IFREG
-    file_type = next((name for is_type, name in _FILE_TYPES if is_type(mode)), "")
-    came = f"it is {file_type}" if file_type else f"it cannot be read ({reason})"
+def _no_file(where: str, problem: str) -> SnapshotFormatError:
     return SnapshotFormatError(
-        f"{where}, line 1: {came}; expected a regular file. Nothing was overwritten: move it away "
-        "or make it readable, then restore the file with `git checkout`, or record it again with "
-        "--snapshot-update"
+        f"{where}, line 1: it {problem}; expected a regular file. Nothing was overwritten: move it "
+        "away or make it readable, then restore the file with `git checkout`, or record it again "
+        "with --snapshot-update"
     )
 
 
@@ -80,46 +62,21 @@ def write_atomically(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-# Note [Kept files]: each directory is laid out like that of the snapshots.
-#
-#     received/tests/test_step/test_step.ws4.comm   what was recorded
-#     expected/tests/test_step/test_step.ws4.comm   what it was compared with; none for a new file
-#     stories/tests/test_step/test_step.ws4.txt     how they differ, and the code that sends
-#
-# The received file is written last: where it is, the others are complete.
+# Directories of ``--comm-artifacts``, each laid out like that of the snapshots: what was recorded,
+# and what it was compared with, which is missing for a new file.
 RECEIVED: Final = "received"
 EXPECTED: Final = "expected"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Artifacts:
-    """The files that are kept of one comparison (see Note [Kept files])."""
-
-    received: Path
-    expected: Path
-    story: Path
-
-    @classmethod
-    def of(cls, directory: Path, snapshot: Path) -> Self:
-        """Where they are, for a snapshot's path relative to the directory of all snapshots."""
-        return cls(
-            received=directory / RECEIVED / snapshot,
-            expected=directory / EXPECTED / snapshot,
-            story=directory / "stories" / snapshot.with_suffix(".txt"),
-        )
-
-    def keep(self, *, received: str, expected: str | None, story: Sequence[str]) -> None:
-        """Replace an earlier run's, or raise OSError; `expected` is None for a new snapshot."""
-        text = "\n".join(story) + "\n"
-        contents = ((self.story, text), (self.expected, expected), (self.received, received))
-        for path, content in contents:
-            if content is None:
-                path.unlink(missing_ok=True)
-            else:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, content)
-
-    def forget(self) -> None:
-        """Remove those of an earlier run, which would bring its state back."""
-        for path in (self.received, self.expected, self.story):
+def keep_artifacts(
+    directory: Path, snapshot: Path, *, received: str | None, expected: str | None
+) -> None:
+    """Replace an earlier run's files of a snapshot, or raise OSError; None removes a file."""
+    # Where the received file is, the other one is complete.
+    for side, text in ((EXPECTED, expected), (RECEIVED, received)):
+        path = directory / side / snapshot
+        if text is None:
             path.unlink(missing_ok=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text)

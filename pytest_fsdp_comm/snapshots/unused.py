@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import unquote
@@ -31,14 +30,11 @@ if TYPE_CHECKING:
 
     from xdist.workermanage import WorkerController
 
-# Note [Unused files]: a file in the directory of a module that this run collected whole is unused
-# if no test compared it, and
-# - its test passed, or
-# - no test has its name, and all tests of the same function passed, at this world size too.
-# So a test that failed or was skipped keeps its files, and so does a test that ran at other world
-# sizes only. The files of a module that no longer exists are unused if the run was given a
-# directory above it. A run that selects tests, or ends early, reports nothing.
-# Nothing is ever deleted: syrupy does not see these files (`discover_snapshots` finds none).
+# Note [Unused files]: a file is unused if no test compared it, its module was collected whole, and
+# either no test has its function's name, or all tests that have it passed, one of them at this
+# world size. So are the files of a module that no longer exists, below a directory that was given.
+# A run that selects or deselects tests, or ends early, reports nothing, and nothing is ever
+# deleted: syrupy does not see these files (`discover_snapshots` finds none).
 
 # Ini values that choose what is collected; given on the command line, for this run only.
 _NARROWING_SETTINGS: Final = frozenset(
@@ -56,31 +52,23 @@ _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
 _OUTPUT: Final = "fsdp_comm_collected"
 
 
-# A test: its name as `names.written_test` writes it, its variant (``ws4``), its node id.
+# A test: its function (`names.function_of`), its variant (``ws4``), its node id.
 _Test: TypeAlias = tuple[str, str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnusedSnapshot:
-    """A file that no test compared."""
-
-    path: Path
-    reason: str
 
 
 class UnusedSnapshots:
     """Registered once in each pytest process."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.found: Sequence[UnusedSnapshot] = ()
+        self.found: Sequence[Path] = ()
         """The unused files, known from the end of the session on."""
         self._config = config
         self._options = config.stash[OPTIONS]
         # Whether a module was collected without an error.
         self._modules: dict[Path, bool] = {}
-        self._all_items: frozenset[pytest.Item] = frozenset()
+        self._num_collected = 0
         # The tests of each whole module, by the directory of its snapshots.
-        self._whole: dict[str, tuple[_Test, ...]] = {}
+        self._whole: dict[str, list[_Test]] = {}
         # The selected tests that run on ranks, record or show a tree.
         self._ours: list[str] = []
         self._called: set[str] = set()
@@ -106,29 +94,26 @@ class UnusedSnapshots:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None]:
-        """Note all tests before any are deselected."""
-        self._all_items = frozenset(items)
+        """Count all tests before any are deselected."""
+        self._num_collected = len(items)
         return (yield)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Sum up, once it is known which tests are selected."""
         self._ours = [item.nodeid for item in session.items if may_record(item)]
-        deselected = {item.path for item in self._all_items.difference(session.items)}
-        # Collected nodes are many.
-        self._all_items = frozenset()
-        items_of: dict[Path, list[pytest.Item]] = {}
+        # Not by `pytest_deselected`: plugins that split a run may not call it.
+        if len(session.items) < self._num_collected:
+            return
+        root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
+        places = {path: str(written_module(path, anchor)) for path in self._modules}
+        self._whole = {
+            place: []
+            for path, place in places.items()
+            if self._modules[path] and (root / place).is_dir()
+        }
         for item in session.items:
-            items_of.setdefault(item.path, []).append(item)
-        for path, is_whole in self._modules.items():
-            place = str(written_module(path, self._options.snapshot_anchor))
-            items = items_of.get(path, [])
-            # Where a module has no test left, nothing shows whether it had deselected ones.
-            is_known = path not in deselected if items else not deselected
-            if is_whole and is_known and (self._options.snapshot_dir / place).is_dir():
-                self._whole[place] = tuple(
-                    (written_test(snapshot_test_name(item)), snapshot_variant(item), item.nodeid)
-                    for item in items
-                )
+            if (tests := self._whole.get(places.get(item.path, ""))) is not None:
+                function = function_of(written_test(snapshot_test_name(item)))
+                tests.append((function, snapshot_variant(item), item.nodeid))
 
     # The run.
 
@@ -216,27 +201,25 @@ class UnusedSnapshots:
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
-    def _find(
-        self, passed: AbstractSet[str], compared: AbstractSet[str]
-    ) -> Iterator[UnusedSnapshot]:
+    def _find(self, passed: AbstractSet[str], compared: AbstractSet[str]) -> Iterator[Path]:
         """Apply Note [Unused files]."""
         root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
         here = self._config.invocation_params.dir
         arguments = [Path(here, str(argument)).resolve() for argument in self._config.args]
-        directories = [path for path in arguments if path.is_dir()]
         for path in _snapshot_files(root):
             place, parts = path.parent.relative_to(root), read_basename(path.stem)
-            if parts is None or str(path) in compared:
+            if parts is None or str(path) in compared or not _is_ours(path):
                 continue
-            reason = ""
             if str(place) in self._whole:
-                reason = _reason(*parts, self._whole[str(place)], passed)
+                function, variant = function_of(parts[0]), parts[1]
+                tests = [test for test in self._whole[str(place)] if test[0] == function]
+                is_run = not tests or variant in {size for _, size, _ in tests}
+                if is_run and all(nodeid in passed for *_, nodeid in tests):
+                    yield path
             elif not module_exists(place, anchor) and any(
-                map((anchor / place).resolve().is_relative_to, directories)
+                one.is_dir() and (anchor / place).resolve().is_relative_to(one) for one in arguments
             ):
-                reason = f"{place}.py no longer exists"
-            if reason and _is_ours(path):
-                yield UnusedSnapshot(path=path, reason=reason)
+                yield path
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -246,9 +229,9 @@ class UnusedSnapshots:
         write = terminalreporter.write_line
         terminalreporter.write_sep("-", "unused communication snapshots")
         write(f"{counted(len(self.found), 'snapshot file')} that no test compared:", yellow=True)
-        for one in self.found:
-            write(f"  {show_path(one.path, self._config.rootpath)}: {one.reason}")
-        paths = [_from(self._config, one.path) for one in self.found]
+        for path in self.found:
+            write(f"  {show_path(path, self._config.rootpath)}")
+        paths = [_from(self._config, path) for path in self.found]
         # To git, the brackets of parameters match other names too.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
         write(f"If they are not needed: git {literal}rm {' '.join(map(shell_word, paths))}")
@@ -261,21 +244,6 @@ def selects_tests(config: pytest.Config) -> bool:
     names_tests = any("::" in str(argument) for argument in config.args)
     selects = any(getattr(option, name, None) for name in _SELECTING_OPTIONS)
     return names_tests or selects or bool(settings & _NARROWING_SETTINGS)
-
-
-def _reason(name: str, variant: str, tests: Sequence[_Test], passed: AbstractSet[str]) -> str:
-    """Why a file of a module that no test compared is unused; empty if it may be needed."""
-    namesakes = [test for test in tests if test[0] == name]
-    if namesakes:
-        has_passed = any(size == variant and nodeid in passed for _, size, nodeid in namesakes)
-        return "its test passed without comparing it" if has_passed else ""
-    siblings = [test for test in tests if function_of(test[0]) == function_of(name)]
-    if not siblings:
-        return "its test no longer exists"
-    # Without any parameters, say, a test is skipped.
-    is_run = variant in {size for _, size, _ in siblings}
-    all_passed = all(nodeid in passed for *_, nodeid in siblings)
-    return "its test no longer has these parameters" if is_run and all_passed else ""
 
 
 def _snapshot_files(root: Path) -> list[Path]:

@@ -213,7 +213,7 @@ def test_names_are_escaped_in_every_file(request, session):
     # Of a directory, pytest itself writes the name into its XML.
     files = [top / "junit.xml"] if session == "plain" else []
     files += [top / name for name in ("summary.md", "tree.html", "step.json")]
-    for directory in ("kept/stories", "kept/received", "report", "snapshots"):
+    for directory in ("kept/received", "report", "snapshots"):
         found = [path for path in (top / directory).rglob("*") if path.is_file()]
         assert found, directory
         files += found

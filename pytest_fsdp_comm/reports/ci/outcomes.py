@@ -63,8 +63,8 @@ class Outcomes:
     compared_files: int
     failed: tuple[FailedTest, ...] = ()
     """In the order in which they were reported."""
-    unused: tuple[tuple[str, str], ...] = ()
-    """Snapshot files that no test compared: each path as the user would type it, and the reason."""
+    unused: tuple[str, ...] = ()
+    """Snapshot files that no test compared, as the user would type each path."""
     ended_early: str = ""
     """Why not all tests ran; empty if all did."""
 

@@ -117,10 +117,7 @@ def _story(test: FailedTest) -> str:
 
 
 def _unused(outcomes: Outcomes) -> str:
-    listed = [
-        f"- <code>{_cell(shown)}</code>: {_cell(reason)}\n"
-        for shown, reason in outcomes.unused[:_MAX_UNUSED]
-    ]
+    listed = [f"- <code>{_cell(path)}</code>\n" for path in outcomes.unused[:_MAX_UNUSED]]
     more = len(outcomes.unused) - len(listed)
     listed += [f"- {more} more\n"] if more > 0 else []
     files = counted(len(outcomes.unused), "snapshot file")

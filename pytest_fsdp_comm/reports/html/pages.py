@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.profile import CommProfile, comparable
 from pytest_fsdp_comm.errors import FsdpCommError, printable
-from pytest_fsdp_comm.reports.explanation import ACCEPT, CURE, LIKELY, READ, RECORD
 from pytest_fsdp_comm.reports.html.tables import (
     MARKS,
     CostRow,
@@ -45,18 +44,12 @@ from pytest_fsdp_comm.tree.profile import TreeProfile
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# What a page names as its generator, near its beginning.
-GENERATOR: Final = "pytest-fsdp-comm report"
-
-# Bytes of a page.
-MAX_PAGE: Final = 1_000_000
-# Entries of timelines on a page, shared by all of its charts.
-_ENTRIES: Final = 12_000
-# Where a page is too large with fewer, whole values are left out.
-_FEW_ENTRIES: Final = 1_000
+# Each bounds a page; what is beyond it is counted.
+_MAX_ENTRIES: Final = 12_000
+"""Entries of timelines on a page, shared by all of its charts."""
 _MAX_CHARTS: Final = 8
+_MAX_SECTIONS: Final = 12
 _MAX_TESTS: Final = 1_500
-"""Tests of the index, which take about 400 bytes each."""
 _MAX_TREE_ROWS: Final = 2_500
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
@@ -66,14 +59,6 @@ _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
 # Levels that are indented: so many classes the style sheet has.
 _MAX_DEPTH: Final = 12
-# How lines of an explanation begin that are no changes.
-_LABELS: Final = {
-    LIKELY: "likely",
-    ACCEPT: "accept",
-    RECORD: "record it",
-    CURE: "or",
-    "  note: ": "note",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +127,14 @@ def render_pages(
 
 
 def _index_page(run: Run, rows: Sequence[_TestRow]) -> str:
-    kept = _MAX_TESTS
-    while True:
-        page = _render(
-            "index.html.jinja",
-            run=run,
-            title=_index_title(rows),
-            rows=rows[:kept],
-            left_out=max(0, len(rows) - kept),
-            counts=Counter(row.status for row in rows),
-        )
-        if len(page.encode()) <= MAX_PAGE:
-            return page
-        kept //= 2
+    return _render(
+        "index.html.jinja",
+        run=run,
+        title=_index_title(rows),
+        rows=rows[:_MAX_TESTS],
+        left_out=max(0, len(rows) - _MAX_TESTS),
+        counts=Counter(row.status for row in rows),
+    )
 
 
 def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
@@ -172,30 +152,21 @@ def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
 
 
 def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]) -> str:
-    entries, kept = _ENTRIES, len(sections)
-    while True:
-        share = max(1, entries // max(1, sum(len(one["timelines"]) for one in sections[:kept])))
-        shown = [
-            {**section, "timelines": [one.first(share) for one in section["timelines"]]}
-            for section in sections[:kept]
-        ]
-        page = _render(
-            "test.html.jinja",
-            result=result,
-            row=row,
-            sections=shown,
-            data=_data(shown),
-            left_out=result.record.left_out + len(sections) - kept,
-            # A test may make a group itself.
-            world_size=max((section["world_size"] for section in shown), default=0)
-            or result.record.world_size,
-        )
-        if len(page.encode()) <= MAX_PAGE or (entries < _FEW_ENTRIES and kept <= 1):
-            return page
-        if entries >= _FEW_ENTRIES:
-            entries //= 2
-        else:
-            kept //= 2
+    shown = sections[:_MAX_SECTIONS]
+    share = _MAX_ENTRIES // max(1, sum(len(section["timelines"]) for section in shown))
+    for section in shown:
+        section["timelines"] = [one.first(share) for one in section["timelines"]]
+    return _render(
+        "test.html.jinja",
+        result=result,
+        row=row,
+        sections=shown,
+        data=_data(shown),
+        left_out=result.record.left_out + len(sections) - len(shown),
+        # A test may make a group itself.
+        world_size=max((section["world_size"] for section in shown), default=0)
+        or result.record.world_size,
+    )
 
 
 def _section(
@@ -219,7 +190,6 @@ def _section(
         + (f": {part}" if part not in {"", "comm", "tree"} else ""),
         "one": one,
         "status": _STATUS[one.verdict],
-        "texts": list(_texts(one.lines)),
         "has_old": old is not None,
         "made_with": made_with[1] if made_with else "",
         "world_size": new.world_size if new else 0,
@@ -285,22 +255,13 @@ def _cut(text: str) -> str:
     return "\n".join(shorten(line, _MAX_HEADLINE) for line in first)
 
 
-def _texts(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield all lines but the first, which names the file, each after its label or none."""
-    for line in lines[1:] if len(lines) > 1 else lines:
-        if line != READ:
-            start = next((start for start in _LABELS if line.startswith(start)), "")
-            yield _LABELS.get(start, ""), line.removeprefix(start).strip() or line
-
-
 # Note [One JSON of a page]
 # Templates list what there is, so that a page can be read without scripts, and `report.js` draws
 # the same entries. A page has them once as JSON, whatever number of ranks and values share them,
 # and an order of indices for each timeline: a step of 126 layers is some thousand entries.
 # Positions, intervals from unshard to reshard and bytes that are gathered are worked out where they
-# are drawn. Three things keep it bounded: a timeline keeps its first entries
-# (`values.MAX_ENTRIES`), those of a page share `_ENTRIES`, and where the page is still too large,
-# both that share and then the number of values are halved until it is not.
+# are drawn. A timeline keeps its first entries (`values.MAX_ENTRIES`), and those of a page share
+# `_MAX_ENTRIES`.
 
 
 def _data(sections: Sequence[dict[str, Any]]) -> str:
@@ -361,7 +322,6 @@ def _environment() -> Environment:
     environment.filters.update({one.__name__: one for one in (*words, *others)})
     style, script = _asset("report.css"), _asset("report.js")
     environment.globals.update(
-        generator=GENERATOR,
         marks=MARKS,
         max_rows=_MAX_ROWS,
         max_depth=_MAX_DEPTH,

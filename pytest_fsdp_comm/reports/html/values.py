@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from pytest_fsdp_comm.comm.events import Collective, Recording, Reshard
 from pytest_fsdp_comm.reports.ci.outcomes import Origin
+from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.reports.trees import TreeRow, summary_words, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding
 from pytest_fsdp_comm.tree.model import ShardTree
@@ -144,8 +145,10 @@ class Compared:
     """The snapshot's text; empty if there is none."""
     new: str = ""
     """What was recorded, as a snapshot's text; empty if it could not be written."""
-    lines: tuple[str, ...] = ()
-    """Why it failed, all of it; empty if it did not."""
+    text: FailureText | None = None
+    """Why it failed; None if it did not."""
+    accept: str = ""
+    """The command that accepts what was recorded; empty if none does."""
     headline: str = ""
     tree: TreeView | None = None
     """Of the lowest rank; None for a recording."""
@@ -189,8 +192,6 @@ class Run:
 
     tests: tuple[Result, ...]
     """Those that use this plugin, in the order in which they ended."""
-    others: int = 0
-    """How many other tests ran."""
     is_interrupted: bool = False
     command: str = ""
     made_at: str = ""

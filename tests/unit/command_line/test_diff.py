@@ -120,33 +120,6 @@ def test_directories_are_compared_file_by_file(write, fsdp_comm):
     assert "b.weight" in told.lines[7]
 
 
-def test_several_changed_tests_are_put_into_one_table_with_ids_last(write, fsdp_comm):
-    for side, text in (("old", OLD), ("new", NEW)):
-        for name in ("test_a/test_one", "test_b/test_two_of_a_longer_name"):
-            write(f"{side}/{name}.ws8.comm", text)
-        write(f"{side}/test_c/test_same.ws8.comm", OLD)
-    _, _, table = fsdp_comm("diff", "old", "new").out.split("\n\n")
-    head, one, two = table.splitlines()
-    assert re.split(" {2,}", head) == ["bytes", "peak gathered", "snapshot"]
-    *told, name = re.split(" {2,}", one)
-    assert name == "test_a/test_one.ws8.comm"
-    assert told == re.split(" {2,}", two)[:-1]
-    assert re.fullmatch(r"100\.0 KiB -> .* KiB", told[0])
-    assert re.match(r"\+\d+ %|unchanged", told[1])
-    write("new/test_b/test_two_of_a_longer_name.ws8.comm", OLD)
-    assert "peak gathered  " not in fsdp_comm("diff", "old", "new").out
-
-
-def test_a_broken_file_is_reported_and_the_others_are_compared(write, fsdp_comm):
-    for side in ("old", "new"):
-        write(f"{side}/a.ws8.comm", OLD if side == "old" else NEW)
-        write(f"{side}/b.ws8.comm", OLD if side == "old" else f"<<<<<<< ours\n{NEW}")
-    told = fsdp_comm("diff", "old", "new")
-    assert told.status == 2
-    assert told.err.startswith("fsdp-comm: new/b.ws8.comm, line 1: it reads '<<<<<<< ours'")
-    assert told.lines[0] == "a.ws8.comm:"
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -1,10 +1,11 @@
 """A snapshot file is written whole or not at all, and nothing else is left beside it."""
 
 import stat
+from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_comm.snapshots.files import write_atomically
+from pytest_fsdp_comm.snapshots.files import keep_artifacts, write_atomically
 
 
 @pytest.mark.parametrize("old", [None, "old"])
@@ -43,3 +44,15 @@ def test_permissions_are_those_of_a_new_file(tmp_path):
         write_atomically(tmp_path / "snapshot", "text")
         mode = stat.S_IMODE((tmp_path / "snapshot").stat().st_mode)
         assert mode == stat.S_IMODE((tmp_path / "mine").stat().st_mode)
+
+
+def test_kept_artifacts_replace_those_of_an_earlier_run(tmp_path):
+    place = Path("tests/test_a/test_x[é].ws2.tree.comm")
+    files = [tmp_path / side / place for side in ("received", "expected")]
+    keep_artifacts(tmp_path, place, received="new", expected="old")
+    assert [file.read_text() for file in files] == ["new", "old"]
+    # The snapshot is gone, and then what was recorded is equal to it.
+    keep_artifacts(tmp_path, place, received="newer", expected=None)
+    assert [file.is_file() for file in files] == [True, False]
+    keep_artifacts(tmp_path, place, received=None, expected=None)
+    assert not any(file.is_file() for file in tmp_path.rglob("*"))

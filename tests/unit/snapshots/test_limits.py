@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 
 import pytest
 from texts import parse_comm, parse_tree, parse_trees
@@ -38,7 +37,6 @@ parameter layers.{0..3}.weight float32[64,64] dp=Shard(0) tp=Replicate()
 total 4 units, 4 parameters
 end
 """
-NORM = "forward norm all_gather[dp] x{} of 8 B int64 "
 READERS = {"comm": (COMM, parse_comm), "tree": (TREE, parse_trees)}
 
 
@@ -127,13 +125,12 @@ def test_a_conflict_says_how_to_take_a_side():
         ("ranks 0,2-3", "ranks 8", "bad ranks '8'"),
         ("ranks 0,2-3", "ranks 0-99999999999", "bad ranks '0-99999999999'"),
         ("ranks 0,2-3", "ranks 0-7", "B int64 ranks 0-7'; expected 'forward norm all"),
-        ("ranks 0,2-3\n", "ranks 0\n" + NORM.format(1) + "ranks 2-3\n", "each row once, wi"),
-        ("ranks 0,2-3\n", "ranks 0\n" + NORM.format(2) + "ranks 0-1\n", "each row once, wi"),
         ("norm all_gather[dp] x1 of 8 B int64 ranks 0,2-3", "layers.2 all_gather[dp] x1 of 8 B",
-         "line 7: it"),
+         "line 10: it"),
         ("forward layers.{0..3} unshard x1\n", "forward layers.{0..1} unshard x1\nforward layers."
          "{2..3} unshard x1\n", "unshard x1'; expected 'forward layers.{0..3} unshard x1'"),
-        ("forward layers.{0..3} unshard x1\n", "forward layers.{0..3} unshard x1\n" * 2, "each r"),
+        ("forward layers.{0..3} unshard x1\n", "forward layers.{0..3} unshard x1\n" * 2,
+         "line 9: it"),
         ("32_792", "32_793", "line 10: it reads 'total all_gather[dp] x35 32_793 B, s"),
     ],
 )  # fmt: skip
@@ -204,30 +201,20 @@ def test_a_hundred_layers_of_hundreds_of_experts_are_read(tmp_path):
     assert len(read_snapshot(file, where="x").profile.collectives) == 2 * 126 * 256
 
 
-def make_socket(path):
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-
-
 @pytest.mark.parametrize(
-    ("make", "sort"),
+    ("make", "problem"),
     [
-        (os.mkfifo, "a FIFO"),
-        (os.mkdir, "a directory"),
-        (make_socket, "a socket"),
-        (lambda path: path.symlink_to("/dev/zero"), "a character device"),
+        (os.mkfifo, "is not a regular file"),
+        (os.mkdir, "is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
         (lambda path: path.symlink_to(path), "cannot be read (Too many levels of symbolic links)"),
     ],
 )
-def test_nothing_but_a_regular_file_is_read(tmp_path, monkeypatch, make, sort):
-    monkeypatch.chdir(tmp_path)  # the path of a socket has to be short
-    file = (tmp_path / "x.comm").relative_to(tmp_path)
-    make(file)
+def test_nothing_but_a_regular_file_is_read(tmp_path, make, problem):
+    make(tmp_path / "x.comm")
     with pytest.raises(SnapshotFormatError) as caught:
-        read_snapshot(file, where="x.comm")
-    assert str(caught.value).startswith(
-        f"x.comm, line 1: it {'' if 'cannot' in sort else 'is '}{sort}; "
-    )
+        read_snapshot(tmp_path / "x.comm", where="x.comm")
+    assert str(caught.value).startswith(f"x.comm, line 1: it {problem}; ")
     assert "record it again with --snapshot-update" in str(caught.value)
 
 
