@@ -6,10 +6,6 @@ import contextlib
 import hashlib
 import json
 import time
-import typing
-from dataclasses import is_dataclass, replace
-from functools import cache, partial
-from itertools import islice
 from os import getpid
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -17,7 +13,7 @@ from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 _Value = TypeVar("_Value")
@@ -138,67 +134,17 @@ class Exchange:
         return self._texts.get(name)
 
 
-# Note [Exchanged lines]: ranks differ little; most have the same, others the same but for a few
-# rows. So a text has each entry of a value's tuples on a line of its own, and each text, and each
-# line, is read once: equal entries of different ranks are one object, which merging tells apart by
-# identity. The first line is a list of the label, the value without these entries, and how many
-# lines each tuple has.
-
-
 def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
     """Exchange values of one class, in rank order; raise RanksDivergedError if labels differ."""
-    kinds = _kinds_of_entries(type(value))
-    data = to_json(value)
-    entries = {name: data.pop(name) for name in kinds}
-    counts = {name: len(listed) for name, listed in entries.items()}
-    lines = ([label, data, counts], *(entry for listed in entries.values() for entry in listed))
-    texts = gather("\n".join(json.dumps(line, separators=(",", ":")) for line in lines))
-    readers = {name: cache(partial(_read_entry, kind)) for name, kind in kinds.items()}
-    # Values of equal texts are one object, and so are equal entries of tuples of different ones.
-    values: dict[str, _Value] = {}
-    others: set[str] = set()
-    for text in dict.fromkeys(texts):
-        head, *rest = text.split("\n")
-        found, data, counts = json.loads(head)
-        if found == label:
-            values[text] = _read(type(value), data, counts, rest, readers)
-        else:
-            others.add(found)
+    texts = gather(json.dumps([label, to_json(value)], separators=(",", ":")))
+    # Most ranks give the same text: each is read once, and equal ones become one object.
+    read = {text: json.loads(text) for text in dict.fromkeys(texts)}
+    others = sorted({found for found, _ in read.values()} - {label})
     if others:
         raise RanksDivergedError(
             f"this rank compared {label} with a snapshot, another rank compared "
-            f"{', '.join(sorted(others))}; every rank must make the same comparisons in the same "
-            "order (is one inside an `if rank == ...`?)"
+            f"{', '.join(others)}; every rank must make the same comparisons in the same order "
+            "(is one inside an `if rank == ...`?)"
         )
+    values = {text: from_json(type(value), data) for text, (_, data) in read.items()}
     return [values[text] for text in texts]
-
-
-def _kinds_of_entries(cls: type) -> dict[str, Any]:
-    """The classes of what the tuples of any length in a dataclass hold, by their names."""
-    hints = typing.get_type_hints(cls) if is_dataclass(cls) else {}
-    return {
-        name: typing.get_args(hint)[0]
-        for name, hint in hints.items()
-        if typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is Ellipsis
-    }
-
-
-def _read_entry(kind: Any, line: str) -> Any:
-    return from_json(kind, json.loads(line))
-
-
-def _read(
-    cls: type[_Value],
-    data: Any,
-    counts: Mapping[str, int],
-    lines: list[str],
-    readers: Mapping[str, Callable[[str], Any]],
-) -> _Value:
-    if not readers:
-        return from_json(cls, data)
-    value = from_json(cls, {**data, **{name: [] for name in readers}})
-    rest = iter(lines)
-    entries = {
-        name: tuple(map(readers[name], islice(rest, count))) for name, count in counts.items()
-    }
-    return replace(value, **entries)  # type: ignore[type-var]  # only dataclasses have entries

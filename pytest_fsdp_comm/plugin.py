@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pytest_fsdp_comm import fixtures, marker, options, upstream
-from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.launch_environment import explain_separate_processes, is_spawned_rank
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
@@ -47,7 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the fixtures, and parse the options."""
-    _check_versions(config)
     config.pluginmanager.register(fixtures, "fsdp-comm-fixtures")
     arguments = "".join(
         f"\n    {setting.name}: {setting.argument}" for setting in options.MARKER_ARGUMENTS.values()
@@ -62,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # imports syrupy
 
         plain_snapshot.refuse_recordings(config)
+    else:
+        config.pluginmanager.register(_WithoutSyrupy(), "fsdp-comm-without-syrupy")
     if given.report_dir is not None:
         from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # on request
 
@@ -82,16 +82,10 @@ def pytest_configure(config: pytest.Config) -> None:
         main.select_own_test(config)
 
 
-def _check_versions(config: pytest.Config) -> None:
-    installed = {"pytest": pytest.__version__}
-    for plugin, dist in config.pluginmanager.list_plugin_distinfo():
-        # Of syrupy alone: each version costs half a millisecond of every session.
-        if getattr(plugin, "__name__", "") == "syrupy":
-            installed["syrupy"] = dist.version
-    try:
-        upstream.check_versions(installed)
-    except UpstreamChangedError as problem:
-        raise pytest.UsageError(str(problem)) from None
+class _WithoutSyrupy:
+    @pytest.fixture
+    def snapshot(self) -> None:
+        pytest.fail(upstream.NEEDS_SYRUPY, pytrace=False)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import sys
-from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Final
 
@@ -23,27 +21,10 @@ VERSIONS_READ: Final = {
     "torch": "2.7 to 2.15",
 }
 
-# As in pyproject.toml, of what a session imports before any test.
-REQUIRED: Final = {"pytest": ">=8.4", "syrupy": ">=7,<8"}
-
+NEEDS_SYRUPY: Final = (
+    "distributed tests and comm_snapshot need the plugin syrupy, which is not loaded: add -p syrupy"
+)
 _UPGRADE: Final = "upgrade pytest-fsdp-comm"
-
-
-def check_versions(installed: Mapping[str, str]) -> None:
-    """Raise UpstreamChangedError for a version, by the names in `REQUIRED`, that does not work."""
-    for name, version in installed.items():
-        required = REQUIRED[name]
-        for relation, limit in re.findall(r"(>=|<)([0-9.]+)", required):
-            if (_numbers(version) >= _numbers(limit)) is (relation == "<"):
-                raise UpstreamChangedError(
-                    f"{name} {version} is installed, but pytest-fsdp-comm needs {name}{required}: "
-                    f'{sys.executable} -m pip install "{name}{required}"'
-                )
-
-
-def _numbers(version: str) -> list[int]:
-    found = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
-    return [int(number) for number in found[0].split(".")] if found else []
 
 
 def missing_torch() -> str:

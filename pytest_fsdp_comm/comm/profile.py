@@ -313,8 +313,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
 # Note [Merging]: of thousands of ranks, most record the same, and the reader of their records hands
 # out one object for equal ones. So profiles are grouped by identity, which costs nothing, where
 # comparing them takes longer than merging them, and many ranks cost as few as there are groups.
-# Groups that differ share most of their rows, as objects too: these as well are merged by identity
-# first, and only then by value. Lists of ranks are made once, and rows hold one object for each.
+# Lists of ranks are made once, and rows hold one object for each.
 
 
 class _Groups:
@@ -344,18 +343,11 @@ def _merge_alike(
     fields: Callable[[_OfRanks], object] | None = None,
 ) -> tuple[_OfRanks, ...]:
     """Make one of equal values, in the order of their lowest ranks."""
-    shared: dict[int, tuple[_OfRanks, list[int]]] = {}
-    for place, values in enumerate(values_of):
-        for value in values:
-            held = shared.get(id(value))
-            if held is None:
-                shared[id(value)] = (value, [place])
-            else:
-                held[1].append(place)
     # By some fields, where the hash of all takes longer.
     having: dict[object, tuple[_OfRanks, list[int]]] = {}
-    for value, places in shared.values():
-        having.setdefault(fields(value) if fields else value, (value, []))[1].extend(places)
+    for place, values in enumerate(values_of):
+        for value in values:
+            having.setdefault(fields(value) if fields else value, (value, []))[1].append(place)
     return tuple(replace(value, ranks=groups.ranks(places)) for value, places in having.values())
 
 

@@ -222,6 +222,8 @@ def _extension_class(item: pytest.Item, made: RankAssertion) -> type[AbstractSyr
 
 
 def _session(config: pytest.Config) -> Any:
+    if not config.pluginmanager.has_plugin("syrupy"):
+        raise FsdpCommError(upstream.NEEDS_SYRUPY)
     session = getattr(config, "_syrupy", None)
     if session is None:
         raise upstream.moved_error("syrupy", "config._syrupy", _USE)

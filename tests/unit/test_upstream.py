@@ -1,9 +1,6 @@
 """What is said when torch, pytest or syrupy moves a name: where, which versions, what to do."""
 
 import re
-import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -45,33 +42,3 @@ def test_a_missing_package_is_named_without_a_version(monkeypatch):
 def test_the_listed_packages_are_named_as_they_are_installed(package):
     pytest.importorskip(package.replace("-", "_"))
     assert re.match(rf"{package} \d", str(upstream.moved_error(package, "x", "y")))
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "needs"),
-    [
-        ("syrupy", "5.1.0", "syrupy>=7,<8"),
-        ("syrupy", "8.0.0a1", "syrupy>=7,<8"),
-        ("syrupy", "6.9", "syrupy>=7,<8"),
-        ("pytest", "8.3.5", "pytest>=8.4"),
-        ("pytest", "7", "pytest>=8.4"),
-    ],
-)
-def test_another_version_is_refused_with_the_command_that_installs_one(name, version, needs):
-    with pytest.raises(UpstreamChangedError) as caught:
-        upstream.check_versions({name: version})
-    assert str(caught.value) == (
-        f"{name} {version} is installed, but pytest-fsdp-comm needs {needs}: {sys.executable} -m "
-        f'pip install "{needs}"'
-    )
-
-
-def test_supported_versions_pass():
-    for pytest_version in ("8.4", "8.4.2", "9.0.0rc1", "10.1.dev3+g12"):
-        upstream.check_versions({"pytest": pytest_version, "syrupy": "7.0.2"})
-
-
-def test_the_required_versions_are_those_of_the_project():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    dependencies = project["project"]["dependencies"]
-    assert {name + required for name, required in upstream.REQUIRED.items()} < {*dependencies}

@@ -26,8 +26,9 @@ def test_syrupy_has_the_private_names_that_are_used(pytestconfig, snapshot):
 
 
 def test_a_name_that_moved_is_named():
+    plugins = types.SimpleNamespace(has_plugin=lambda _: True)
     with pytest.raises(UpstreamChangedError) as caught:
-        _session(types.SimpleNamespace())
+        _session(types.SimpleNamespace(pluginmanager=plugins))
     assert "syrupy" in str(caught.value)
     assert "no longer has config._syrupy, which snapshots in ranks rely on" in str(caught.value)
     with pytest.raises(UpstreamChangedError, match=r"no longer has SnapshotSession\._assertions,"):
