@@ -146,7 +146,7 @@ def _attributes() -> Iterator[Attribute]:
         (FSDPState, "_pre_forward", _pre_forward),
         (FSDPState, "_post_forward", _post_forward),
         *(
-            (holder, name, functools.partial(_watched, before, after))
+            (holder, name, functools.partial(_watched, name, before, after))
             for holder, name, before, after in watched_methods()
         ),
         # The base, since work.get_future() gives a plain one.
@@ -251,24 +251,28 @@ def _post_forward(original: Any) -> Any:
     return post_forward
 
 
-def _watched(before: Before, after: After | None, original: Any) -> Any:
+def _watched(name: str, before: Before, after: After | None, original: Any) -> Any:
     def watched(held: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        recorders = entered()
-        if not recorders:
+        # A patch that somebody left around an earlier replacement still calls that one.
+        call = name, id(held)
+        watches = [one.units for one in entered() if call not in one.units.running]
+        if not watches:
             return original(held, *args, **kwargs)
         given = (*args, *kwargs.values())
-        watches = [(one.units, before(one.units, held, given)) for one in recorders]
-        for watch, unit in watches:
+        acting = [(watch, before(watch, held, given)) for watch in watches]
+        for watch, unit in acting:
+            watch.running.add(call)
             if unit is not None:
                 watch.acting.append(unit)
         try:
             result = original(held, *args, **kwargs)
             if after is not None:
-                for watch, unit in watches:
+                for watch, unit in acting:
                     after(watch, unit, held, given)
         finally:
-            for watch, unit in watches:
+            for watch, unit in acting:
+                watch.running.discard(call)
                 if unit is not None:
                     watch.acting.pop()
         return result

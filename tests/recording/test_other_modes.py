@@ -220,22 +220,25 @@ def test_recordings_that_overlap_watch_the_units_and_leave_nothing(device_mesh):
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_a_patch_of_the_class_in_the_block_stays_whole(comm_mode, device_mesh, monkeypatch):
-    alone = recorded(comm_mode, sharded(device_mesh))
+@pytest.mark.parametrize("name", ["unshard", "reshard"])
+def test_class_patch_left_in_place_counts_no_unit_twice(comm_mode, device_mesh, monkeypatch, name):
+    alone = siteless(recorded(comm_mode, sharded(device_mesh)))
     calls = []
     model = sharded(device_mesh)
     with comm_mode(model):
-        ours = FSDPParamGroup.unshard
+        ours = getattr(FSDPParamGroup, name)
 
-        def unshard(*args, **kwargs):
+        def patch(*args, **kwargs):
             calls.append(1)
             return ours(*args, **kwargs)
 
-        monkeypatch.setattr(FSDPParamGroup, "unshard", unshard)
+        monkeypatch.setattr(FSDPParamGroup, name, patch)
         run(model)
-    assert comm_mode.reshards == alone.reshards
-    assert FSDPParamGroup.unshard is unshard
-    assert calls
+    assert siteless(replace(comm_mode.recording, timings=())) == alone
+    assert getattr(FSDPParamGroup, name) is patch
+    count = len(calls)
+    assert siteless(recorded(comm_mode, sharded(device_mesh))) == alone
+    assert len(calls) == 2 * count > 0
 
 
 @contextlib.contextmanager

@@ -86,6 +86,8 @@ class UnitWatch:
         """
         self.acting: list[ActingUnit] = []
         """The units with a method that runs, outermost first."""
+        self.running: set[tuple[str, int]] = set()
+        """The watched methods that run: the name of each, and the ``id`` of its object."""
         self._on_reshard = on_reshard
         self._groups = groups
         self._prefetches = Prefetches()
