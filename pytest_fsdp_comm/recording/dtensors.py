@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -96,12 +95,11 @@ class RedistributionWatch:
         self.last: tuple[Any, int] | None = None
         """None once a collective was sent that is part of none."""
 
-    def note_collective(self, found: Mapping[str, Any]) -> Callable[[], dict[str, Any]] | None:
+    def note_collective(self, found: Mapping[str, Any]) -> dict[str, Any] | None:
         """Note a collective by the locals of the redistribution that it is part of.
 
         Returns:
-            At its first collective, what makes fields of `events.Redistribution`; None at any
-            other.
+            At its first collective, fields of `events.Redistribution`; None at any other.
         """
         try:
             # Read in torch 2.6, 2.9, 2.11, 2.13.
@@ -118,15 +116,9 @@ class RedistributionWatch:
         if last is not None and last[0] is infos and step > last[1]:
             return None
         names = current.mesh.mesh_dim_names or ()
-        return partial(_fields, current.placements, target.placements, names, nbytes_held(local))
-
-
-def _fields(
-    source: Sequence[Any], target: Sequence[Any], names: Sequence[str], nbytes: int
-) -> dict[str, Any]:
-    return {
-        "source_placements": tuple(map(repr, source)),
-        "target_placements": tuple(map(repr, target)),
-        "mesh_axes": tuple(map(printable, names)),
-        "nbytes": nbytes,
-    }
+        return {
+            "source_placements": tuple(map(repr, current.placements)),
+            "target_placements": tuple(map(repr, target.placements)),
+            "mesh_axes": tuple(map(printable, names)),
+            "nbytes": nbytes_held(local),
+        }

@@ -85,17 +85,11 @@ class Operation:
     is_unsized: bool = False
     """Whether its tensors are only the most that it may send, which values decide."""
 
-    def tensors_sent(self, bound: Mapping[str, Any]) -> list[Any]:
-        return tensors_in(bound if self.sent is Place.ALL else _argument(bound, self.sent))
+    def tensors_sent(self, bound: Mapping[Any, Any]) -> list[Any]:
+        return tensors_in(bound if self.sent is Place.ALL else bound.get(self.sent))
 
-    def tensors_received(self, bound: Mapping[str, Any], result: Any) -> list[Any]:
-        return tensors_in(
-            result if self.received is Place.RESULT else _argument(bound, self.received)
-        )
-
-
-def _argument(bound: Mapping[str, Any], place: str | Place) -> Any:
-    return bound.get(place) if isinstance(place, str) else None
+    def tensors_received(self, bound: Mapping[Any, Any], result: Any) -> list[Any]:
+        return tensors_in(result if self.received is Place.RESULT else bound.get(self.received))
 
 
 _C10D: Final = {
@@ -228,92 +222,28 @@ class Call:
         """Whether FSDP's units send by it. By a functional collective DTensor does, for them too:
         FSDP reduces partial gradients of its so."""
         self.op = f"{func.namespace}.{func.overloadpacket.__name__}"
-        self.units_category = timing_category(operation.kind, Source.FSDP)
         arguments = func._schema.arguments
         self._names = [argument.name for argument in arguments]
-        named = [name for name in ("process_group", "group_name") if name in self._names]
-        self._group = named[0] if named else ""
-        self._group_at = self._names.index(self._group) if named else len(self._names)
-        self._places = {name: place for place, name in enumerate(self._names)}
-        ends = {operation.sent, operation.received}
-        self._shows_ranks = bool(operation.root or operation.peer or PER_RANK in ends)
         self._defaults = {
             arg.name: arg.default_value for arg in arguments if arg.has_default_value()
         }
 
-    def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | Place) -> Any:
-        """An argument by its name; its default if it is not given, and None if it has neither."""
-        if isinstance(name, Place):
-            return None
-        place = self._places.get(name, len(args))
-        return args[place] if place < len(args) else kwargs.get(name, self._defaults.get(name))
-
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
         """The arguments by name, those included that torch leaves out as the default."""
         return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
-    def kept(self, args: Sequence[Any]) -> list[Any]:
-        """Arguments to keep: `Sized` for each tensor, the name of a reduction, and no group."""
-        # The few bytes of what torch has boxed are malloc's: kept, they take up the places of what
-        # was freed around them, and a process that gathers 4 MiB eight times a step grew by 45 MiB
-        # with each. To ask a group for a reduction takes longer than all the rest.
-        group = self._group_at
-        return [None if at == group else without_tensors(arg) for at, arg in enumerate(args)]
 
-    def member(self, group: dist.ProcessGroup | None) -> Member | None:
-        """What `messages` asks the group of this call; None if it asks nothing."""
-        return None if group is None or not self._shows_ranks else Member(group)
-
-    def group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
-        """The group of a call; None if it has none that is known here."""
-        is_placed = self._group_at < len(args)
-        given: Any = args[self._group_at] if is_placed else kwargs.get(self._group)
-        group: dist.ProcessGroup | None = given
-        if isinstance(given, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(given)
-        elif isinstance(given, str):
-            # Private, but what torch's own functional collectives call (read in torch 2.6 to 2.13).
-            distributed: Any = dist.distributed_c10d
-            group = distributed._resolve_process_group(given)
-        return group
-
-
-class Member:
-    """What is kept of a group, until a call is read: a group itself would not end before."""
-
-    __slots__ = ("_rank", "_size")
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank, self._size = group.rank(), group.size()
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
-class Sized:
-    """What is kept of a tensor that was sent, until its call is read."""
-
-    __slots__ = ("dtype", "numel")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype = tensor.dtype
-        self.numel = tensor.numel()
-
-
-def without_tensors(value: Any) -> Any:
-    """An argument with `Sized` in place of each tensor, and without what torch has boxed."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, torch.Tensor):
-        return Sized(value)
-    if isinstance(value, torch.ScriptObject):
-        return reduce_op(value)
-    if isinstance(value, dict):
-        return {name: without_tensors(one) for name, one in value.items()}
-    return [*map(without_tensors, value)] if isinstance(value, (list, tuple)) else value
+def group_of(bound: Mapping[Any, Any]) -> dist.ProcessGroup | None:
+    """The group of a call, by its arguments; None if it has none that is known here."""
+    given: Any = bound.get("process_group", bound.get("group_name"))
+    group: dist.ProcessGroup | None = given
+    if isinstance(given, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(given)
+    elif isinstance(given, str):
+        # Private, but what torch's own functional collectives call (read in torch 2.6 to 2.13).
+        distributed: Any = dist.distributed_c10d
+        group = distributed._resolve_process_group(given)
+    return group
 
 
 def shows_async() -> bool:
@@ -323,8 +253,8 @@ def shows_async() -> bool:
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """All tensors of nested lists, or what `Call.kept` has put there, in order."""
-    if isinstance(value, (Sized, torch.Tensor)):
+    """All tensors of nested lists, in order."""
+    if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
         value = [*value.values()]
@@ -335,14 +265,11 @@ def tensors_in(value: Any) -> list[Any]:
 
 def messages(
     operation: Operation,
-    group: dist.ProcessGroup | Member | None,
-    bound: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    bound: Mapping[Any, Any],
     result: Any,
 ) -> list[dict[str, Any]]:
-    """List a call's messages as fields of `comm.events.Collective`: one, unless it is a batch.
-
-    Given are its arguments and result with `Sized` in place of tensors.
-    """
+    """List a call's messages as fields of `comm.events.Collective`: one, unless it is a batch."""
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
         calls = [(_FUNCTIONAL[name], number, tensor) for name, number, tensor in batched]
@@ -372,7 +299,7 @@ def messages(
     ]
 
 
-def parts_sent(operation: Operation, bound: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[str, int], ...]:
     """Dtype and bytes of each tensor of a call that sends several; empty for one that does not."""
     tensors = [] if operation.sent is Place.ALL else operation.tensors_sent(bound)
     return tuple((_dtype([own]), _nbytes([own])) for own in tensors) if len(tensors) > 1 else ()
@@ -380,10 +307,10 @@ def parts_sent(operation: Operation, bound: Mapping[str, Any]) -> tuple[tuple[st
 
 def _sent_and_received(
     operation: Operation,
-    group: dist.ProcessGroup | Member | None,
-    bound: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    bound: Mapping[Any, Any],
     result: Any,
-) -> tuple[list[Sized], list[Sized]]:
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     sent = operation.tensors_sent(bound)
     received = operation.tensors_received(bound, result)
     if PER_RANK in {operation.sent, operation.received}:
@@ -392,7 +319,7 @@ def _sent_and_received(
     return sent, received
 
 
-def _rank_in(group: dist.ProcessGroup | Member | None, number: int | None) -> int | None:
+def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
     # torch's own functional sends and broadcasts pass the number of the world as it is, which a
     # smaller group may not have.
     if group is None or number is None or not 0 <= number < group.size():
@@ -400,7 +327,7 @@ def _rank_in(group: dist.ProcessGroup | Member | None, number: int | None) -> in
     return number
 
 
-def _peer(group: dist.ProcessGroup | Member | None, number: int | None) -> int | None:
+def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
     rank = _rank_in(group, number)
     return None if group is None or rank is None else (rank - group.rank()) % group.size()
 
@@ -421,7 +348,7 @@ def _reduce_op_name(number: int) -> str:
     return str(dist.ReduceOp.RedOpType(number).name).lower()
 
 
-def _dtype(tensors: Sequence[Sized]) -> str:
+def _dtype(tensors: Sequence[torch.Tensor]) -> str:
     if len(tensors) == 1:
         return _dtype_name(tensors[0].dtype)
     return joined_dtypes([tensor.dtype for tensor in tensors])
@@ -437,8 +364,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _nbytes(tensors: Sequence[Sized]) -> int:
-    return sum([tensor.numel * tensor.dtype.itemsize for tensor in tensors])
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum([tensor.numel() * tensor.dtype.itemsize for tensor in tensors])
 
 
 @functools.cache

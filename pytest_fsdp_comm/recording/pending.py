@@ -5,12 +5,10 @@
 # queries it in the block. A mesh that names a group, the root that names modules and the replica
 # that a bucket serves may all show up after their first use, and how far ahead a gather was issued
 # is known once the unit is used. Until then modules are held as such, and a group by its key.
-# Most is not even read before: of a call the sizes are kept (`Unread`), since what is done
-# between a model's operations takes five times as long as in one go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Generic, TypeVar
@@ -28,14 +26,7 @@ from pytest_fsdp_comm.comm.events import (
     Source,
 )
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.recording.operations import (
-    REDUCING,
-    Call,
-    Member,
-    joined_dtypes,
-    messages,
-    parts_sent,
-)
+from pytest_fsdp_comm.recording.operations import REDUCING, joined_dtypes
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, Modules, replicated_over
@@ -134,49 +125,6 @@ class ReplicaOwners:
         """Find the replicated module around `running`; else the first of the model, or its root."""
         known = [self._owner_of[id(module)] for module in running if id(module) in self._owner_of]
         return tuple((known or self._replicas)[:1]) or self._fallback
-
-
-Unread = tuple[Any, ...]
-"""One of the functions below, and what it is given to make a `Pending`."""
-
-
-def read_call(  # noqa: PLR0913, PLR0917  # all that is kept of a call
-    indices: Sequence[int],
-    own: Attribution,
-    key: str | None,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    received: Any,
-    group: Member | None,
-    call_site: str,
-) -> list[Pending[Collective]]:
-    """Read a call, with `Sized` in place of the tensors of its arguments."""
-    bound = call.bind(args, kwargs)
-    sent = messages(call.operation, group, bound, received)
-    parts = parts_sent(call.operation, bound)
-    shown = {"op": call.op, "call_site": call_site}
-    return [
-        Pending(Collective, index, own, {**shown, **message}, key, parts)
-        for message, index in zip(sent, indices, strict=True)
-    ]
-
-
-def read_reshard(index: int, own: Attribution, action: str, nbytes: int) -> list[Pending[Reshard]]:
-    """Read what a unit has done."""
-    return [Pending(Reshard, index, own, {"action": action, "nbytes": nbytes})]
-
-
-def read_redistribution(
-    index: int,
-    own: Attribution,
-    start: Callable[[], dict[str, Any]],
-    is_explicit: bool,
-    call_site: str,
-) -> list[Pending[Redistribution]]:
-    """Read a redistribution, of which `start` makes most fields."""
-    fields = {**start(), "is_explicit": is_explicit, "call_site": call_site}
-    return [Pending(Redistribution, index, own, fields)]
 
 
 def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import time
@@ -45,11 +44,11 @@ from pytest_fsdp_comm.recording.operations import (
     BATCH,
     TIMING_CATEGORIES,
     Call,
-    Place,
+    group_of,
+    messages,
+    parts_sent,
     shows_async,
-    tensors_in,
     timing_category,
-    without_tensors,
 )
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
@@ -72,10 +71,6 @@ from pytest_fsdp_comm.recording.pending import (
     Event,
     OwnerNames,
     Pending,
-    Unread,
-    read_call,
-    read_redistribution,
-    read_reshard,
 )
 from pytest_fsdp_comm.recording.value_dependence import (
     ValueReads,
@@ -123,7 +118,7 @@ class Recorder:
         """The given models without a module that has run."""
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
-        self._pending: list[list[Pending[Any]] | Unread] = []
+        self._pending: list[Pending[Any]] = []
         self._groups = GroupNames()
         self.backward = backward
         self.units = UnitWatch(self._note_reshard, self._groups)
@@ -203,17 +198,7 @@ class Recorder:
         return block
 
     def _all(self, record: type[Event]) -> list[Pending[Event]]:
-        return [entry for entry in self._read() if entry.record is record]
-
-    def _read(self) -> list[Pending[Any]]:
-        # Those up to now: other threads may add some meanwhile.
-        found: list[Pending[Any]] = []
-        for place, entry in enumerate([*self._pending]):
-            if isinstance(entry, tuple):
-                read, *kept = entry
-                entry = self._pending[place] = read(*kept)  # noqa: PLW2901  # once
-            found += entry
-        return found
+        return [entry for entry in [*self._pending] if entry.record is record]
 
     def _named(self) -> RecordedBlock:
         if not self._backend:  # unless the block has made the group
@@ -226,7 +211,7 @@ class Recorder:
         if self._is_recording:  # otherwise its end has
             self.tensors.settle()
         # By index: an event is held when its call returns, after what the call itself caused.
-        pending = sorted(self._read(), key=attrgetter("index"))
+        pending = sorted(self._pending, key=attrgetter("index"))
         axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
 
         def named(record: type[Event]) -> tuple[Event, ...]:
@@ -376,15 +361,15 @@ class Recorder:
     ) -> Any:
         __tracebackhide__ = True
         operation = call.operation
-        argument = functools.partial(call.argument, args, kwargs)
+        bound = call.bind(args, kwargs)
         unit = self._attribute_unit() if call.may_be_units and not kwargs else None
         scan = StackScan() if unit is not None else self._scan()
         given = redistributed(scan.redistribution)
         own = unit or self._attribute(scan, call.namespace)
         if unit is None:
-            own.carried = self.tensors.carried(scan, operation, argument, own, given)
+            own.carried = self.tensors.carried(scan, operation, bound, own, given)
         call_site = find_call_site() if unit is not None else scan.call_site
-        batch = len(argument("op_list")) - 1 if operation.kind == BATCH else 0
+        batch = len(bound["op_list"]) - 1 if operation.kind == BATCH else 0
         indices = [next(self._indices) for _ in range(1 + batch)]
         started = time.perf_counter()
         try:
@@ -392,30 +377,30 @@ class Recorder:
         finally:
             seconds = time.perf_counter() - started
             self._seconds[timing_category(operation.kind, own.source)] += seconds
-        group = call.group(args, kwargs)
+        group = group_of(bound)
         key = None if group is None else self._groups.note(group)
-        received = result if operation.received is Place.RESULT else None
         if own.carried is not None and own.carried.label is None:
-            into = argument(operation.received) if received is None else received
-            self.tensors.follow(operation, own, tensors_in(into))
+            self.tensors.follow(operation, own, operation.tensors_received(bound, result))
         if self.reads is not None and not is_told_of_values() and operation.kind == "all_to_all":
-            self.reads.note_splits(call.bind(args, kwargs), call_site)
-        kept = call.kept(args), without_tensors(kwargs), without_tensors(received)
-        self._hold(key, (read_call, indices, own, key, call, *kept, call.member(group), call_site))
+            self.reads.note_splits(bound, call_site)
+        parts, shown = parts_sent(operation, bound), {"op": call.op, "call_site": call_site}
+        sent = messages(operation, group, bound, result)
+        for index, message in zip(indices, sent, strict=True):
+            self._hold(Pending(Collective, index, own, {**shown, **message}, key, parts))
         if scan.redistributing is None:
             self._redistribution_watch.last = None
             return result
-        start = self._redistribution_watch.note_collective(scan.redistributing)
-        if start is not None:
-            place, is_explicit = next(self._indices), given is not None
-            self._hold(None, (read_redistribution, place, own, start, is_explicit, call_site))
+        fields = self._redistribution_watch.note_collective(scan.redistributing)
+        if fields is not None:
+            fields |= {"is_explicit": given is not None, "call_site": call_site}
+            self._hold(Pending(Redistribution, next(self._indices), own, fields))
         return result
 
-    def _hold(self, group: str | None, call: Unread) -> None:
+    def _hold(self, entry: Pending[Any]) -> None:
         with self._lock:
             if self._is_recording:  # otherwise the block has ended while a callback's call ran
-                self._pending.append(call)
-                if group is not None:
+                self._pending.append(entry)
+                if entry.group is not None:
                     self._witness.follow()
 
     def _scan(self) -> StackScan:
@@ -434,7 +419,7 @@ class Recorder:
         result = run()
         self._seconds[direction] += time.perf_counter() - started
         fields = {"direction": direction, "nbytes": copied.nbytes, "call_site": call_site}
-        self._pending.append([Pending(HostDeviceCopy, index, attribution, fields)])
+        self._pending.append(Pending(HostDeviceCopy, index, attribution, fields))
         return result
 
     def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -463,7 +448,8 @@ class Recorder:
             self._seconds["resharding"] += seconds
         if own.owner is not modules or own.source is not Source.FSDP:
             own = replace(own, owner=modules, source=Source.FSDP)
-        self._pending.append((read_reshard, next(self._indices), own, action, nbytes))
+        fields = {"action": action, "nbytes": nbytes}
+        self._pending.append(Pending(Reshard, next(self._indices), own, fields))
 
     @contextlib.contextmanager
     def resumed(self, attribution: Attribution) -> Iterator[None]:

@@ -44,6 +44,7 @@ from pytest_fsdp_comm.recording.operations import (
     NAMESPACES,
     UNKNOWN,
     Call,
+    group_of,
     look_up,
     tensors_in,
 )
@@ -263,7 +264,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 if _is_known(other):
                     _keep([own], values_of(other), [other])
             return
-        bound, operation, group = call.bind(args, kwargs), call.operation, call.group(args, kwargs)
+        bound, operation = call.bind(args, kwargs), call.operation
+        group = group_of(bound)
         sent = operation.tensors_sent(bound)
         # The schemas of c10d tell of no writes.
         outputs = [*operation.tensors_received(bound, result), *_written(func, args, kwargs)]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_facts import needs_flight_recorder
 
 from pytest_fsdp_comm import CommMode, UnseenCollectivesWarning
-from pytest_fsdp_comm.recording import kernels, pending
+from pytest_fsdp_comm.recording import kernels, recorder
 
 ws2 = pytest.mark.distributed(world_size=2)
 
@@ -195,12 +195,12 @@ def test_the_method_of_a_process_group_is_recorded(comm_mode):
     ],
 )
 def test_a_size_that_was_recorded_wrongly_is_named(comm_mode, monkeypatch, changes, recorded):
-    messages = pending.messages
+    messages = recorder.messages
 
     def wrong(*args):
         return [{**message, **changes} for message in messages(*args)]
 
-    monkeypatch.setattr(pending, "messages", wrong)
+    monkeypatch.setattr(recorder, "messages", wrong)
     assert gaps(comm_mode, lambda: dist.all_reduce(data())) == [
         f"1 collective not sent as recorded: {recorded} over world was all_reduce of 16 B float32"
     ]
@@ -210,9 +210,9 @@ def test_a_size_that_was_recorded_wrongly_is_named(comm_mode, monkeypatch, chang
 @pytest.mark.usefixtures("without_kernels")
 def test_a_thread_does_not_send_what_another_one_recorded(comm_mode, monkeypatch):
     waiting = Waiting(lambda: dist.all_reduce(data(2)))
-    messages = pending.messages
+    messages = recorder.messages
     monkeypatch.setattr(
-        pending,
+        recorder,
         "messages",
         lambda *args: [{**messages(*args)[0], "nbytes_sent": 32}],
     )

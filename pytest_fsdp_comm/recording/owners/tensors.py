@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
 from pytest_fsdp_comm.recording.dtensors import is_dtensor, tensors_held
-from pytest_fsdp_comm.recording.operations import NOWHERE, REDUCING, Operation, Place, tensors_in
+from pytest_fsdp_comm.recording.operations import NOWHERE, REDUCING, Operation, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
 from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import Modules
@@ -118,7 +118,7 @@ class TensorOwners:
         self,
         scan: StackScan,
         operation: Operation,
-        argument: Callable[[str | Place], Any],
+        bound: Mapping[Any, Any],
         own: Attribution,
         given: Any,
     ) -> Carried | None:
@@ -127,7 +127,7 @@ class TensorOwners:
         Args:
             scan: Of the stack.
             operation: What the call does.
-            argument: Gives an argument of the call by name; None if it has none of the name.
+            bound: The arguments of the call by name.
             own: Of the call.
             given: The DTensor that the redistribution around it was asked for; None if an operator
                 asked for it, or if there is none.
@@ -147,11 +147,11 @@ class TensorOwners:
                 sent = scan.redistributing.get("local_tensor")
             else:
                 has_sent = operation.sent is not NOWHERE
-                sent = argument(operation.sent if has_sent else operation.received)
+                sent = bound.get(operation.sent if has_sent else operation.received)
             label = self._of_tensors(_plain(sent), given, own) or label
         if operation.kind == "all_gather" and given is None:
             # Its own part may be of one parameter, and the rest of others.
-            label = self._held_in(_plain(argument(operation.received))) or label
+            label = self._held_in(_plain(bound.get(operation.received))) or label
         return Carried(label)
 
     def follow(self, operation: Operation, own: Attribution, received: Iterable[Any]) -> None:
