@@ -77,12 +77,10 @@ class CiSession:
 
         try:
             if self.step_summary is not None and outcomes.has_news:
-                # What earlier sessions of the step wrote counts, too.
-                held = self.step_summary.stat().st_size if self.step_summary.exists() else 0
-                room = review.MAX_NBYTES - held - len(_BREAK)
-                text = review.render_summary(outcomes, self._origin, room=room)
+                text = review.render_summary(outcomes, self._origin)
                 with self.step_summary.open("ab") as file:
-                    file.write((_BREAK * bool(held and text) + text).encode("utf-8", "replace"))
+                    text = _BREAK * bool(file.tell()) + text
+                    file.write(text.encode("utf-8", "replace"))
         except OSError as problem:
             self._note_problem("GITHUB_STEP_SUMMARY", problem)
         try:

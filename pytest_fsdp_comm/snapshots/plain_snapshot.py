@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final, cast
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from pytest_fsdp_comm.errors import FsdpCommError
+
+# How deep recordings are looked for: values may contain themselves.
+_DEPTH: Final = 4
 
 # The module and name of each class, and how a test writes its value.
 _REFUSED: Final = {
@@ -27,39 +31,32 @@ def refuse_recordings(config: pytest.Config) -> None:
 
     def refuse_or_compare(snapshot: SnapshotAssertion, other: object) -> bool:
         __tracebackhide__ = True
-        classes = _loaded()
-        if not classes:
-            return compare(snapshot, other)
-        found: list[str] = []
-        serialize = snapshot.extension.serialize
-
-        # It runs within syrupy's comparison, which thus counts the stored entry as used.
-        def serialize_checked(data: Any, *, matcher: Any = None, **options: Any) -> Any:
-            def check(*, data: Any, path: Any) -> Any:
-                for cls, name in classes.items():
-                    # Never isinstance(), which runs the code of proxies.
-                    if issubclass(type(data), cls):
-                        found.append(name)
-                        raise FsdpCommError(name)
-                return data if matcher is None else matcher(data=data, path=path)
-
-            # Extensions that do not look into a value call no matcher.
-            return serialize(check(data=data, path=()), matcher=check, **options)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(snapshot.extension, "serialize", serialize_checked)
-            is_equal = compare(snapshot, other)
-        if found:
+        if name := _refused_in(other):
             raise FsdpCommError(
-                f"syrupy's `snapshot` does not know what counts in {found[0]}, so nothing was "
+                f"syrupy's `snapshot` does not know what counts in {name}, so nothing was "
                 "compared or written; take the fixture comm_snapshot: "
-                f"assert {found[0]} == comm_snapshot"
+                f"assert {name} == comm_snapshot"
             )
-        return is_equal
+        return compare(snapshot, other)
 
     session_patch = pytest.MonkeyPatch()
     session_patch.setattr(SnapshotAssertion, "__eq__", refuse_or_compare)
     config.add_cleanup(session_patch.undo)
+
+
+def _refused_in(value: object, depth: int = _DEPTH) -> str:
+    """How a test writes what is refused in a value, or in a dict or list of values; else empty."""
+    # By type(), since isinstance() runs the code of proxies.
+    kind = type(value)
+    for cls, name in _loaded().items():
+        if issubclass(kind, cls):
+            return name
+    within: Iterable[object] = ()
+    if depth and issubclass(kind, dict):
+        within = cast("dict[object, object]", value).values()
+    elif depth and issubclass(kind, (list, tuple)):
+        within = cast("list[object]", value)
+    return next(filter(None, (_refused_in(one, depth - 1) for one in within)), "")
 
 
 def _loaded() -> dict[type, str]:

@@ -11,11 +11,11 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Origin, Outcomes, Place
 from pytest_fsdp_comm.text.words import counted, cut, shorten
 
-# The longest summary. GitHub drops all of one beyond 1 MiB in a step.
-MAX_NBYTES: Final = 900_000
-
+# GitHub drops all summaries of a step beyond 1 MiB together.
+_MAX_ROWS: Final = 200
+_MAX_STORIES: Final = 40
 _MAX_CELL: Final = 400
-_MAX_STORY: Final = 20_000
+_MAX_STORY: Final = 8_000
 _MAX_UNUSED: Final = 50
 # GitHub shows 10 annotations of a step: the last one says how many there are besides.
 _MAX_ANNOTATIONS: Final = 9
@@ -31,48 +31,28 @@ _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
 
-def render_summary(outcomes: Outcomes, origin: Origin, *, room: int = MAX_NBYTES) -> str:
-    """Write the summary in at most `room` bytes; empty if its first line has no room."""
-    budget = _Budget(room)
-    if not budget.add(_headline(outcomes) + "\n\n"):
-        return ""
+def render_summary(outcomes: Outcomes, origin: Origin) -> str:
+    """Write the summary of a session, with as much as GitHub shows."""
+    parts = [f"{_headline(outcomes)}\n\n"]
     if outcomes.ended_early:
-        budget.add(f"{plain(outcomes.ended_early)}\n\n")
+        parts += [f"{plain(outcomes.ended_early)}\n\n"]
     if outcomes.failed:
-        budget.add("| test | what differs | cost |\n| --- | --- | --- |\n")
-        rows = [_row(test, origin) for test in outcomes.failed]
-        budget.add_each(rows, "| {} more | | |\n")
-        budget.add("\n")
-        stories = [_story(test) for test in outcomes.failed if test.comparisons.story]
-        budget.add_each(stories, "{} more stories are in the log.\n\n")
+        parts += ["| test | what differs | cost |\n| --- | --- | --- |\n"]
+        rows = [_row(test, origin) for test in outcomes.failed[:_MAX_ROWS]]
+        parts += [*rows, *_more(outcomes.failed, _MAX_ROWS, "| {} more | | |\n"), "\n"]
+        told = [test for test in outcomes.failed if test.comparisons.story]
+        parts += map(_story, told[:_MAX_STORIES])
+        parts += _more(told, _MAX_STORIES, "{} more stories are in the log.\n\n")
     if outcomes.unused:
-        budget.add(_unused(outcomes))
-    return budget.text
+        files = counted(len(outcomes.unused), "snapshot file")
+        parts += [f"{files} unused; the log has the command that removes them:\n\n"]
+        parts += [f"- <code>{_cell(path)}</code>\n" for path in outcomes.unused[:_MAX_UNUSED]]
+        parts += [*_more(outcomes.unused, _MAX_UNUSED, "- {} more\n"), "\n"]
+    return "".join(parts)
 
 
-class _Budget:
-    _RESERVED: Final = 200
-    """For what says that something is left out."""
-
-    def __init__(self, room: int) -> None:
-        self.text = ""
-        self._room = room
-
-    def add(self, text: str, *, reserved: int = 0) -> bool:
-        """Add a text if it fits; return whether it does."""
-        size = len(text.encode("utf-8", "replace"))
-        if size + reserved > self._room:
-            return False
-        self._room -= size
-        self.text += text
-        return True
-
-    def add_each(self, texts: Sequence[str], more: str) -> None:
-        """Add the first texts, as many as fit, and how many are left out."""
-        for place, text in enumerate(texts):
-            if not self.add(text, reserved=self._RESERVED):
-                self.add(more.format(len(texts) - place))
-                return
+def _more(entries: Sequence[object], most: int, text: str) -> list[str]:
+    return [text.format(len(entries) - most)] if len(entries) > most else []
 
 
 def _headline(outcomes: Outcomes) -> str:
@@ -114,14 +94,6 @@ def _story(test: FailedTest) -> str:
         f"<details><summary><code>{_cell(test.nodeid)}</code></summary>\n\n"
         f"{fenced(story)}{accept}\n\n</details>\n\n"
     )
-
-
-def _unused(outcomes: Outcomes) -> str:
-    listed = [f"- <code>{_cell(path)}</code>\n" for path in outcomes.unused[:_MAX_UNUSED]]
-    more = len(outcomes.unused) - len(listed)
-    listed += [f"- {more} more\n"] if more > 0 else []
-    files = counted(len(outcomes.unused), "snapshot file")
-    return f"{files} unused; the log has the command that removes them:\n\n{''.join(listed)}\n"
 
 
 def _cell(text: str) -> str:

@@ -22,9 +22,6 @@ from pytest_fsdp_comm.reports.html.tables import (
     cost_rows,
     differing_modules,
     line_rows,
-    list_entries,
-    module_table,
-    rank_rows,
     side_rows,
 )
 from pytest_fsdp_comm.reports.html.values import Compared, Entry, Result, Run, TreeView
@@ -204,9 +201,6 @@ def _section(
         section |= {
             "rows": side_rows(*sides),
             "cost": cost_of_change(*sides),
-            "modules": module_table(*sides),
-            "num_ranks": sides[1].num_ranks,
-            "ranks": rank_rows(sides[1]),
         }
     elif one.kind == "tree" and one.old and one.new and one.old != one.new:
         section["rows"] = line_rows(one.old, one.new)
@@ -318,7 +312,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     words = (mark, parameter_words, placement_words, policy_words, relation_words, show_nbytes)
-    others = (breakable, cost_rows, list_entries, name_owners, name_ranks)
+    others = (breakable, cost_rows, name_owners, name_ranks)
     environment.filters.update({one.__name__: one for one in (*words, *others)})
     style, script = _asset("report.css"), _asset("report.js")
     environment.globals.update(

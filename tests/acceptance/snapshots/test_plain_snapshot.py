@@ -3,18 +3,12 @@
 import pytest
 
 SOURCE = """
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.distributed as dist
 from syrupy.extensions.json import JSONSnapshotExtension
 from syrupy.extensions.single_file import SingleFileSnapshotExtension
 from torch import nn
-
-@dataclass
-class Step:
-    comm: object
 
 @pytest.fixture
 def as_json(snapshot):
@@ -39,9 +33,6 @@ class Cases:
 
     def test_in_a_dict(self, recorded, snapshot):
         assert {"c": [recorded]} == snapshot
-
-    def test_in_a_dataclass(self, recorded, snapshot):
-        assert Step(recorded) == snapshot
 
     def test_matched(self, recorded, snapshot):
         snapshot.assert_match(recorded)
