@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import sys
-import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from pytest_fsdp_comm import fixtures, marker, options, upstream
-from pytest_fsdp_comm.launch_environment import explain_separate_processes, is_spawned_rank
+from pytest_fsdp_comm.launch_environment import (
+    explain_separate_processes,
+    hold_terminal,
+    is_spawned_rank,
+    release_terminal,
+)
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
 from pytest_fsdp_comm.snapshots import failed_comparison, unused
 
 if TYPE_CHECKING:
-    from xdist.workermanage import WorkerController
-
     from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.launched.join import LaunchedRunner
     from pytest_fsdp_comm.ranks.rank.context import RankExtension
     from pytest_fsdp_comm.ranks.session.runner import RankRunner
 
-# In xdist's controller: the directory through which its workers share ranks and GPUs.
-_SLOTS: Final = pytest.StashKey[str]()
-# In xdist's workers: the key of that directory in `config.workerinput`.
-_SLOTS_INPUT: Final = "fsdp_comm_slots"
 # Windows has neither fcntl nor Unix sockets, either: what starts ranks cannot be imported.
 _CAN_FORK: Final = hasattr(os, "fork")
 _NEEDS_FORK: Final = (
@@ -88,18 +83,6 @@ class _WithoutSyrupy:
         pytest.fail(upstream.NEEDS_SYRUPY, pytrace=False)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: WorkerController) -> None:
-    """Give an xdist worker what it shares with the others."""
-    stash = node.config.stash
-    if _SLOTS not in stash:
-        # Made by the first worker that needs it, and removed by the last one: this process may be
-        # killed.
-        name = f"fsdp-comm-slots-{secrets.token_hex(8)}"
-        stash[_SLOTS] = os.path.join(tempfile.gettempdir(), name)  # noqa: PTH118  # goes to workers
-    node.workerinput[_SLOTS_INPUT] = stash[_SLOTS]
-
-
 def pytest_report_header(config: pytest.Config) -> str:
     """Say what distributed tests without arguments will use."""
     return options.describe(config.stash[options.OPTIONS])
@@ -110,9 +93,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Keep all but one of the processes that a launcher started from the terminal."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
-        from pytest_fsdp_comm.ranks.launched import process  # noqa: PLC0415  # in such a process only
-
-        process.hold_terminal(session.config)
+        hold_terminal(session.config)
 
 
 @pytest.hookimpl(trylast=True)
@@ -145,9 +126,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         _prepare_ranks(session, ours, launched)
     elif launched:
         # Tests that were written for a launcher without this plugin run in every process.
-        from pytest_fsdp_comm.ranks.launched import process  # noqa: PLC0415  # in such a process only
-
-        process.release_terminal(session.config)
+        release_terminal(session.config)
 
 
 @pytest.hookimpl
@@ -181,32 +160,32 @@ def _prepare_ranks(
         main.run_spawned_rank(session, extensions)
     if config.option.collectonly:
         return
-    ranks: RankRunner | LaunchedRunner
     if launched:
         from pytest_fsdp_comm.ranks.launched import join as launch  # noqa: PLC0415  # as above
 
         preloaded = fixtures.imported_by(ours)
-        ranks = launch.join_session(session, extensions, launched, preloaded=preloaded)
+        choose = launch.join_session(session, extensions, launched, preloaded=preloaded)
     elif any(options.SETTINGS in item.stash for item in ours):
-        workers_input = getattr(config, "workerinput", {})
         ranks = runner.RankRunner(
             session,
             extensions,
-            slots_directory=workers_input.get(_SLOTS_INPUT),
             preloaded=fixtures.imported_by(ours),
         )
         config.add_cleanup(ranks.close)
         ranks.start()
+
+        def choose(_: pytest.Item) -> RankRunner | None:
+            return ranks
     else:
         return
-    config.pluginmanager.register(_Protocol(ranks), "fsdp-comm-protocol")
+    config.pluginmanager.register(_Protocol(choose), "fsdp-comm-protocol")
 
 
 class _Protocol:
     """Registered last, so that its hook comes before those of plugins that take a test over."""
 
-    def __init__(self, ranks: RankRunner | LaunchedRunner) -> None:
-        self._ranks = ranks
+    def __init__(self, choose: Callable[[pytest.Item], RankRunner | None]) -> None:
+        self._choose = choose
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
@@ -214,9 +193,10 @@ class _Protocol:
     ) -> bool | None:
         if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
             return None
-        if not self._ranks.can_run(item):
+        ranks = self._choose(item)
+        if ranks is None:
             return None
-        self._ranks.run(item, nextitem)
+        ranks.run(item, nextitem)
         return True
 
 
@@ -288,9 +268,3 @@ def _is_any(values: Iterable[object], module: str, name: str) -> bool:
     return loaded is not None and any(
         issubclass(type(value), getattr(loaded, name)) for value in values
     )
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove what xdist's workers shared."""
-    if _SLOTS in config.stash:
-        shutil.rmtree(config.stash[_SLOTS], ignore_errors=True)

@@ -18,33 +18,12 @@ from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
 from pytest_fsdp_comm.ranks.start.ending import end_with_parent
 from pytest_fsdp_comm.ranks.start.spawn import arguments_of, end_openmp_threads, unsafe_to_fork
-from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.rank.context import RankExtension
-
-
-class LaunchedRunner:
-    """Runs tests on the launched ranks, and simulated ones in rank 0's process as without them."""
-
-    def __init__(
-        self, launched: LaunchedRank, ranks: RankRunner, simulated: RankRunner | None
-    ) -> None:
-        self._launched = launched
-        self._ranks = ranks
-        self._simulated = simulated
-
-    def can_run(self, item: pytest.Item) -> bool:
-        """Whether a distributed test fits the ranks that were launched; if not, it is skipped."""
-        return _fits(item, self._launched)
-
-    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """See `RankRunner`."""
-        runner = self._simulated if _is_simulated(item) and self._simulated else self._ranks
-        runner.run(item, nextitem)
 
 
 def join_session(
@@ -53,8 +32,11 @@ def join_session(
     launched: LaunchedRank,
     *,
     preloaded: Sequence[str],
-) -> LaunchedRunner:
-    """Meet the other processes; return on rank 0 only, the runner of the session's tests."""
+) -> Callable[[pytest.Item], RankRunner | None]:
+    """Meet the other processes; return on rank 0 only, what chooses the runner of a test.
+
+    A test that does not fit the ranks has none: it is skipped.
+    """
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # A program may run another session.
@@ -79,13 +61,19 @@ def join_session(
     _end_after_sigterm(session)
     runner.start()
     ranks.meet(tests)
-    return LaunchedRunner(launched, runner, simulated)
+
+    def choose(item: pytest.Item) -> RankRunner | None:
+        if _is_simulated(item):
+            return simulated
+        return runner if _fits(item, launched) else None
+
+    return choose
 
 
 def _start_own_rank(
     session: pytest.Session,
     launched: LaunchedRank,
-    tests: Sequence[PlannedTest],
+    tests: Sequence[str],
     extensions: Sequence[RankExtension[Any]],
 ) -> int:
     """Start the child of this process that is rank 0; return its process id."""
@@ -134,14 +122,13 @@ def _fits(item: pytest.Item, launched: LaunchedRank) -> bool:
     return _is_simulated(item) or item.stash[SETTINGS].world_size == launched.world_size
 
 
-def _planned(item: pytest.Item) -> PlannedTest:
+def _planned(item: pytest.Item) -> str:
     settings = item.stash.get(SETTINGS, None)
     if settings is None:
-        return PlannedTest(nodeid=item.nodeid, settings="")
+        return item.nodeid
     device = f", device {settings.device}" if settings.device else ""
     ranks = f"{len(settings.ranks)} of " if len(settings.ranks) < settings.world_size else ""
-    text = (
-        f"{ranks}{settings.world_size} ranks ({settings.backend}, scope {settings.scope}, "
-        f"timeout {settings.timeout_s:g} s{device})"
+    return (
+        f"{item.nodeid} on {ranks}{settings.world_size} ranks ({settings.backend}, "
+        f"scope {settings.scope}, timeout {settings.timeout_s:g} s{device})"
     )
-    return PlannedTest(nodeid=item.nodeid, settings=text)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.ranks.hangs.position import Watchdog
 from pytest_fsdp_comm.ranks.launched.ranks import ADDRESS, MEET_TIMEOUT_S
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, save_coverage
@@ -43,9 +40,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.rank.context import RankExtension
-    from pytest_fsdp_comm.ranks.wire.messages import PlannedTest, RankCommand
-
-_RELEASE: Final = pytest.StashKey[Callable[[], None]]()
+    from pytest_fsdp_comm.ranks.wire.messages import RankCommand
 
 
 class _EndedError(Exception):
@@ -55,7 +50,7 @@ class _EndedError(Exception):
 def become_rank(
     session: pytest.Session,
     launched: LaunchedRank,
-    tests: Sequence[PlannedTest],
+    tests: Sequence[str],
     extensions: Sequence[RankExtension[Any]],
 ) -> NoReturn:
     """Run this process's rank until rank 0's process ends the session, and end the process."""
@@ -84,7 +79,7 @@ def become_rank(
 def _run(
     session: pytest.Session,
     launched: LaunchedRank,
-    tests: Sequence[PlannedTest],
+    tests: Sequence[str],
     extensions: Sequence[RankExtension[Any]],
 ) -> None:
     channel, watchdog_channel = _join(session, launched, tests)
@@ -113,7 +108,7 @@ def _run(
 
 
 def _join(
-    session: pytest.Session, launched: LaunchedRank, tests: Sequence[PlannedTest]
+    session: pytest.Session, launched: LaunchedRank, tests: Sequence[str]
 ) -> tuple[Channel[RankCommand], Channel[Any]]:
     try:
         store = connect_store(launched, timeout_s=MEET_TIMEOUT_S)
@@ -143,34 +138,3 @@ def _join(
     channel.send(joined)
     watchdog.send(Joined(token=token, rank=launched.rank, host=host, tests=None))
     return channel, watchdog
-
-
-def hold_terminal(config: pytest.Config) -> None:
-    """Keep from the terminal what pytest writes there from now on."""
-    if not config.pluginmanager.has_plugin("terminalreporter"):
-        return
-    writer: Any = config.get_terminal_writer()
-    # Private in pytest 8.4 to 9.2, with a contract test in tests/unit/ranks/test_isolation.py.
-    if not hasattr(writer, "_file"):
-        raise upstream.moved_error(
-            "pytest",
-            "TerminalWriter._file",
-            "keeping all but one of the launched processes quiet relies on",
-        )
-    terminal, held = writer._file, io.StringIO()
-
-    def release() -> None:
-        terminal.write(held.getvalue())
-        terminal.flush()
-        writer._file = terminal
-
-    writer._file = held
-    config.stash[_RELEASE] = release
-
-
-def release_terminal(config: pytest.Config) -> None:
-    """Write what was held back, if anything was, and hold nothing back from now on."""
-    release = config.stash.get(_RELEASE, None)
-    if release is not None:
-        del config.stash[_RELEASE]
-        release()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.wire.messages import PlannedTest, RankMessage, RankSetSpec
+    from pytest_fsdp_comm.ranks.wire.messages import RankMessage, RankSetSpec
 
 # Hosts of a cluster load torch from one busy file server at the same time.
 MEET_TIMEOUT_S: Final = 300.0
@@ -71,7 +71,7 @@ class LaunchedRanks:
         self._exited: dict[int, int | str] = {}
         self._silence = Pipe()  # never readable: the ends of ranks are read from their connections
 
-    def meet(self, tests: Sequence[PlannedTest]) -> None:
+    def meet(self, tests: Sequence[str]) -> None:
         """Wait until every rank has joined with the same tests, in whatever order."""
         launched, config = self._launched, self._session.config
         from torch.distributed import DistError  # noqa: PLC0415  # not where no rank is launched
@@ -105,15 +105,14 @@ class LaunchedRanks:
             with contextlib.suppress(OSError):  # it is gone, which the first test will show
                 welcome = Welcome(order=tuple(order or ()), randomly_seed=seed)
                 self._channels[rank].send(welcome)
-        where = name_equal({rank: f"on {host}" for rank, host in sorted(self._hosts.items())})
+        where = name_equal({rank: f"on {host}" for rank, host in self._hosts.items()})
         self._write_line(f"fsdp-comm: {'; '.join(where)}")
 
     def _await_all(self) -> dict[int, Joined]:
         launched = self._launched
         token = secrets.token_hex(16)
-        ranks: dict[int, Connection] = {}
-        watchdogs: dict[int, Connection] = {}
-        joined: dict[int, Joined] = {}
+        # By rank, and whether it is the connection of its watchdog.
+        joined: dict[tuple[int, bool], tuple[Connection, Joined]] = {}
         began_at = time.monotonic()
         has_explained = False
         is_dual = socket.has_dualstack_ipv6()
@@ -121,7 +120,12 @@ class LaunchedRanks:
         with socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual) as listener:
             listener.settimeout(_POLL_S)
             self._store.set(ADDRESS, json.dumps([listener.getsockname()[1], token]))
-            while missing := {*range(launched.world_size)} - (ranks.keys() & watchdogs.keys()):
+            while missing := {
+                rank
+                for rank in range(launched.world_size)
+                for end in (False, True)
+                if (rank, end) not in joined
+            }:
                 if self._session.shouldfail:
                     raise self._session.Failed(self._session.shouldfail)
                 after_s = time.monotonic() - began_at
@@ -137,22 +141,24 @@ class LaunchedRanks:
                     names = name_ranks(sorted(missing))
                     self._write_line(f"fsdp-comm: waiting for {names} to collect tests")
                 with contextlib.suppress(TimeoutError):
-                    self._accept(listener.accept()[0], token, ranks, watchdogs, joined)
+                    self._accept(listener.accept()[0], token, joined)
             # Another session of this launch must not find it.
             self._store.delete_key(ADDRESS)
-        self._connections = {rank: (ranks[rank], watchdogs[rank]) for rank in sorted(ranks)}
-        self._hosts = {rank: one.host for rank, one in joined.items()}
-        for rank, connection in ranks.items():
+        self._connections = {
+            rank: (joined[rank, False][0], joined[rank, True][0])
+            for rank in range(launched.world_size)
+        }
+        for rank, (connection, _) in self._connections.items():
             self._channels[rank] = Channel(connection, SUPERVISOR)
-        return dict(sorted(joined.items()))
+        found = {rank: joined[rank, False][1] for rank in self._connections}
+        self._hosts = {rank: one.host for rank, one in found.items()}
+        return found
 
     def _accept(
         self,
         accepted: socket.socket,
         token: str,
-        ranks: dict[int, Connection],
-        watchdogs: dict[int, Connection],
-        joined: dict[int, Joined],
+        joined: dict[tuple[int, bool], tuple[Connection, Joined]],
     ) -> None:
         keep_alive(accepted)
         connection = Connection(accepted.detach())
@@ -162,10 +168,8 @@ class LaunchedRanks:
             first = channel.receive(within_s=_JOINS_WITHIN_S)
         if first is None or not hmac.compare_digest(first.token, token):
             connection.close()
-        elif first.tests is None:
-            watchdogs[first.rank] = connection
         else:
-            ranks[first.rank], joined[first.rank] = connection, first
+            joined[first.rank, first.tests is None] = connection, first
 
     def _write_line(self, text: str) -> None:
         reporter: Any = self._session.config.pluginmanager.get_plugin("terminalreporter")
@@ -230,9 +234,6 @@ class LaunchedRanks:
                 )
         return self._exited
 
-    def raise_if_failed(self) -> None:
-        """Nothing runs here that could have failed."""
-
     def send_signal(self, rank: int, number: int) -> None:
         """Other ranks may be on other machines; they end with their connection."""
         if rank in self.pids and rank not in self._exited:
@@ -263,41 +264,27 @@ _USUAL_REASONS = (
 _MOST_SHOWN = 4
 
 
-def positions(theirs: Sequence[PlannedTest], ours: Sequence[PlannedTest]) -> list[int] | None:
+def positions(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
     """Where each of the leader's tests is among a follower's; None if the sets differ."""
     if Counter(theirs) != Counter(ours):
         return None
     # One test may be there several times (--keep-duplicates).
-    places: dict[PlannedTest, deque[int]] = defaultdict(deque)
+    places: dict[str, deque[int]] = defaultdict(deque)
     for place, test in enumerate(ours):
         places[test].append(place)
     return [places[test].popleft() for test in theirs]
 
 
-def describe_difference(theirs: Sequence[PlannedTest], ours: Sequence[PlannedTest]) -> str:
+def describe_difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
     """What a follower lacks and has of its own, to be read after its rank; empty if nothing."""
-    lacked = Counter(theirs) - Counter(ours)
-    added = Counter(ours) - Counter(theirs)
-    # A test with other settings is one test, not two.
-    expected = {test.nodeid: test.settings for test in lacked}
-    changed = {
-        test.nodeid: f"{test.nodeid} on {test.settings or 'no rank'}, rank 0 on "
-        f"{expected[test.nodeid] or 'no rank'}"
-        for test in added
-        if test.nodeid in expected
-    }
-    gone, new = (
-        [test.nodeid for test in tests.elements() if test.nodeid not in changed]
-        for tests in (lacked, added)
-    )
+    lacked, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
     parts = []
-    if gone:
-        parts.append(f"lacks {len(gone)} of rank 0's {len(theirs)} tests:{_shown(gone)}")
-    if new:
-        parts.append(f"has {len(new)} that rank 0 lacks:{_shown(new)}")
-    if changed:
-        lines = [*changed.values()]
-        parts.append(f"runs {len(lines)} in another way:{_shown(lines)}")
+    if lacked:
+        parts.append(
+            f"lacks {lacked.total()} of rank 0's {len(theirs)} tests:{_shown([*lacked.elements()])}"
+        )
+    if added:
+        parts.append(f"has {added.total()} that rank 0 lacks:{_shown([*added.elements()])}")
     return "\n  and ".join(parts)
 
 

@@ -64,7 +64,7 @@ from pytest_fsdp_comm.ranks.start.fork_server import (
     ServerDiedError,
     fork_server,
 )
-from pytest_fsdp_comm.ranks.start.slots import SharedDirectory, Slots
+from pytest_fsdp_comm.ranks.start.slots import Slots
 from pytest_fsdp_comm.ranks.start.spawn import end_openmp_threads, spawn_server, unsafe_to_fork
 from pytest_fsdp_comm.ranks.wire.messages import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import RankResult
@@ -78,8 +78,6 @@ class _Base:
     directory: Path
     """Holds a directory for each rank set."""
     slots: Slots
-    users: SharedDirectory | None
-    """This process's use of the slots' directory, where it is shared with other sessions."""
     server: RankServer
 
 
@@ -96,20 +94,19 @@ class RankRunner:
         extensions: Sequence[RankExtension[Any]],
         *,
         launched: RankServer | None = None,
-        slots_directory: str | None = None,
         preloaded: Sequence[str] = (),
     ) -> None:
         """Store the arguments, of a session after collection; `start` forks the server.
 
-        `launched` are ranks that a launcher started; None starts them. Through `slots_directory`
-        the session's processes share ranks and GPUs; None if this is the only one. Ranks find the
-        modules `preloaded` imported, beside torch's.
+        `launched` are ranks that a launcher started; None starts them. Ranks find the modules
+        `preloaded` imported, beside torch's.
         """
         self._session = session
         self._preloaded = preloaded
         self._extensions = extensions
         self._launched = launched
-        self._slots_directory = slots_directory
+        # Where xdist's workers share ranks and GPUs; None if this is the only process.
+        self._shared_slots = _shared_slots(session.config)
         self._indices = {item: index for index, item in enumerate(session.items)}
         self._base: _Base | None = None
         self._terminal: tuple[int, ...] = ()
@@ -133,16 +130,12 @@ class RankRunner:
     def _start_base(self) -> None:
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = self._launched is None
-        shared = Path(self._slots_directory) if self._slots_directory else None
         gpus = self._gpus() if is_bounded else ()
         with contextlib.ExitStack() as undo:
             directory = make_session_directory()
             undo.callback(remove_directory, directory)
-            users = SharedDirectory(shared) if shared else None
-            if users is not None:
-                undo.callback(users.leave)
             slots = Slots(
-                shared or directory / "slots",
+                self._shared_slots or directory / "slots",
                 ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
                 gpus=gpus,
             )
@@ -151,12 +144,12 @@ class RankRunner:
             if self._launched:
                 server = self._launched
             elif self._fallback_reason:
-                server = spawn_server(self._session.config, directory, shared, self._terminal)
+                server = spawn_server(self._session.config, directory, self._terminal)
             else:
                 end_openmp_threads()
-                server = fork_server(self._prepare_ranks, directory, users, self._preloaded)
+                server = fork_server(self._prepare_ranks, directory, self._preloaded)
             undo.pop_all()
-        self._base = _Base(directory=directory, slots=slots, users=users, server=server)
+        self._base = _Base(directory=directory, slots=slots, server=server)
         reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
         if self._fallback_reason and reporter is not None:
             reporter.write_line(
@@ -171,8 +164,6 @@ class RankRunner:
         base, self._base = self._base, None
         if base is None:
             return None
-        if base.users is not None:
-            base.users.leave()  # before the server, which removes what others may have left
         try:
             return base.server.close()
         finally:
@@ -195,10 +186,6 @@ class RankRunner:
             # Counting them imports torch here.
             return ()
         return visible_gpu_names(os.environ, visible_gpu_count())
-
-    def can_run(self, item: pytest.Item) -> bool:  # noqa: ARG002  # as `LaunchedRunner`
-        """Whether there are ranks for a distributed test."""
-        return True
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Run one test and log its reports, as `pytest_runtest_protocol` must."""
@@ -348,7 +335,7 @@ class RankRunner:
 
     def _gives_up_slots(self, kept: Supervision, nextitem: pytest.Item | None) -> bool:
         """Whether other processes could use the slots of ranks that are kept; see Note [Slots]."""
-        if self._base is None or self._base.users is None:
+        if self._base is None or self._shared_slots is None:
             return False
         if not self._is_bounded(kept.spec.settings):
             return False
@@ -389,7 +376,7 @@ class RankRunner:
         except OSError as error:
             # A server that cannot prepare ranks says why, and removes the directory.
             if self._base is not None:
-                self._base.server.raise_if_failed()
+                self._base.server.exit_statuses()
             raise _NotStartedError(str(error)) from None
         return self._kept
 
@@ -439,7 +426,7 @@ class RankRunner:
     def _restore_directory(self, base: _Base, item: pytest.Item) -> None:
         if not has_vanished(base.directory):
             return
-        base.server.raise_if_failed()  # as in `_begin`
+        base.server.exit_statuses()  # as in `_begin`
         base.directory.mkdir(mode=0o700, parents=True)
         warn_of_test(item, _describe_vanished(base.directory, "before this test"))
 
@@ -517,3 +504,13 @@ def _echoes(config: pytest.Config) -> tuple[str, ...]:
         *(("stdout", "stderr") if config.getoption("capture", "fd") == "no" else ()),
         *(("terminal",) if shows_setup else ()),
     )
+
+
+def _shared_slots(config: pytest.Config) -> Path | None:
+    run = getattr(config, "workerinput", {}).get("testrunuid")
+    if run is None:
+        return None
+    directory = resolve_basetemp(config)
+    if config.pluginmanager.has_plugin("tmpdir"):
+        directory = directory.parent  # of all workers
+    return directory / f"fsdp-comm-slots-{run}"

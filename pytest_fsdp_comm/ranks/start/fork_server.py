@@ -34,7 +34,7 @@ from pytest_fsdp_comm.ranks.start.ending import (
     kill_groups,
     remove_directory,
 )
-from pytest_fsdp_comm.ranks.start.slots import HeldSlots, SharedDirectory
+from pytest_fsdp_comm.ranks.start.slots import HeldSlots
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
     FORK_CLIENT,
@@ -86,14 +86,13 @@ def serve(
     channel: Channel[ServerRequest],
     prepare: Callable[[], RunRank],
     directory: Path,
-    shared: Path | None,
     *,
     preloaded: Sequence[str],
 ) -> NoReturn:
     """Fork and reap until the pytest process is gone, and end this process.
 
     `prepare` does what every rank would do first, and returns what each does after its fork. In the
-    end `directory` goes, and so does `shared`, the slots' directory, if no other process uses it.
+    end `directory` goes.
     """
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -129,9 +128,6 @@ def serve(
         finally:
             # Also where the pytest process was killed and could not.
             remove_directory(directory)
-            with contextlib.suppress(OSError):
-                if shared is not None:
-                    SharedDirectory.remove_left(shared)
             os._exit(status)
 
 
@@ -222,12 +218,8 @@ class _Server:
         byte, ends, *_ = socket.recv_fds(self._socket, 1, 2)
         if not byte:
             raise EOFError
-        if len(ends) != 2:  # noqa: PLR2004  # as the function returns
-            raise FsdpCommError(
-                "connections of ranks were lost, for the process that starts ranks has too many "
-                "open files: raise the limit (ulimit -n), or use fewer ranks"
-            )
-        return ends[0], ends[1]
+        rank, watchdog = ends
+        return rank, watchdog
 
     def _fork(self, run: Callable[[], NoReturn]) -> int:
         flush_streams()
@@ -324,13 +316,9 @@ class RankServer(Protocol):
         """Whether it ended on its own."""
 
     def start_ranks(self, spec: RankSetSpec) -> Mapping[int, tuple[Connection, Connection]]:
-        """Start a rank set after the end of the last.
+        """Start ranks; return the connections to each and its watchdog, until `end_ranks`.
 
-        Returns the connections to each rank and its watchdog, which live until `end_ranks`.
-
-        Raises:
-            ServerDiedError: The server is gone.
-            OSError: The system does not have so many descriptors.
+        An OSError says that the system does not have so many descriptors.
         """
 
     def end_ranks(
@@ -338,19 +326,14 @@ class RankServer(Protocol):
     ) -> dict[int, int]:
         """End the rank set, and free its slots; return, by rank, the pids that are left.
 
-        `running` are the ranks that did not finish their test, `ending` those that have not
-        answered `EndTests`.
+        `running` did not finish their test, `ending` have not answered `EndTests`.
         """
 
     def exit_statuses(self) -> Mapping[int, int | str]:
         """The ranks that ended: exit status, minus signal number, or what became of the rank.
 
-        Raises:
-            ServerDiedError: The server is gone, and with it the ranks.
+        Raises `ServerDiedError`, with its last words, if the server is gone.
         """
-
-    def raise_if_failed(self) -> None:
-        """Raise `ServerDiedError` if the server has ended, with its last words."""
 
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank on this machine, if it still lives."""
@@ -440,7 +423,6 @@ class ForkServer:
         running: Collection[int] = (),  # noqa: ARG002  # of launched ranks
         ending: Collection[int] = (),  # noqa: ARG002  # likewise
     ) -> dict[int, int]:
-        """Kill what the ranks left, too."""
         try:
             self._send(EndSet(within_s=within_s))
             return self._await(SetEnded, within_s + _ANSWERED_WITHIN_S).unended
@@ -458,14 +440,10 @@ class ForkServer:
                 os.kill(self.pids[rank], number)
 
     def exit_statuses(self) -> dict[int, int]:
-        self.raise_if_failed()
-        return self._exited
-
-    def raise_if_failed(self) -> None:
-        """Read what the server has said, last words too; raise `ServerDiedError` if it ended."""
         self._take(self._channel.receive_available())
         if self._channel.is_closed:
             raise ServerDiedError
+        return self._exited
 
     def _take(self, replies: Iterable[ServerReply]) -> None:
         for reply in replies:
@@ -475,17 +453,14 @@ class ForkServer:
                 self._exited[reply.rank] = reply.status
 
     def fileno(self) -> int:
-        """The connection, which becomes readable when a rank ended."""
         return self._channel.fileno()
 
     def kill(self) -> None:
-        """End the server immediately, and with it the ranks."""
         if not self.has_died:
             kill([self._pid])
 
     @property
     def has_died(self) -> bool:
-        """Whether it ended on its own."""
         self._reap(0.0)
         return self._is_reaped
 
@@ -517,7 +492,6 @@ class ForkServer:
 def fork_server(
     prepare: Callable[[], RunRank],
     directory: Path,
-    users: SharedDirectory | None,
     preloaded: Sequence[str] = (),
 ) -> ForkServer:
     """Fork the server from this process, to `fork_server.serve`; torch is always preloaded."""
@@ -526,13 +500,10 @@ def fork_server(
         pid = fork_quietly()
         if pid == 0:
             ours.close()
-            if users is not None:
-                users.close()
             serve(
                 Channel(theirs, FORK_SERVER),
                 prepare,
                 directory,
-                users.path if users else None,
                 preloaded=(*PRELOADED, *preloaded),
             )
         return pid

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 import urllib.parse
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 _PAUSE_S = 0.02
 _TURN = "turn"
 _WANTED = "wanted"
-_USERS = "users"
 
 # Note [Slots]: a slot is a file in a directory that the processes share, and its user holds its
 # lock (fcntl.flock), which the kernel frees when the holder dies. There can be no deadlock: slots
@@ -37,42 +35,6 @@ class Grant:
     """The slots' files, for `HeldSlots`."""
     gpus: tuple[str, ...] = ()
     """By the caller's names; empty if none were asked for, or more than there are."""
-
-
-class SharedDirectory:
-    """The slots' directory, where several processes share it: the last one to leave removes it."""
-
-    def __init__(self, path: Path) -> None:
-        """Make the directory unless it is there, and use it from now on."""
-        self.path = path
-        while True:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                self._descriptor = _opened(path / _USERS)
-                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-                # The last user may just have removed it.
-                if os.fstat(self._descriptor).st_nlink:
-                    return
-                self.close()
-
-    def leave(self) -> None:
-        """End the use of it, and remove it if nobody else uses it."""
-        with contextlib.suppress(BlockingIOError):
-            _remove_unused(self.path, self._descriptor)
-        self.close()
-
-    @staticmethod
-    def remove_left(path: Path) -> None:
-        """Remove a directory whose users were killed; makes none, as this one may be killed too."""
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(path / _USERS, os.O_RDWR | os.O_CLOEXEC)
-            with contextlib.suppress(BlockingIOError):
-                _remove_unused(path, descriptor)
-            os.close(descriptor)
-
-    def close(self) -> None:
-        """Close a forked child's copy, which would count as a use by its parent."""
-        os.close(self._descriptor)
 
 
 class Slots:
@@ -141,11 +103,6 @@ class HeldSlots:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
-
-
-def _remove_unused(path: Path, descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _opened(file: Path) -> int:

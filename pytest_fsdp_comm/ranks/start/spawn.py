@@ -77,12 +77,10 @@ def _is_harmless(thread: threading.Thread) -> bool:
     )
 
 
-def spawn_server(
-    config: pytest.Config, directory: Path, shared: Path | None, terminal: tuple[int, ...]
-) -> ForkServer:
+def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ...]) -> ForkServer:
     """Start the process that starts ranks, with the arguments of this one."""
     arguments, environment = arguments_of(config)
-    places = (str(directory), str(shared or ""), str(config.invocation_params.dir))
+    places = (str(directory), str(config.invocation_params.dir))
 
     def start(_: Connection, theirs: Connection) -> int:
         process = subprocess.Popen(  # noqa: S603  # this module itself
@@ -113,16 +111,15 @@ def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
     return arguments, {**os.environ, "PYTEST_ADDOPTS": shlex.join(from_environment)}
 
 
-def main(descriptor: str, directory: str, shared: str, *program: str) -> NoReturn:
+def main(descriptor: str, directory: str, *program: str) -> NoReturn:
     """Start ranks until the pytest process is gone.
 
-    `shared` is empty for None; `program` is where pytest was started, then its arguments.
+    `program` is where pytest was started, then its arguments.
     """
     serve(
         Channel.inherited(int(descriptor), FORK_SERVER),
         lambda: partial(_become_rank, program),
         Path(directory),
-        Path(shared) if shared else None,
         preloaded=(),
     )
 

@@ -237,15 +237,6 @@ ServerReply = SetStarted | RankExited | SetEnded | ServerFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedTest:
-    """A test as launched processes compare it."""
-
-    nodeid: str
-    settings: str
-    """How it runs on ranks, in words; empty if it is not distributed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
     """A launched rank's first message on each of its two connections."""
 
@@ -253,8 +244,8 @@ class Joined:
     """Read from the launcher's store, so that no other program is taken for a rank."""
     rank: int
     host: str
-    tests: tuple[PlannedTest, ...] | None
-    """What it collected, in its own order; None on the connection of the watchdog."""
+    tests: tuple[str, ...] | None
+    """What it collected, and how that runs on ranks, in its own order; None from the watchdog."""
     problem: str = ""
     """Why it could not collect all tests; empty if it could."""
 

@@ -486,13 +486,12 @@ def test_ranks_that_collect_other_tests_stop_the_session(start_by_variables, tmp
     said = leader.err
     assert "ERROR: the launched ranks must collect the same tests, in whatever order:\n" in said
     assert (
-        f"rank 1 (on {socket.gethostname()}) lacks 1 of rank 0's 3 tests:\n"
-        "    test_it.py::test_n[0]\n"
-        "  and has 1 that rank 0 lacks:\n"
-        "    test_it.py::test_n[1]\n"
-        "  and runs 1 in another way:\n"
-        "    test_it.py::test_timeout on 2 ranks (gloo, scope test, timeout 3 s), "
-        "rank 0 on 2 ranks (gloo, scope test, timeout 2 s)\n"
+        f"rank 1 (on {socket.gethostname()}) lacks 2 of rank 0's 3 tests:\n"
+        "    test_it.py::test_n[0] on 2 ranks (gloo, scope test, timeout 120 s)\n"
+        "    test_it.py::test_timeout on 2 ranks (gloo, scope test, timeout 2 s)\n"
+        "  and has 2 that rank 0 lacks:\n"
+        "    test_it.py::test_n[1] on 2 ranks (gloo, scope test, timeout 120 s)\n"
+        "    test_it.py::test_timeout on 2 ranks (gloo, scope test, timeout 3 s)\n"
         "Usual reasons: names or files that depend on the rank (RANK, LOCAL_RANK)"
     ) in said
 

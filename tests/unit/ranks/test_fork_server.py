@@ -31,7 +31,7 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setattr(fork_server, "PRELOADED", ())
     directory = tmp_path / "session"
     directory.mkdir()
-    found = fork_server.fork_server(lambda: run_rank, directory, None)
+    found = fork_server.fork_server(lambda: run_rank, directory)
     yield found
     everybody = children(found)
     found.close()
@@ -101,23 +101,23 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @linux
 def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tmp_path):
-    server.raise_if_failed()  # it lives, and has said nothing
+    server.exit_statuses()  # it lives, and has said nothing
 
     def fail():
         raise FsdpCommError("torch 9 no longer has name")
 
     directory = tmp_path / "failing"
     directory.mkdir()
-    failing = fork_server.fork_server(fail, directory, None)
+    failing = fork_server.fork_server(fail, directory)
     # Sent before its end: a client that misses the directory finds the reason.
     eventually(lambda: not directory.exists())
     with pytest.raises(fork_server.ServerDiedError, match="torch 9 no longer has name"):
-        failing.raise_if_failed()
+        failing.exit_statuses()
     failing.close()
-    killed = fork_server.fork_server(lambda: os.kill(os.getpid(), 9), directory, None)
+    killed = fork_server.fork_server(lambda: os.kill(os.getpid(), 9), directory)
     eventually(lambda: killed.has_died)
     with pytest.raises(fork_server.ServerDiedError) as caught:
-        killed.raise_if_failed()
+        killed.exit_statuses()
     assert not str(caught.value)
     killed.close()
 
@@ -134,7 +134,7 @@ def test_wherever_its_end_is_interrupted_no_directory_is_left(is_killed, tmp_pat
     def prepare():
         eventually((tmp_path / "go").exists)  # as long as torch takes on a busy machine
 
-    closing = fork_server.fork_server(prepare, directory, None)
+    closing = fork_server.fork_server(prepare, directory)
     kill = closing.kill
 
     def interrupt():

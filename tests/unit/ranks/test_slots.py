@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_names, visible_gpus_variable
-from pytest_fsdp_comm.ranks.start.slots import HeldSlots, SharedDirectory, Slots
+from pytest_fsdp_comm.ranks.start.slots import HeldSlots, Slots
 
 HOLDER = """
 import sys, time
@@ -172,41 +172,3 @@ def test_gpus_are_named_as_the_environment_lists_them(environment, count, names)
 def test_the_variable_of_hip_is_used_where_it_is_set():
     assert visible_gpus_variable({"HIP_VISIBLE_DEVICES": ""}) == "HIP_VISIBLE_DEVICES"
     assert visible_gpus_variable({}) == "CUDA_VISIBLE_DEVICES"
-
-
-def test_the_last_user_of_a_shared_directory_removes_it(tmp_path):
-    path = tmp_path / "slots"
-    users = [SharedDirectory(path) for _ in range(3)]
-    users.pop().leave()
-    users.pop().leave()
-    assert path.exists()
-    users.pop().leave()
-    assert not path.exists()
-    # Who comes after that makes it anew.
-    SharedDirectory(path).leave()
-    assert not path.exists()
-
-
-def test_what_killed_users_left_is_removed_and_nothing_made(tmp_path):
-    path = tmp_path / "slots"
-    SharedDirectory.remove_left(path)
-    assert not path.exists()
-    user = SharedDirectory(path)
-    SharedDirectory.remove_left(path)
-    assert path.exists()
-    user.close()  # as the kernel does
-    SharedDirectory.remove_left(path)
-    assert not path.exists()
-
-
-def test_a_killed_user_of_a_shared_directory_keeps_nobody(tmp_path):
-    path = tmp_path / "slots"
-    user = SharedDirectory(path)
-    child = os.fork()
-    if not child:
-        user.close()
-        SharedDirectory(path)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    user.leave()
-    assert not path.exists()
