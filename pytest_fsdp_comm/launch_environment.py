@@ -1,15 +1,10 @@
-"""What started this process, an outside launcher or this plugin, and what it writes then."""
+"""Reads from the environment what started this process: an outside launcher, or this plugin."""
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
-import pytest
-
-from pytest_fsdp_comm import upstream
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +29,6 @@ _OTHER_LAUNCHERS: Final = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 _LARGEST_PORT: Final = 65535
-_TERMINAL: Final = pytest.StashKey[Any]()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,27 +127,3 @@ def _number(environment: Mapping[str, str], name: str, smallest: int, largest: i
             "this process start the ranks of its tests"
         )
     return number
-
-
-def hold_terminal(config: pytest.Config) -> None:
-    """Keep from the terminal what pytest writes there from now on."""
-    if config.pluginmanager.has_plugin("terminalreporter"):
-        writer: Any = config.get_terminal_writer()
-        # Private in pytest 8.4 to 9.2, with a contract test in tests/unit/ranks/test_isolation.py.
-        if not hasattr(writer, "_file"):
-            raise upstream.moved_error(
-                "pytest",
-                "TerminalWriter._file",
-                "keeping all but one of the launched processes quiet relies on",
-            )
-        config.stash[_TERMINAL], writer._file = writer._file, io.StringIO()
-
-
-def release_terminal(config: pytest.Config) -> None:
-    """Write what was held back, if anything was, and hold nothing back from now on."""
-    if _TERMINAL in config.stash:
-        writer: Any = config.get_terminal_writer()
-        terminal = config.stash[_TERMINAL]
-        terminal.write(writer._file.getvalue())
-        terminal.flush()
-        writer._file = terminal

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pytest_fsdp_comm import fixtures, marker, options, upstream
-from pytest_fsdp_comm.launch_environment import (
-    explain_separate_processes,
-    hold_terminal,
-    is_spawned_rank,
-    release_terminal,
-)
+from pytest_fsdp_comm.launch_environment import explain_separate_processes, is_spawned_rank
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
 from pytest_fsdp_comm.snapshots import failed_comparison, unused
@@ -93,7 +88,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Keep all but one of the processes that a launcher started from the terminal."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
-        hold_terminal(session.config)
+        from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # in such a process only
+
+        isolation.hold_terminal(session.config)
 
 
 @pytest.hookimpl(trylast=True)
@@ -126,7 +123,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         _prepare_ranks(session, ours, launched)
     elif launched:
         # Tests that were written for a launcher without this plugin run in every process.
-        release_terminal(session.config)
+        from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # in such a process only
+
+        isolation.release_terminal(session.config)
 
 
 @pytest.hookimpl

@@ -112,3 +112,29 @@ def resolve_basetemp(config: pytest.Config) -> Path:
         raise upstream.moved_error("pytest", "config._tmp_path_factory", "running ranks relies on")
     path: Path = factory.getbasetemp()
     return path
+
+
+_TERMINAL = pytest.StashKey[Any]()
+
+
+def hold_terminal(config: pytest.Config) -> None:
+    """Keep from the terminal what pytest writes there from now on."""
+    if config.pluginmanager.has_plugin("terminalreporter"):
+        writer: Any = config.get_terminal_writer()
+        if not hasattr(writer, "_file"):
+            raise upstream.moved_error(
+                "pytest",
+                "TerminalWriter._file",
+                "keeping all but one of the launched processes quiet relies on",
+            )
+        config.stash[_TERMINAL], writer._file = writer._file, io.StringIO()
+
+
+def release_terminal(config: pytest.Config) -> None:
+    """Write what was held back, if anything was, and hold nothing back from now on."""
+    if _TERMINAL in config.stash:
+        writer: Any = config.get_terminal_writer()
+        terminal = config.stash[_TERMINAL]
+        terminal.write(writer._file.getvalue())
+        terminal.flush()
+        writer._file = terminal

@@ -18,10 +18,11 @@ from _pytest.runner import SetupState
 from _pytest.tmpdir import TempPathFactory
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.launch_environment import hold_terminal, release_terminal
 from pytest_fsdp_comm.ranks.rank.isolation import (
+    hold_terminal,
     isolate_session,
     leave_to_parent,
+    release_terminal,
     resolve_basetemp,
 )
 
