@@ -122,13 +122,13 @@ def parse_real(value: object) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _parse_artifacts_dir(directory: Path) -> Path:
-    """Refuse a directory that cannot be made, before what differs would be lost for it."""
+def _parse_directory(directory: Path) -> Path:
+    """Refuse a directory that cannot be made, before what a run tells would be lost for it."""
     found = next(path for path in (directory, *directory.parents) if path.exists())
     if not found.is_dir():
         raise BadValueError(
-            f"expected a directory for what failed comparisons received, but {found} is a file; "
-            "choose a directory that can be made and written"
+            f"expected a directory, but {found} is a file; choose a directory that can be made and "
+            "written"
         )
     return directory
 
@@ -277,14 +277,14 @@ DECLARED: Final = (
     ),
     Setting(
         "artifacts_dir",
-        _parse_artifacts_dir,
+        _parse_directory,
         "keep what failed comparisons received and expected in DIR; `fsdp-comm accept DIR` accepts "
         "them",
         flag="--comm-artifacts=DIR",
     ),
     Setting(
         "report_dir",
-        Path,
+        _parse_directory,
         "write an HTML report of the run to DIR/index.html: what each test sent, gathered and "
         "sharded, and how that differs from its snapshots",
         flag="--comm-report=DIR",

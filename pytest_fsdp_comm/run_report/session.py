@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,7 +26,6 @@ from pytest_fsdp_comm.reports.html.values import (
     Record,
     Result,
     Run,
-    TreeView,
     Verdict,
     share_timelines,
     timeline_of,
@@ -52,8 +50,6 @@ _VERSION: Final = 1
 # Characters of a failure's report that are shown: the last ones.
 _MAX_PROBLEM: Final = 8_000
 _MAX_MESSAGE: Final = 300
-# Rows of a tree that are kept.
-_MAX_ROWS: Final = 600
 # Values that are kept of one test: a test that compares in a loop must not fill the memory.
 _MAX_COMPARISONS: Final = 50
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
@@ -64,29 +60,12 @@ def register(config: pytest.Config, directory: Path) -> None:
     if config.option.collectonly:
         return
     launched = config.stash[OPTIONS].launched
-    is_worker = hasattr(config, "workerinput")
     is_other = is_spawned_rank() or (launched is not None and not launched.is_leader)
-    if not (is_worker or is_other):
-        check_directory(directory)
     notes = config.stash[OBSERVER] = Notes()
     config.pluginmanager.register(notes, "fsdp-comm-notes")
     if not is_other:
         plugin = SessionReport(config, notes, directory)
         config.pluginmanager.register(plugin, SESSION_PLUGIN)
-
-
-def check_directory(directory: Path) -> None:
-    """Make the directory before the first test, which may take long, or raise a usage error."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as problem:
-        what = "is a file" if directory.is_file() else f"cannot be written ({problem.strerror})"
-        raise pytest.UsageError(
-            f"--comm-report: expected a directory for the HTML report, but {directory} {what}; "
-            "choose a directory that can be made and written"
-        ) from None
 
 
 # Note [What each rank keeps]
@@ -107,7 +86,6 @@ class Notes:
         self._compared: list[Compared] = []
         # Those that are in `_compared`.
         self._recordings: list[Recording] = []
-        self._left_out = 0
         self._tree: ShardTree | None = None
         self._records: dict[str, Record] = {}
 
@@ -119,7 +97,6 @@ class Notes:
         if not isinstance(assertion, CommSnapshot):
             raise TypeError(f"expected a CommSnapshot, got {assertion!r}")
         room = max(0, _MAX_COMPARISONS - len(self._compared))
-        self._left_out += len(assertion.last_results[room:])
         for name, result in assertion.last_results[:room]:
             value = values[name]
             compared = _UNCOMPARED
@@ -154,8 +131,8 @@ class Notes:
             text = _write(fold(recording)) if is_lowest else ""
             self._add(replace(_UNCOMPARED, new=text), recording)
         if self._tree is not None and all(one.tree is None for one in self._compared):
-            view = TreeView.of(self._tree, _MAX_ROWS) if is_lowest else None
-            self._add(replace(_UNCOMPARED, kind="tree", tree=view), None)
+            tree = self._tree if is_lowest else None
+            self._add(replace(_UNCOMPARED, kind="tree", tree=tree), None)
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Leave the writing to the pytest process."""
@@ -164,12 +141,12 @@ class Notes:
 
     def rank_payload(self, item: pytest.Item) -> Record:
         del item
-        record = Record(compared=tuple(self._compared), left_out=self._left_out)
+        record = Record(compared=tuple(self._compared))
         self._forget()
         return record
 
     def _forget(self) -> None:
-        self._compared, self._recordings, self._left_out, self._tree = [], [], 0, None
+        self._compared, self._recordings, self._tree = [], [], None
 
     # In the pytest process.
 
@@ -181,7 +158,6 @@ class Notes:
             backend=settings.backend,
             silent_ranks=tuple(rank for rank in settings.ranks if rank not in payloads),
             compared=tuple(_merged(payloads)),
-            left_out=max((record.left_out for record in payloads.values()), default=0),
         )
         return []
 
@@ -226,7 +202,7 @@ def _describe_comparison(
         text=text,
         accept=accept,
         headline=headline,
-        tree=TreeView.of(value, _MAX_ROWS) if isinstance(value, ShardTree) else None,
+        tree=value if isinstance(value, ShardTree) else None,
     )
 
 

@@ -7,8 +7,6 @@ import pytest
 import running
 from page_checks import check_page
 
-from pytest_fsdp_comm.run_report.session import check_directory
-
 TESTS = """
 import os
 import pytest, torch
@@ -139,14 +137,6 @@ def test_recordings_that_were_not_compared_have_a_page_too(reported, directory):
     assert "Units and parameters" in tree
     assert "Rank 1 ended without sending a recording" in died
     assert "exit status 3" in died
-
-
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
-def test_an_unwritable_directory_is_refused(tmp_path, place):
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(pytest.UsageError, match=r"^--comm-report: expected a directory"):
-        check_directory(tmp_path / place)
-    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_no_test_runs_if_the_report_cannot_be_written(pytester):

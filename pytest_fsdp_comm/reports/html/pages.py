@@ -24,13 +24,15 @@ from pytest_fsdp_comm.reports.html.tables import (
     line_rows,
     side_rows,
 )
-from pytest_fsdp_comm.reports.html.values import Compared, Entry, Result, Run, TreeView
+from pytest_fsdp_comm.reports.html.values import Compared, Entry, Result, Run
 from pytest_fsdp_comm.reports.trees import (
     mark,
     parameter_words,
     placement_words,
     policy_words,
     relation_words,
+    summary_words,
+    tree_rows,
 )
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -48,6 +50,8 @@ _MAX_CHARTS: Final = 8
 _MAX_SECTIONS: Final = 12
 _MAX_TESTS: Final = 1_500
 _MAX_TREE_ROWS: Final = 2_500
+_MAX_SECTION_ROWS: Final = 600
+"""Rows of a tree beside recordings."""
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
 _MAX_HEADLINES: Final = 6
@@ -159,7 +163,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
         row=row,
         sections=shown,
         data=_data(shown),
-        left_out=result.record.left_out + len(sections) - len(shown),
+        left_out=len(sections) - len(shown),
         # A test may make a group itself.
         world_size=max((section["world_size"] for section in shown), default=0)
         or result.record.world_size,
@@ -192,6 +196,7 @@ def _section(
         "world_size": new.world_size if new else 0,
         "rows": [],
         "cost": None,
+        "tree": _tree_view(one.tree, _MAX_SECTION_ROWS) if one.tree else None,
         "timelines": timelines[:_MAX_CHARTS],
         "undrawn": [rank for timeline in timelines[_MAX_CHARTS:] for rank in timeline.ranks],
     }
@@ -210,8 +215,20 @@ def _section(
 
 def tree_page(tree: ShardTree) -> str:
     """Render a page about one tree alone."""
-    view = TreeView.of(tree, _MAX_TREE_ROWS)
-    return _render("tree.html.jinja", view=view)
+    return _render("tree.html.jinja", view=_tree_view(tree, _MAX_TREE_ROWS))
+
+
+def _tree_view(tree: ShardTree, most: int) -> dict[str, Any]:
+    """What the template shows of a tree, with at most so many rows."""
+    rows = list(tree_rows(tree))
+    return {
+        "title": tree.modules[0].class_name,
+        "summary": summary_words(tree),
+        "rows": rows[:most],
+        "left_out": len(rows) - most,
+        "findings": tree.findings,
+        "notes": tree.notes,
+    }
 
 
 def page_name(nodeid: str) -> str:
@@ -236,10 +253,6 @@ def _index_title(rows: Sequence[_TestRow]) -> str:
         return f"{differing} of {tests} {differ}"
     if bad:
         return f"{bad} of {tests} failed"
-    if not reviewed:
-        return f"{tests}, none compared with a snapshot"
-    if words["snapshot written"]:
-        return f"Snapshots of {counted(reviewed, 'test')} are up to date"
     return f"{reviewed} of {tests} as reviewed"
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from operator import attrgetter
 from typing import Final, Literal
 
 from pytest_fsdp_comm.comm.events import Collective, Recording, Reshard
 from pytest_fsdp_comm.reports.ci.outcomes import Origin
 from pytest_fsdp_comm.reports.explanation import FailureText
-from pytest_fsdp_comm.reports.trees import TreeRow, summary_words, tree_rows
-from pytest_fsdp_comm.tree.finding import Finding
 from pytest_fsdp_comm.tree.model import ShardTree
 
 Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
@@ -104,34 +101,6 @@ def share_timelines(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeView:
-    """How a model is sharded, ready to be drawn."""
-
-    title: str
-    """The root's class."""
-    summary: str
-    rows: tuple[TreeRow, ...]
-    """Parents first."""
-    left_out: int = 0
-    """Rows beyond those that are kept."""
-    findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, tree: ShardTree, most: int) -> TreeView:
-        """View a tree with at most `most` rows."""
-        rows = tree_rows(tree)
-        return cls(
-            title=tree.modules[0].class_name,
-            summary=summary_words(tree),
-            rows=tuple(islice(rows, most)),
-            left_out=sum(1 for _ in rows),
-            findings=tuple(tree.findings),
-            notes=tree.notes,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """A value that a test compared with a snapshot, or recorded without."""
 
@@ -150,7 +119,7 @@ class Compared:
     accept: str = ""
     """The command that accepts what was recorded; empty if none does."""
     headline: str = ""
-    tree: TreeView | None = None
+    tree: ShardTree | None = None
     """Of the lowest rank; None for a recording."""
     timelines: tuple[Timeline, ...] = ()
     """By their lowest rank; empty for a tree."""
@@ -167,8 +136,6 @@ class Record:
     """Those that ended without saying what they recorded, ascending."""
     compared: tuple[Compared, ...] = ()
     """In the order of the comparisons, then what was not compared."""
-    left_out: int = 0
-    """Later comparisons that are not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -765,8 +765,8 @@ def test_artifacts_that_cannot_be_kept_cost_no_story(recorded):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         [
-            "ERROR: --comm-artifacts: expected a directory for what failed comparisons received, "
-            "but */file is a file; choose a directory that can be made and written"
+            "ERROR: --comm-artifacts: expected a directory, but */file is a file; choose a "
+            "directory that can be made and written"
         ]
     )
     # One that is in the way later on.

@@ -235,13 +235,6 @@ def test_page_names_are_unique_for_any_test_id():
     assert names[0] == page_name(ids[0])
 
 
-def test_comparisons_that_were_not_kept_are_counted():
-    one = result(compared(record_step(2), record_step(2)))
-    _, tests = pages_of(replace(one, record=replace(one.record, left_out=7)))
-    (page,) = tests.values()
-    assert "7 later comparisons are left out" in page
-
-
 def test_values_beyond_those_of_a_page_are_counted():
     one = result(*[compared(record_step(2), record_step(3))] * 15)
     ((page),) = pages_of(one)[1].values()
