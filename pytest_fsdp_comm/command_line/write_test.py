@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -75,9 +74,7 @@ def _source(ran: ScriptRun, test: Path, name: str, profile: Profile) -> str:
         marks += ["simulate=True", f"ranks={[*profile.recorded_ranks]}"]
     path = Path(ran.script).absolute()
     imports, script = "import pytest\n", _quoted(ran.script)
-    if not ran.is_module and _has_main(path) and path.parent == test.parent:
-        imports, script = f"{imports}import {path.stem}\n", f"{path.stem}.main"
-    elif not ran.is_module:
+    if not ran.is_module:
         imports = f"from pathlib import Path\n\n{imports}"
         script = f"str(Path(__file__).parent / {_quoted(os.path.relpath(path, test.parent))})"
     given = [script, *map(_quoted, ran.arguments), f"step={ran.first_step}"]
@@ -95,21 +92,3 @@ def _quoted(text: str) -> str:
     """As formatters write it."""
     shown = repr(text)
     return shown if '"' in shown else f'"{shown[1:-1]}"'
-
-
-def _has_main(path: Path) -> bool:
-    """Whether a script that can be imported has a function ``main`` that needs no arguments."""
-    try:
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError) as problem:
-        raise FsdpCommError(
-            f"{path} cannot be read: {problem}; run this where it was recorded"
-        ) from None
-    guarded = any(isinstance(one, ast.If) and "__main__" in ast.dump(one.test) for one in body)
-    return guarded and any(
-        isinstance(one, ast.FunctionDef)
-        and one.name == "main"
-        and len(one.args.args) == len(one.args.defaults)
-        and path.stem.isidentifier()
-        for one in body
-    )

@@ -1,16 +1,16 @@
-"""The tables of a page: rows, ranks, costs and modules of both sides, and a list of the order."""
+"""The tables of a page: rows of both sides, and what they cost."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.cost import Cost, PartCost, Volume
+from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.fqn import natural_key
@@ -25,8 +25,6 @@ MARKS: Final[dict[Mark, tuple[str, str]]] = {
     "gone": ("\N{MINUS SIGN}", "gone"),
 }
 """How marks are shown: a sign, and the word that goes with it."""
-
-TIMES: Final = "\N{MULTIPLICATION SIGN}"
 
 _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
@@ -125,7 +123,7 @@ def _calls(row: Row) -> str:
 def show_calls(calls: Calls) -> str:
     """As snapshots write it, with bytes for people: ``x2 of 128.0 KiB float32 parameters``."""
     exact = f"of {calls.nbytes:_} B"
-    return str(calls).replace(exact, f"of {show_nbytes(calls.nbytes)}").replace("x", TIMES, 1)
+    return str(calls).replace(exact, f"of {show_nbytes(calls.nbytes)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,33 +140,24 @@ class CostRow:
 def cost_rows(cost: Cost) -> list[CostRow]:
     """What a rank sends and holds, before and after."""
 
-    def row(label: str, before: int, after: int, show: Callable[[int], str]) -> CostRow:
-        change = show_growth(before, after) if before != after else ""
-        return CostRow(label=label, before=show(before), after=show(after), change=change)
-
-    def sizes(label: str, one: PartCost | Cost) -> CostRow:
-        was, now = one.before, one.after
-        return replace(
-            row(label, was.nbytes, now.nbytes, show_nbytes),
-            before=show_nbytes(was.nbytes, was.unsized),
-            after=show_nbytes(now.nbytes, now.unsized),
+    def row(
+        label: str, before: int, after: int, was_unsized: int = 0, now_unsized: int = 0
+    ) -> CostRow:
+        return CostRow(
+            label=label,
+            before=show_nbytes(before, was_unsized),
+            after=show_nbytes(after, now_unsized),
+            change=show_growth(before, after) if before != after else "",
         )
 
-    axes = cost.axes if len(cost.axes) > 1 else ()
+    axes = [(f"bytes on {one.axis}", one) for one in cost.axes] if len(cost.axes) > 1 else []
     return [
         *(
-            row(f"{one.kind}[{one.axis}] calls", _count(one.before), _count(one.after), _grouped)
-            for one in cost.collectives
+            row(label, was.nbytes, now.nbytes, was.unsized, now.unsized)
+            for label, was, now in (
+                *((label, one.before, one.after) for label, one in axes),
+                ("bytes in all", cost.before, cost.after),
+            )
         ),
-        *(sizes(f"bytes on {one.axis}", one) for one in axes),
-        sizes("bytes in all", cost),
-        row("peak gathered", cost.peak_before, cost.peak_after, show_nbytes),
+        row("peak gathered", cost.peak_before, cost.peak_after),
     ]
-
-
-def _count(volume: Volume) -> int:
-    return volume.count + volume.unsized
-
-
-def _grouped(number: int) -> str:
-    return f"{number:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")

@@ -225,23 +225,6 @@ REMEDY = (
     ("old", "new", "problem"),
     [
         (
-            "world_size 4",
-            "world_size four",
-            "line 2: it reads 'world_size four'; expected 'world_size <N>' with a number from 1 to "
-            "131072",
-        ),
-        (
-            "world_size 4\n",
-            "",
-            "line 2: it reads 'mesh dp=4 stride 1'; expected 'world_size <N>' with a number from 1 "
-            "to 131072",
-        ),
-        (
-            "mesh dp=4 stride 1",
-            "mesh dp",
-            "line 3: it reads 'mesh dp'; expected a line as the plugin writes it",
-        ),
-        (
             "unit (root) fsdp2",
             "unit (root) fsdp3",
             "line 4: it reads 'unit (root) fsdp3 root shard=dp reshard_after_forward=false': "
@@ -260,20 +243,6 @@ REMEDY = (
             "line 5: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=maybe "
             "param_dtype=bfloat16'; expected reshard_after_forward=true, =false or a number of "
             "ranks",
-        ),
-        (
-            "reshard_after_forward=true",
-            "reshard_after_forward=1",
-            "line 5: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=1 "
-            "param_dtype=bfloat16'; expected reshard_after_forward=true, =false or a number of "
-            "ranks",
-        ),
-        (
-            "layers.{0..3} fsdp2",
-            "layers.{3..0} fsdp2",
-            "line 5: it reads 'unit layers.{3..0} fsdp2 shard=dp reshard_after_forward=true "
-            "param_dtype=bfloat16': bad numbers {3..0} in 'layers.{3..0}'; expected ascending "
-            "numbers and ranges such as {0..3,7}",
         ),
         (
             "float32[512,64]",
