@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.passes import Redistributed
-from pytest_fsdp_comm.comm.explanation.search import Cause, Explanation, explain, find_causes
-from pytest_fsdp_comm.comm.explanation.steps import Evidence, Seen, Step
+from pytest_fsdp_comm.comm.explanation.causes import Cause, Seen, find_causes
+from pytest_fsdp_comm.comm.explanation.search import Explanation, explain
+from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
 from pytest_fsdp_comm.comm.profile import (
     CommProfile,
@@ -90,7 +90,11 @@ class Comparison:
 
 def _is_counterpart(step: Step) -> bool:
     """Whether it tells what backward has for a redistribution in forward."""
-    return isinstance(step, Redistributed) and step.phase is Phase.BACKWARD
+    return (
+        isinstance(step, Replaced)
+        and step.kind == "redistributed"
+        and step.facts["phase"] is Phase.BACKWARD
+    )
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:

@@ -12,7 +12,7 @@ from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.sentences import sentence, timing_sentence
 from pytest_fsdp_comm.comm.explanation.states import count_of, nbytes_of
-from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
+from pytest_fsdp_comm.comm.explanation.steps import WRITES, Replaced, Step
 from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import FailureText
@@ -98,9 +98,9 @@ def _sent(
 
 def _site_of(step: Step, sites: Sites) -> str:
     """Where the first collective that a step adds was issued."""
-    if not isinstance(step, Replaced) or step.writes == "sizes":
+    if not isinstance(step, Replaced) or step.kind in WRITES:
         return ""
-    for owner in step.about or step.owners:
+    for owner in step.facts.get("modules") or step.owners:
         for key, rows in step.rows[owner].items():
             if key.subject != "collective" or key.phase is Phase.BACKWARD or not rows:
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     sole,
     template,
 )
-from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Seen, Step
+from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey, alike_but
 
 # Note [Guessed amounts]: a proposal here is a guess with all its numbers, taken from the ratios
@@ -77,9 +76,8 @@ class Scope(Enum):
 class Counts(GlobalStep):
     """Everything in a scope happens n times as often."""
 
-    kind: Kind = "counts"
+    kind: str = "counts"
     order: ClassVar[int] = 3
-    writes = "counts"
     scope: Scope
     factor: Fraction
     has_activations: bool
@@ -88,20 +86,6 @@ class Counts(GlobalStep):
     """How often gradients are reduced, where the scope leaves them out."""
     kept: tuple[Owner, ...] = ()
     """Units that a scope of forward leaves out, since they are kept after it for the next one."""
-
-    def cause(self, seen: Seen) -> str:
-        if self.factor < 1 or self.factor.denominator != 1:
-            return ""
-        if self.scope is Scope.EVERYTHING:
-            cause = "as many steps, or as many micro-batches, each of which reduces gradients"
-            return f"{self.factor} times {cause}"
-        if self.scope is Scope.FORWARD:
-            return "forwards without a backward, such as an evaluation"
-        is_of_passes = self.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
-        if not is_of_passes or self.reductions == self.factor:
-            return ""
-        other = "" if self.has_activations else ", or parameters freed after each backward"
-        return f"gradients accumulated over {self.factor} times as many micro-batches{other}"
 
     @property
     def description_cost(self) -> float:
@@ -226,17 +210,12 @@ class _Scaled(GlobalStep):
 class Sizes(_Scaled):
     """All activations, or all gradients on an axis, have k times the bytes."""
 
-    kind: Kind = "sizes"
-    writes = "sizes"
+    kind: str = "sizes"
     factor: Fraction
     axis: str = ""
     """That of gradients; empty for activations on all axes."""
     with_loss: bool = False
     """What is sent for no module outside of forward and backward too, such as a parallel loss."""
-
-    def cause(self, seen: Seen) -> str:
-        # Gradients follow their parameters, or the mesh.
-        return "" if self.axis else "another batch or sequence, or another width"
 
     @property
     def description_cost(self) -> float:
@@ -275,9 +254,7 @@ def propose_sizes(between: Between) -> Iterator[Step]:
 class Dtype(_Scaled):
     """Everything of some roles on some axes has another element type, and bytes that follow it."""
 
-    kind: Kind = "dtype"
-    # Bytes follow the type, so one step alone writes either.
-    writes = "sizes"
+    kind: str = "dtype"
     factor: Fraction
     """Bytes of the new type by those of the old."""
     parts: frozenset[tuple[str, str]]
@@ -290,26 +267,6 @@ class Dtype(_Scaled):
     @property
     def roles(self) -> frozenset[str]:
         return frozenset(role for role, _ in self.parts)
-
-    def cause(self, seen: Seen) -> str:
-        trees = seen.trees
-        if trees is not None and trees.is_other_dtype != trees.is_other_policy:
-            what = "the model's own dtype" if trees.is_other_dtype else "MixedPrecisionPolicy"
-            return f"{what}, as the tree says"
-        if torchs := _reading_of_torch(self, seen):
-            return torchs
-        if Role.PARAMETERS in self.roles:
-            # Which trees do not show.
-            own = "the weights' own fsdp_pre_all_gather, such as torchao's float8 all-gather, "
-            is_own = ("float8" in self.old) != ("float8" in self.new)
-            return own * is_own + "MixedPrecisionPolicy, or the model's own dtype"
-        if Role.GRADIENTS in self.roles:
-            return "reduce_dtype of MixedPrecisionPolicy, or a communication hook"
-        return "the model's own dtype, or autocast"
-
-    def is_of_torch(self, seen: Seen) -> bool:
-        reading = _reading_of_torch(self, seen)
-        return bool(reading) and self.cause(seen) == reading
 
     @property
     def description_cost(self) -> float:
@@ -324,49 +281,6 @@ class Dtype(_Scaled):
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         is_part = (call.role, key.axis) in self.parts
         return is_part and call.dtype in {self.old, self.new} and self.includes(owner)
-
-
-_REDUCES_IN_FLOAT32: Final = (2, 15)
-"""The first torch whose FSDP2 takes the parameter's own type where ``reduce_dtype`` is unset, and
-casts partial gradients before DTensor reduces them; older ones take ``param_dtype`` for both, as
-FSDP1 does in all of them. Recorded with torch 2.13.0 and 2.15.0."""
-
-
-def _reading_of_torch(step: Dtype, seen: Seen) -> str:
-    old, evidence = seen.old, seen.trees
-    was, now = (
-        tuple(map(int, re.findall("[0-9]+", one.torch_version)[:2])) for one in (old, seen.new)
-    )
-    low, high = ("old", "new") if was < now else ("new", "old")
-    if (
-        not (was and now)
-        or (was < _REDUCES_IN_FLOAT32) == (now < _REDUCES_IN_FLOAT32)
-        or step.roles != {Role.GRADIENTS}
-        or getattr(step, high) != "float32"
-        or getattr(step, low) not in {"bfloat16", "float16"}
-        # Of DDP nothing is gathered, nor freed.
-        or all(row.subject != "reshard" for row in old.rows)
-    ):
-        return ""
-    since = f"in float32 since torch 2.15, in {getattr(step, low)} before"
-    axes = {axis for _, axis in step.parts}
-    gathered = {
-        row.axis
-        for row in old.rows
-        if row.what == "all_gather" and any(call.role == Role.PARAMETERS for call in row.calls)
-    }
-    if gathered and axes.isdisjoint(gathered):
-        return (
-            f"FSDP2 has partial gradients reduced over {', '.join(sorted(axes))} {since}: it casts "
-            "them to reduce_dtype, or to the parameters' own type, first"
-        )
-    if evidence is None:
-        known = "reduce_dtype was changed, or is unset"
-    elif evidence.is_reduce_dtype_unset:
-        known = "reduce_dtype is unset, as the tree says"
-    else:
-        return ""
-    return f"{known}: FSDP2 reduces {since}; reduce_dtype=torch.{step.old} keeps the bytes"
 
 
 _ITEMSIZES: Final = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
@@ -21,103 +21,15 @@ from pytest_fsdp_comm.comm.explanation.states import (
     nbytes_of,
     role_of,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Evidence, Kind, Replaced, Seen, Step, Writes
+from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
 Keys: TypeAlias = Mapping[Owner, Iterable[RowKey]]
 
 
-class _OfGradients(Replaced):
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return call.role == Role.GRADIENTS
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReducedTimes(_OfGradients):
-    """Gradients are reduced more or less often, and gathers are as before."""
-
-    kind: Kind = "reduced times"
-    times: Fraction = field(compare=False)
-    is_sharded: bool = field(compare=False)
-    """Whether their parameters are gathered. With DDP nothing else would count the steps."""
-    is_alone: bool = field(compare=False)
-    """Whether there are other units, each of which is gathered once, and reduced as before."""
-
-    @property
-    def is_regression(self) -> bool:
-        return True
-
-    def cause(self, seen: Seen) -> str:
-        if self.times <= 1:
-            return ""
-        kinds = {key.what for held in self.rows.values() for key in held if key.axis}
-        call = f"set_requires_{'all_reduce' if kinds == {'all_reduce'} else 'gradient_sync'}(False)"
-        if self.is_alone:
-            return (
-                "its backward runs several times, as by a loss in chunks: "
-                f"call {call} on it for all but the last"
-            )
-        switch, steps = f"call {call}", ""
-        if not self.is_sharded:
-            switch, steps = "enter no_sync()", f"{self.times} steps in place of one, or "
-        elif kinds != {"all_reduce"}:
-            switch += ", or enter no_sync() with FSDP1,"
-        return f"{steps}reduced in each micro-batch: {switch} for all micro-batches but the last"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reduced(_OfGradients):
-    """Gradients of units that are gathered as before are reduced now, or no longer."""
-
-    kind: Kind
-
-    def cause(self, seen: Seen) -> str:
-        if self.kind != "reduced":
-            return ""
-        if known := frozen_or_thawed(self, seen.trees):
-            return known
-        lost = "frozen, detached, or gradient synchronization switched off"
-        return "" if self.came else lost
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientSizes(_OfGradients):
-    """As many calls have other bytes: of units another part is reduced, and with DDP all is."""
-
-    kind: Kind
-    writes: ClassVar[Writes] = "sizes"
-
-    def cause(self, seen: Seen) -> str:
-        owners, trees = self.units_in(seen.trees), seen.trees
-        if self.kind != "part reduced" or not owners or trees is None:
-            return ""
-        if owners <= trees.frozen | trees.partly_frozen:
-            return "a part of the parameters is frozen, as the tree says"
-        return "no longer frozen, as the tree says" if owners <= trees.thawed else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Buckets(Replaced):
-    """The same bytes of gradients are sent in another number of calls."""
-
-    kind: Kind = "buckets"
-
-
-def frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
-    """Say what the trees know of gradients that units reduce now, or no longer."""
-    owners = step.units_in(trees)
-    if not owners or trees is None:
-        return ""
-    if not step.came and owners <= trees.frozen:
-        return "frozen, as the tree says"
-    if not step.came and owners.isdisjoint(trees.frozen | trees.partly_frozen):
-        return "detached, or not synchronized: as the tree says, nothing was frozen"
-    return "no longer frozen, as the tree says" if step.came and owners <= trees.thawed else ""
-
-
 def propose_reductions(between: Between) -> Iterator[Step]:
     """Gradients are reduced otherwise, for as many gathers of the same units."""
-    found: defaultdict[tuple[Kind, Fraction], dict[Owner, list[RowKey]]] = defaultdict(dict)
+    found: defaultdict[tuple[str, Fraction], dict[Owner, list[RowKey]]] = defaultdict(dict)
     for alike in between.alike:
         old, new = alike.old, alike.new
         is_gathered_alike = all(
@@ -125,7 +37,7 @@ def propose_reductions(between: Between) -> Iterator[Step]:
         )
         if NOTHING in {old, new} or not is_gathered_alike:
             continue
-        changes: defaultdict[tuple[Kind, Fraction], list[RowKey]] = defaultdict(list)
+        changes: defaultdict[tuple[str, Fraction], list[RowKey]] = defaultdict(list)
         for key in {**old.reductions, **new.reductions}:
             change = _reduction_change(old, old.row(key), new.row(key))
             if change is not None:
@@ -139,10 +51,10 @@ def propose_reductions(between: Between) -> Iterator[Step]:
             case "reduced":
                 yield from _reductions(between, keys, came=bool(ratio))
             case _:
-                yield from between.replaced(GradientSizes, keys, kind=kind)
+                yield from replaced(between, kind, keys)
 
 
-def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[Kind, Fraction] | None:
+def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
     """What a row of reductions does otherwise, and the ratio of counts; None if nothing known."""
     if before == after:
         return None
@@ -174,8 +86,9 @@ def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[St
         and content.reductions
         and content.reductions == between.target[owner].reductions
     ]
-    yield from between.replaced(
-        ReducedTimes,
+    yield from replaced(
+        between,
+        "reduced times",
         keys,
         times=times,
         is_sharded=is_sharded,
@@ -199,10 +112,10 @@ def _reductions(between: Between, keys: Keys, *, came: bool) -> Iterator[Step]:
     }
     # Where the side that has less reduces something still, other kinds of reductions do.
     is_by_more = any(less[owner].reductions for owner in keys)
-    yield from between.replaced(
-        Reduced,
+    yield from replaced(
+        between,
+        "reduced by more" if is_by_more else "reduced",
         {owner: [*held, *freed.get(owner, ())] for owner, held in keys.items()},
-        kind="reduced by more" if is_by_more else "reduced",
         came=came,
     )
 
@@ -216,4 +129,4 @@ def propose_buckets(between: Between) -> Iterator[Step]:
             and nbytes_of(before) == nbytes_of(after)
         )
     )
-    yield from between.replaced(Buckets, keys)
+    yield from replaced(between, "buckets", keys)

@@ -19,7 +19,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     sole,
     template,
 )
-from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Step
+from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 _MOST_RENAMES: Final = 6
@@ -29,7 +29,7 @@ _MOST_RENAMES: Final = 6
 class AxisRenamed(GlobalStep):
     """All that went over one mesh axis goes over another one, which is new."""
 
-    kind: Kind = "axis renamed"
+    kind: str = "axis renamed"
     order: ClassVar[int] = 0
     old: str
     new: str
@@ -58,7 +58,7 @@ def propose_axes(between: Between) -> Iterator[Step]:
 class Renamed(Step):
     """Modules have other names: all below a prefix, or all but the root."""
 
-    kind: Kind = "renamed"
+    kind: str = "renamed"
     order: ClassVar[int] = 1
     old: str
     """A prefix whose numbers are written ``*``; empty for everything."""
@@ -140,7 +140,7 @@ def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
 class Layers(Step):
     """A list of modules is longer or shorter; what came equals its siblings; see Note [Layers]."""
 
-    kind: Kind = "layers"
+    kind: str = "layers"
     order: ClassVar[int] = 2
     prefix: str
     """Of the list, with ``*`` for the numbers of lists around it: ``layers.*.experts``."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.states import (
     Between,
@@ -22,13 +20,8 @@ from pytest_fsdp_comm.comm.explanation.states import (
     nbytes_of,
     role_of,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Kind, Replaced, Seen, Step
+from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
-
-# Note [Claims of all]: a step that says "over tp" or "in backward" speaks of every module, those
-# that nothing of it is written for too. Such steps claim their axis or phase everywhere
-# (`is_claim_of_all`), and the redistributions that send over an axis with it, so that one module
-# in which it is otherwise refutes them.
 
 
 def propose_of_passes(between: Between) -> Iterator[Step]:
@@ -40,55 +33,16 @@ def propose_of_passes(between: Between) -> Iterator[Step]:
     yield from _gathered_in_full(between)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OverAxis(Replaced):
-    """Something is sent over an axis that was not there, such as that of tensor parallelism."""
-
-    kind: Kind = "axis"
-    is_claim_of_all = True
-    axis: str = field(compare=False)
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return key.axis == self.axis or key.subject == "redistribution"
-
-
 def _axes(between: Between, *, came: bool) -> Iterator[Step]:
     old, new = ({axis.name for axis in axes} for axes in between.axes)
     for axis in sorted(new - old if came else old - new):
         keys = between.select_rows(partial(_is_over, axis))
-        yield from between.replaced(OverAxis, keys, came=came, axis=axis)
+        yield from replaced(between, "axis", keys, came=came, axis=axis)
 
 
 def _is_over(axis: str, key: RowKey, before: Rows, after: Rows) -> bool:
     is_move = key.subject == "redistribution" and not (before and after)
     return key.axis == axis or is_move
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recomputed(Replaced):
-    """Collectives of forward are sent again in backward."""
-
-    kind: Kind = "recomputed"
-    is_claim_of_all = True
-    gathers_again: bool = field(compare=False)
-    """Whether backward gathers the same units."""
-    is_partly: bool = field(compare=False)
-    """Whether others were recomputed before, or still are."""
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return key.phase is Phase.RECOMPUTE
-
-    def cause(self, seen: Seen) -> str:
-        if self.came and self.gathers_again:
-            return (
-                "recomputation gathers what backward gathers anyway: checkpoint with "
-                "use_reentrant=True does, under FSDP1 and where set_modules_to_forward_prefetch "
-                "is called; use_reentrant=False does not"
-            )
-        if self.is_partly:
-            more_or_less = "more" if self.came else "less"
-            return f"{more_or_less} is recomputed: other modules, or other checkpointing"
-        return f"activation checkpointing was switched {'on' if self.came else 'off'}"
 
 
 def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
@@ -105,22 +59,14 @@ def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
     ):
         return
     gathers = [more[at].gathers for at in keys]
-    yield from between.replaced(
-        Recomputed,
+    yield from replaced(
+        between,
+        "recomputed",
         keys,
         came=came,
         gathers_again=any(at[Phase.RECOMPUTE] and at[Phase.BACKWARD] for at in gathers),
         is_partly=any(key.phase is Phase.RECOMPUTE for key in less.row_keys()),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceParallel(OverAxis):
-    """Forward's all-reduces of an axis are reduce-scatters of the same modules and bytes."""
-
-    kind: Kind = "sequence parallel"
-    is_whole: bool = field(compare=False)
-    """Whether nothing was scattered over the axis before."""
 
 
 def _sequence_parallel(between: Between, *, came: bool) -> Iterator[Step]:
@@ -139,8 +85,9 @@ def _sequence_parallel(between: Between, *, came: bool) -> Iterator[Step]:
 
 def _scattered(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
     off, _ = between.sides(came=came)
-    yield from between.replaced(
-        SequenceParallel,
+    yield from replaced(
+        between,
+        "sequence parallel",
         between.select_rows(lambda key, *_: key.axis == axis or key.subject == "redistribution"),
         came=came,
         axis=axis,
@@ -165,37 +112,6 @@ _PARTS: Final = (
     (Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER),
     (Phase.OPTIMIZER,),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfPhases(Replaced):
-    """A part of the step is there that was not, and forward is as before."""
-
-    kind: Kind = "phase"
-    is_claim_of_all = True
-    phases: tuple[Phase, ...] = field(compare=False)
-    has_norms: bool = field(compare=False)
-    is_elsewhere: bool = field(compare=False)
-    """Whether norms may be computed of what is sent in another phase now."""
-
-    @property
-    def is_regression(self) -> bool:
-        return self.has_norms and not self.came
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return key.phase in (*self.phases, Phase.FORWARD)
-
-    def cause(self, seen: Seen) -> str:
-        if not self.has_norms:
-            return ""
-        if self.came:
-            return "norms of gradients are computed, as clip_grad_norm_ does"
-        if self.is_elsewhere:
-            return (
-                "norms of gradients are no longer computed as clip_grad_norm_ does, or not at all"
-            )
-        is_still = "is clip_grad_norm_ still called in each step?"
-        return f"norms of gradients are no longer computed: {is_still}"
 
 
 def _phases(between: Between, *, came: bool) -> Iterator[Step]:
@@ -238,8 +154,9 @@ def _phase(
     came: bool,
 ) -> Iterator[Step]:
     old, new = between.origin[None], between.target[None]
-    yield from between.replaced(
-        OfPhases,
+    yield from replaced(
+        between,
+        "phase",
         keys,
         came=came,
         phases=phases,
@@ -252,25 +169,6 @@ def _phase(
             for key, rows in new.rows.items()
         ),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Redistributed(Replaced):
-    """DTensors of modules change placements in a phase in which they did not, and send for it."""
-
-    kind: Kind = "redistributed"
-    phase: Phase = field(compare=False)
-    change: str = field(compare=False)
-    """The placements before and after, as `Row.what`."""
-
-    @property
-    def is_regression(self) -> bool:
-        return True
-
-    def cause(self, seen: Seen) -> str:
-        if not self.came or self.phase is not Phase.FORWARD or None in self.owners:
-            return ""
-        return "its layouts in the plan and those before or after it no longer match"
 
 
 def _redistributed(between: Between) -> Iterator[Step]:
@@ -294,27 +192,7 @@ def _redistributed(between: Between) -> Iterator[Step]:
                 keys = found[key.phase, key.what, bool(after)]
                 keys.update(dict.fromkeys(alike.owners, chosen))
     for (phase, change, came), keys in found.items():
-        yield from between.replaced(Redistributed, keys, came=came, phase=phase, change=change)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatheredInFull(Replaced):
-    """DTensors are gathered whole outside of the step, or parameters once more in forward."""
-
-    kind: Kind = "gathered in full"
-    phase: Phase = field(compare=False)
-    roles: str = field(compare=False)
-    """What is gathered; empty if that is not known of all of it."""
-
-    @property
-    def is_regression(self) -> bool:
-        return True
-
-    def cause(self, seen: Seen) -> str:
-        where = "a full state dict as of a checkpoint, or a DTensor that is printed or logged"
-        if self.phase is Phase.FORWARD:
-            where = "such as once for each chunk of a loss"
-        return f"full_tensor() or redistribute(), {where}"
+        yield from replaced(between, "redistributed", keys, came=came, phase=phase, change=change)
 
 
 def _gathered_in_full(between: Between) -> Iterator[Step]:
@@ -327,7 +205,7 @@ def _gathered_in_full(between: Between) -> Iterator[Step]:
                 roles = _roles(sent)
                 found[phase, "" if "" in roles else " and ".join(sorted(roles))][owner] = keys
     for (phase, what), rows in found.items():
-        yield from between.replaced(GatheredInFull, rows, phase=phase, roles=what)
+        yield from replaced(between, "gathered in full", rows, phase=phase, roles=what)
 
 
 def _is_by_hand(phase: Phase, sent: Iterable[Rows]) -> bool:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import chain
-from typing import Final
+from typing import Final, Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.events import ROOT_FQN
+from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.amounts import (
-    Counts,
-    Scope,
     propose_counts,
     propose_dtypes,
     propose_sizes,
 )
 from pytest_fsdp_comm.comm.explanation.names import (
+    AxisRenamed,
+    Renamed,
     propose_axes,
     propose_layers,
     propose_names,
@@ -37,10 +38,10 @@ from pytest_fsdp_comm.comm.explanation.states import (
     rows_in,
     template,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Seen, Step
-from pytest_fsdp_comm.comm.explanation.timing import TimingChange, find_timing_changes
-from pytest_fsdp_comm.comm.explanation.units import Freed, Units, propose_of_units
+from pytest_fsdp_comm.comm.explanation.steps import WRITES, Step
+from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
+from pytest_fsdp_comm.text.fqn import natural_key
 
 # Note [Search]: a beam search. A path is a list of steps and the states after them; it costs the
 # lines of its steps and those that would still have to be told, so that a step is taken only if it
@@ -70,6 +71,33 @@ _PROPOSALS: Final = (
     (5, propose_of_units),
 )
 """Each with the highest `Step.order` of what it proposes."""
+
+
+Subject: TypeAlias = Literal["ahead", "async"]
+"""``ahead``: how many units ahead of use. ``async``: whether the caller has to wait, 0 or 1."""
+Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
+"""Each value with its share of the calls, ascending; their count may differ for other reasons."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingChange:
+    """Calls of some owners are issued earlier or later, or waited for differently."""
+
+    subject: Subject
+    key: RowKey
+    owners: tuple[Owner, ...]
+    """By their new names, in natural order."""
+    before: Shares
+    after: Shares
+
+    @property
+    def cause(self) -> str:
+        """Why it may have come about, where nothing else changed; empty if nothing is known."""
+        way = self.key.phase
+        is_later = self.after[-1][0] < self.before[-1][0]
+        if self.subject == "ahead" and is_later and way in {Phase.FORWARD, Phase.BACKWARD}:
+            return f"less {way} prefetching (set_modules_to_{way}_prefetch; FSDP1: {way}_prefetch)"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +152,7 @@ class _Search:
         return self._costs[pair]
 
     def is_exact(self, path: _Path) -> bool:
-        return is_exact(path.states, path.steps, self.target, self.pool)
+        return is_exact(path.states, path.steps, self.target)
 
     def is_better(self, path: _Path, known: _Path) -> bool:
         if path.cost == path.description_cost and known.cost == known.description_cost:
@@ -184,33 +212,30 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
 # at its word, also where other rows are left over:
 # 1. What a step changed is right at the end.
 # 2. Where a step claims something, nothing is different at the end.
-# 3. Without any one of the steps the end is another.
-# 4. No two steps write the counts, or the sizes, of one row.
-# 5. No step changes only rows that another one wrote.
-# 6. What is said of everything holds for two rows at least.
-# 7. No step says of others that they are as before where another one says otherwise.
+# 3. No two steps write the counts, or the sizes, of one row.
+# 4. No step changes only rows that another one wrote.
+# 5. What is said of everything holds for two rows at least.
+# 6. No step says of other units that they are as before where another one says otherwise.
 
 _NAMES: Final = 1
 """Up to which order steps change names, and with them every row."""
 _OF_UNITS: Final = frozenset({"called", "unit", "unit sizes", "split off", "regrouped"})
 
 
-def is_exact(states: Sequence[State], steps: Sequence[Step], target: State, pool: Pool) -> bool:
+def is_exact(states: Sequence[State], steps: Sequence[Step], target: State) -> bool:
     """Whether steps, with the states before and after each, are exact in all that they claim."""
+    kinds = [step.kind for step in steps]
+    if "unit" in kinds and sum(kind in _OF_UNITS for kind in kinds) > 1:
+        return False
     left = differences(states[-1], target)
-    return (
-        not any(_contradicts(step, other) for step in steps for other in steps)
-        and not any(
-            step.claims(owner, key, call)
-            for alike in left
-            for key, was, now in alike.rows
-            for call in _calls_that_differ(was, now)
-            for owner in alike.owners
-            for step in steps
-        )
-        and _are_apart(states, steps, _places(left))
-        and _are_needed(states, steps, pool)
-    )
+    return not any(
+        step.claims(owner, key, call)
+        for alike in left
+        for key, was, now in alike.rows
+        for call in _calls_that_differ(was, now)
+        for owner in alike.owners
+        for step in steps
+    ) and _are_apart(states, steps, _places(left))
 
 
 def _calls_that_differ(*sides: Rows) -> set[Calls]:
@@ -221,14 +246,14 @@ def _calls_that_differ(*sides: Rows) -> set[Calls]:
 def _are_apart(
     states: Sequence[State], steps: Sequence[Step], wrong: set[tuple[Owner, RowKey]]
 ) -> bool:
-    """Whether each step alone is right about the rows that it changes: 1, 4, 5 and 6."""
+    """Whether each step alone is right about the rows that it changes: 1, 3, 4 and 5."""
     written: defaultdict[str, set[tuple[Owner, RowKey]]] = defaultdict(set)
     for before, step, after in zip(states, steps, states[1:], strict=False):
         if step.order <= _NAMES:
             continue
         touched = _places(differences(before, after))
         least = 2 if step.kind in {"counts", "sizes"} else 1
-        kind = step.writes
+        kind = WRITES.get(step.kind, "rows")
         is_again = touched & written[kind] if kind in {"counts", "sizes"} else ()
         is_of_another = kind == "rows" and touched <= written[kind]
         if len(touched) < least or touched & wrong or is_again or is_of_another:
@@ -237,80 +262,42 @@ def _are_apart(
     return True
 
 
-def _are_needed(states: Sequence[State], steps: Sequence[Step], pool: Pool) -> bool:
-    for left_out in steps if len(steps) > 1 else ():
-        state = states[0]
-        for step in steps:
-            if step is not left_out:
-                state = step.apply(state, pool)
-        if state == states[-1]:
-            return False
-    return True
-
-
-def _contradicts(step: Step, other: Step) -> bool:
-    """Whether a step says that something is as before which another one changes."""
-    if step.kind == "unit":
-        return step is not other and other.kind in _OF_UNITS
-    if isinstance(step, Counts):
-        is_policy = other.kind == "freed" and step.scope is Scope.FORWARD
-        return is_policy or other.kind == "reduced times"
-    return False
-
-
 def _places(found: Sequence[Alike]) -> set[tuple[Owner, RowKey]]:
     return {(owner, key) for alike in found for key, *_ in alike.rows for owner in alike.owners}
 
 
-# Note [Causes]: a step is exact, so a cause explains all of its rows. The rule beside a step names
-# what its rows suggest, unless the trees of the test, or a change of torch's own, know it better;
-# here several steps together decide first. docs/causes.md has what would refute each,
-# `tests/regressions` its cases.
+def find_timing_changes(
+    old: CommProfile, new: CommProfile, steps: Sequence[Step]
+) -> tuple[TimingChange, ...]:
+    """Compare the rows that both profiles have, by the names that steps give them."""
+    rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
+    found: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
+    for row in old.collectives:
+        owner, key = row.owner, row.key
+        for step in steps:
+            if isinstance(step, AxisRenamed) and key.axis == step.old:
+                key = key._replace(axis=step.new)
+            elif isinstance(step, Renamed):
+                owner = step.name(owner)
+        now = rows.get((key, owner, row.ranks))
+        if now is None or now.calls == row.calls:
+            continue
+        for subject in get_args(Subject):
+            before, after = _shares(row, subject), _shares(now, subject)
+            if before != after:
+                found[subject, key, before, after].append(owner)
+    changes = []
+    for (subject, key, before, after), alike in found.items():
+        owners = sorted(set(alike), key=lambda name: (name is None, natural_key(name or "")))
+        changes.append(
+            TimingChange(subject=subject, key=key, owners=tuple(owners), before=before, after=after)
+        )
+    return tuple(changes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """What may have been changed, or done, with what to do about it where that is known."""
-
-    text: str
-    steps: tuple[Step, ...] = ()
-    is_of_torch: bool = False
-    """Whether another version of torch does it, without any change of the user's."""
-
-    @property
-    def is_of_regression(self) -> bool:
-        return any(step.is_regression for step in self.steps)
-
-
-def find_causes(
-    explanation: Explanation, seen: Seen, *, is_same_mesh: bool = True
-) -> tuple[Cause, ...]:
-    """Name the probable causes of a difference, those of regressions first, torch's own last."""
-    found = _root_not_sharded(explanation)
-    explained = [step for cause in found for step in cause.steps]
-    for step in explanation.steps:
-        is_of_mesh = step.kind == "sizes" and not is_same_mesh
-        # Beside rows that are left over, gathers may have moved there from elsewhere.
-        is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
-        if step not in explained and not is_of_mesh and not is_in_doubt:
-            text, is_of_torch = step.cause(seen), step.is_of_torch(seen)
-            found.append(Cause(text=text, steps=(step,), is_of_torch=is_of_torch))
-    if explanation.is_exact and not explanation.steps:
-        found += [Cause(text=one.cause) for one in explanation.timings]
-    unique = {cause.text: cause for cause in found if cause.text}
-    return tuple(
-        sorted(unique.values(), key=lambda cause: (not cause.is_of_regression, cause.is_of_torch))
-    )
-
-
-def _root_not_sharded(explanation: Explanation) -> list[Cause]:
-    """The root's unit is gone, and those below it behave as roots."""
-    gone = [step for step in explanation.steps if isinstance(step, Units) and not step.came]
-    kept = [step for step in explanation.steps if isinstance(step, Freed) and not step.came]
-    if not (gone and kept and gone[0].owners == (ROOT_FQN,)):
-        return []
-    text = (
-        "fully_shard on the root is missing: its own parameters are not sharded, their "
-        "gradients not reduced by FSDP, and each unit below is a root of its own"
-    )
-    return [Cause(text=text, steps=(*gone, *kept))]
+def _shares(row: Row, subject: Subject) -> Shares:
+    counts: Counter[int] = Counter()
+    for one in row.calls:
+        counts[one.ahead if subject == "ahead" else int(one.is_async)] += one.count
+    total = sum(counts.values())
+    return tuple((value, Fraction(count, total)) for value, count in sorted(counts.items()))

@@ -9,36 +9,11 @@ from typing import Final
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Sizes
-from pytest_fsdp_comm.comm.explanation.gradients import (
-    Buckets,
-    GradientSizes,
-    Reduced,
-    ReducedTimes,
-)
 from pytest_fsdp_comm.comm.explanation.names import AxisRenamed, Layers, Renamed
-from pytest_fsdp_comm.comm.explanation.passes import (
-    GatheredInFull,
-    OfPhases,
-    OverAxis,
-    Recomputed,
-    Redistributed,
-    SequenceParallel,
-    sum_in_forward,
-)
+from pytest_fsdp_comm.comm.explanation.passes import sum_in_forward
+from pytest_fsdp_comm.comm.explanation.search import TimingChange
 from pytest_fsdp_comm.comm.explanation.states import Owner, calls_of, count_of, is_gather, largest
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
-from pytest_fsdp_comm.comm.explanation.timing import TimingChange
-from pytest_fsdp_comm.comm.explanation.units import (
-    Called,
-    Freed,
-    GatheredElsewhere,
-    InBackward,
-    Regrouped,
-    Sharded,
-    SplitOff,
-    Units,
-    UnitSizes,
-)
 from pytest_fsdp_comm.comm.profile import RowKey
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, name_owners
 from pytest_fsdp_comm.text.words import show_nbytes, show_nbytes_change
@@ -60,12 +35,8 @@ def sentence(step: Step) -> str:
             return f"{what}: x{step.factor} bytes in each call"
         case Dtype():
             return _of_dtype(step)
-        case ReducedTimes() | Reduced() | GradientSizes() | Buckets():
-            return _of_gradients(step)
-        case OverAxis() | Recomputed() | OfPhases() | Redistributed() | GatheredInFull():
-            return _of_passes(step)
         case Replaced():
-            return _of_units(step)
+            return _of_replaced(step)
     raise AssertionError(step)
 
 
@@ -118,28 +89,28 @@ def _of_dtype(step: Dtype) -> str:
     return f"{where}{parts} {step.old} -> {step.new}, {nbytes} bytes"
 
 
-def _of_gradients(step: ReducedTimes | Reduced | GradientSizes | Buckets) -> str:
-    who, rows_of = name_owners(step.owners), [*step.rows.values()]
-    match step:
-        case ReducedTimes():
+def _of_replaced(step: Replaced) -> str:
+    who, facts = name_owners(step.owners), step.facts
+    match step.kind:
+        case "reduced times":
             counts = {
                 (count_of(step.was[owner][key]), count_of(rows))
                 for owner, held in step.rows.items()
                 for key, rows in held.items()
                 if key.axis
             }
-            often = f"{step.times} times as often"
+            often = f"{facts['times']} times as often"
             if len(counts) == 1:
                 often = "{} -> {} times".format(*counts.pop())
-            kinds = sorted({key.what for held in rows_of for key in held if key.axis})
-            rest = ", gathers as before" if step.is_sharded else ""
+            kinds = sorted({key.what for held in step.rows.values() for key in held if key.axis})
+            rest = ", gathers as before" if facts["is_sharded"] else ""
             return f"gradients of {who} reduced {often} ({', '.join(kinds)}){rest}"
-        case Reduced():
+        case "reduced" | "reduced by more":
             how, now = ("reduced", " now") if step.came else ("no longer reduced", "")
             if step.kind == "reduced by more":
                 return f"gradients of {who} {how} by {_sums(step)} too{now}, all else as before"
             return f"gradients of {who} {how}{now} ({_sums(step)}), gathers as before"
-        case GradientSizes():
+        case "part reduced" | "gradient sizes":
             what = "gradients of"
             if step.kind == "part reduced":
                 what = "another part of the gradients reduced, gathers as before:"
@@ -152,84 +123,67 @@ def _of_gradients(step: ReducedTimes | Reduced | GradientSizes | Buckets) -> str
                 for owner, held in step.rows.items()
             }
             return f"{what} {_sizes(sizes)} in each call"
-    numbers = {
-        sum(call.count for call in calls_of(rows) if call.role == Role.GRADIENTS)
-        for held in rows_of
-        for rows in held.values()
-    }
-    calls = "1 call" if numbers == {1} else f"{'/'.join(map(str, sorted(numbers)))} calls"
-    return f"gradients of {who} sent in {calls}, as many bytes in all"
-
-
-def _of_passes(
-    step: OverAxis | Recomputed | OfPhases | Redistributed | GatheredInFull,
-) -> str:
-    who = name_owners(step.owners)
-    match step:
-        case SequenceParallel():
+        case "buckets":
+            numbers = {
+                sum(call.count for call in calls_of(rows) if call.role == Role.GRADIENTS)
+                for held in step.rows.values()
+                for rows in held.values()
+            }
+            calls = "1 call" if numbers == {1} else f"{'/'.join(map(str, sorted(numbers)))} calls"
+            return f"gradients of {who} sent in {calls}, as many bytes in all"
+        case "sequence parallel":
             return _of_sequence_parallel(step)
-        case OverAxis():
+        case "axis":
             if not step.came:
-                return f"nothing is sent over {step.axis} any more"
+                return f"nothing is sent over {facts['axis']} any more"
             # All of it: what was there before the step only came there by the new name of an axis.
             return _with_calls(
-                f"sent over {step.axis} now, over which nothing was",
-                _calls(step, lambda key, _: key.axis == step.axis, is_new=True),
+                f"sent over {facts['axis']} now, over which nothing was",
+                _calls(step, lambda key, _: key.axis == facts["axis"], is_new=True),
             )
-        case Recomputed():
+        case "recomputed":
             if not step.came:
                 return f"nothing of {who} is sent again by recomputation any more"
             what = f"forward collectives of {who} repeated by recomputation in backward"
             return f"{what}: {_calls(step)}"
-        case OfPhases():
+        case "phase":
             sent = {key.phase for rows in step.rows.values() for key in rows}
             what = " and ".join(
                 "the loss" if phase is Phase.OUTSIDE else phase
-                for phase in step.phases
+                for phase in facts["phases"]
                 if phase in sent
             )
             if not step.came:
                 return f"nothing is sent in {what} any more, forward as before"
-            calls = _calls(step, lambda key, _: key.phase in step.phases)
+            calls = _calls(step, lambda key, _: key.phase in facts["phases"])
             return _with_calls(f"{what} came, forward as before", calls)
-        case Redistributed():
-            source, _, target = step.change.partition("->")
+        case "redistributed":
+            source, _, target = facts["change"].partition("->")
             if not step.came:
-                return f"{who} {step.phase}: no redistribution {source} -> {target} any more"
+                return f"{who} {facts['phase']}: no redistribution {source} -> {target} any more"
             return (
-                f"{who} {step.phase}: redistributed {source} -> {target}, which sends "
+                f"{who} {facts['phase']}: redistributed {source} -> {target}, which sends "
                 f"{_sums(step)}: {_calls(step)}"
             )
-    what = f"{who}: {step.roles}" if step.roles else "DTensors"
-    where = "in forward" if step.phase is Phase.FORWARD else "outside of forward and backward"
-    return f"{what} gathered in full {where}: {_calls(step)} more"
-
-
-def _of_sequence_parallel(step: SequenceParallel) -> str:
-    kinds = ("all-reduces", "reduce-scatters")
-    old, new = kinds if step.came else kinds[::-1]
-    became = f"forward {old} became {new} of as many bytes"
-    if step.is_whole:
-        return f"sequence parallelism over {step.axis} {'on' if step.came else 'off'}: {became}"
-    sums = {sum_in_forward(kind, step.axis) for kind in ("all_reduce", "reduce_scatter")}
-    owners = [owner for owner, rows in step.rows.items() if not sums.isdisjoint(rows)]
-    return f"{name_owners(owners)}[{step.axis}]: {became}"
-
-
-def _of_units(step: Replaced) -> str:
-    who = name_owners(step.owners)
-    match step:
-        case UnitSizes():
-            return f"other sizes of parameters: {_sizes(step.sizes)} in each gather"
-        case Freed():
+        case "gathered in full":
+            what = f"{who}: {facts['roles']}" if facts["roles"] else "DTensors"
+            where = (
+                "in forward"
+                if facts["phase"] is Phase.FORWARD
+                else "outside of forward and backward"
+            )
+            return f"{what} gathered in full {where}: {_calls(step)} more"
+        case "unit sizes":
+            return f"other sizes of parameters: {_sizes(facts['sizes'])} in each gather"
+        case "freed":
             how, sign = "kept gathered after forward, not gathered in backward", "less"
             if step.came:
                 how, sign = "freed after forward, gathered again in backward", "more"
             return f"{who} {how}: {_calls(step, is_gather)} {sign}"
-        case GatheredElsewhere():
+        case "gathered elsewhere":
             axes = {key.axis for held in step.rows.values() for key, rows in held.items() if rows}
             return f"{who} gathered over {', '.join(sorted(axes - {''}))} in backward now"
-        case InBackward():
+        case "gathered in backward" | "used in backward":
             if step.kind == "used in backward":
                 acts = "gathered and reduced in backward now"
                 lost = "neither gathered nor reduced in backward any more"
@@ -237,7 +191,7 @@ def _of_units(step: Replaced) -> str:
             if not step.came:
                 return f"{who} not gathered in backward any more"
             return _with_calls(f"{who} gathered in backward now", _calls(step, is_gather))
-        case Sharded():
+        case "sharded":
             if step.came:
                 how = (
                     "sharded instead of replicated: parameters gathered, gradients reduce-scattered"
@@ -248,33 +202,46 @@ def _of_units(step: Replaced) -> str:
                     "gathered"
                 )
             return f"{who} {how}"
-        case SplitOff():
-            parts, wholes = name_owners(step.modules), name_owners(step.parents)
+        case "split off":
+            parts, wholes = name_owners(facts["modules"]), name_owners(facts["parents"])
             if not step.came:
                 return f"{parts} merged into {wholes}, gathered with it"
-            times = f", gathered {step.times} times in forward" if step.times else ""
-            calls = _calls(step, is_gather, step.modules)
+            times = f", gathered {facts['times']} times in forward" if facts["times"] else ""
+            calls = _calls(step, is_gather, facts["modules"])
             return _with_calls(f"{parts} split off {wholes}{times}", calls)
-        case Regrouped():
+        case "regrouped":
             return (
                 "other units, with as many bytes together: "
-                f"{name_owners(step.gone)} -> {name_owners(step.added)}"
+                f"{name_owners(facts['gone'])} -> {name_owners(facts['added'])}"
             )
-        case Called():
+        case "called":
             owners: defaultdict[int, list[Owner]] = defaultdict(list)
             for owner in step.owners:
-                owners[step.times[owner]].append(owner)
+                owners[facts["times"][owner]].append(owner)
             shown = [
                 f"{name_owners(some)} {_times(count)}" for count, some in sorted(owners.items())
             ]
-            return f"gathered in forward: {', '.join(shown)}; other units {_times(step.others)}"
-        case Units():
+            others = _times(facts["others"])
+            return f"gathered in forward: {', '.join(shown)}; other units {others}"
+        case "unit":
             if not step.came:
                 return f"{who} no longer gathered nor reduced, other units gathered as before"
             return _with_calls(
                 f"{who} gathered now, other units as before", _calls(step, is_gather)
             )
     raise AssertionError(step)
+
+
+def _of_sequence_parallel(step: Replaced) -> str:
+    facts, kinds = step.facts, ("all-reduces", "reduce-scatters")
+    old, new = kinds if step.came else kinds[::-1]
+    became = f"forward {old} became {new} of as many bytes"
+    if facts["is_whole"]:
+        is_on = "on" if step.came else "off"
+        return f"sequence parallelism over {facts['axis']} {is_on}: {became}"
+    sums = {sum_in_forward(kind, facts["axis"]) for kind in ("all_reduce", "reduce_scatter")}
+    owners = [owner for owner, rows in step.rows.items() if not sums.isdisjoint(rows)]
+    return f"{name_owners(owners)}[{facts['axis']}]: {became}"
 
 
 def _times(count: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
@@ -15,7 +15,6 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey, alike_but, sort_rows
 
 _T = TypeVar("_T")
-_Step = TypeVar("_Step")
 
 # Note [Contents]: a model of 126 layers has thousands of rows, and a dozen different contents: the
 # rows of a module without its name. A `Pool`, one for each search, makes each content once, so that
@@ -293,30 +292,12 @@ class Between:
         )
 
     def _chosen(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
-        # Modules in which the same differs share one list: see `replaced`.
+        # Modules in which the same differs share one list: see `steps.replaced`.
         return {
             owner: chosen
             for alike, chosen in zip(self.alike, keys, strict=True)
             for owner in (alike.owners if chosen else ())
         }
-
-    def replaced(
-        self, step: Callable[..., _Step], keys: Mapping[Owner, Iterable[RowKey]], **facts: Any
-    ) -> Iterator[_Step]:
-        """The step that writes the target's rows where they differ; none if no rows are given."""
-        # Modules in which the same differs share what is written.
-        shared: dict[tuple[object, ...], list[dict[RowKey, Rows]]] = {}
-        sides: dict[Owner, list[dict[RowKey, Rows]]] = {}
-        for owner, wanted in keys.items():
-            old, new = self.state[owner], self.target[owner]
-            place = old, new, id(wanted)
-            if place not in shared:
-                differing = [key for key in dict.fromkeys(wanted) if old.row(key) != new.row(key)]
-                shared[place] = [{key: one.row(key) for key in differing} for one in (old, new)]
-            sides[owner] = shared[place]
-        if sides:
-            was, now = ({owner: two[i] for owner, two in sides.items()} for i in (0, 1))
-            yield step(rows=now, was=was, **facts)
 
 
 def differences(old: State, new: State) -> list[Alike]:

@@ -2,64 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Final
 
 from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.states import (
     NOTHING,
+    Between,
     Content,
     Owner,
     Pool,
     Rows,
     State,
+    is_gather,
     template,
 )
-from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
+from pytest_fsdp_comm.comm.profile import Row, RowKey
 
-Kind: TypeAlias = Literal[
-    "axis renamed",
-    "renamed",
-    "layers",
-    "counts",
-    "sizes",
-    "dtype",
-    # Of units.
-    "unit sizes",
-    "freed",
-    "gathered elsewhere",
-    "gathered in backward",
-    "used in backward",
-    "sharded",
-    "split off",
-    "regrouped",
-    "called",
-    "unit",
-    # Of gradients.
-    "reduced",
-    "reduced by more",
-    "reduced times",
-    "part reduced",
-    "gradient sizes",
-    "buckets",
-    # Of passes.
-    "axis",
-    "phase",
-    "recomputed",
-    "sequence parallel",
-    "redistributed",
-    "gathered in full",
-]
-Writes: TypeAlias = Literal["counts", "sizes", "rows", ""]
-
-# Note [Steps]: a step tells an effect: what is different, not why. It is exact or it is not told,
-# so each says what it `claims`: where anything of that is different at the end, it is refuted.
-# A `GlobalStep` and its like, in `names` and `amounts`, can be applied to any state. A `Replaced`
-# has its rows from the new profile: see Note [Evidence of a proposal] in `units`. `sentences` puts
-# all of them into words.
+# Note [Steps]: a step tells an effect: what is different, not why. It is exact or it is not told:
+# what it changed must be right at the end, and so must what it `claims` of all modules. A
+# `GlobalStep` and its like, in `names` and `amounts`, can be applied to any state. A `Replaced` has
+# its rows from the new profile: see Note [Evidence of a proposal] in `units`. `sentences` puts all
+# of them into words, and `causes` says why they may have come about.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,37 +52,21 @@ class Evidence:
     `reduce_dtype`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What a cause is judged by: both recordings, and the trees of the same comparison."""
-
-    old: CommProfile
-    new: CommProfile
-    trees: Evidence | None
+WRITES: Final[Mapping[str, str]] = {
+    "counts": "counts",
+    # Bytes follow the type, so one step alone writes either.
+    **dict.fromkeys(("sizes", "dtype", "unit sizes", "part reduced", "gradient sizes"), "sizes"),
+}
+"""What of a row steps write, which two of them must not do; the whole of it for other kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One change."""
 
-    kind: Kind
-    order: ClassVar[int]
+    kind: str
+    order: ClassVar[int] = 5
     """Steps are applied in this order: names first, single modules last."""
-    writes: ClassVar[Writes] = ""
-    """What of a row it writes, which two steps must not do; empty for names, and with them all."""
-
-    @property
-    def is_regression(self) -> bool:
-        """Whether nobody wants it, if a cause of it is known."""
-        return False
-
-    def cause(self, seen: Seen) -> str:
-        """Why it may have come about; empty if its sentence says all, or nothing is known."""
-        return ""
-
-    def is_of_torch(self, seen: Seen) -> bool:
-        """Whether another version of torch does it, without any change of the user's."""
-        return False
 
     @property
     def description_cost(self) -> float:
@@ -127,7 +79,7 @@ class Step:
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         """Whether it speaks about a call, of the old profile after it or of the new one."""
-        raise NotImplementedError
+        return False
 
 
 class GlobalStep(Step):
@@ -159,38 +111,24 @@ class GlobalStep(Step):
 class Replaced(Step):
     """Some rows of some modules are others; see Note [Steps]."""
 
-    order = 5
-    writes: ClassVar[Writes] = "rows"
-    is_claim_of_all: ClassVar[bool] = False
-    """Whether it speaks of all modules; otherwise of those whose rows it writes."""
-    more_cost: ClassVar[float] = 0.0
-    """What it costs beside what others do: more where another step would say more."""
-
     came: bool = True
     """False where it is what `kind` says the other way round."""
     rows: Mapping[Owner, Mapping[RowKey, Rows]]
     """What the new profile has for each of these rows; empty where it has none."""
-    # Facts about them, here and in what follows, tell no two steps apart.
+    # These tell no two steps apart.
     was: Mapping[Owner, Mapping[RowKey, Rows]] = field(compare=False)
+    facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What else its sentence and its cause need, by names that its proposal gives."""
 
     @property
     def owners(self) -> tuple[Owner, ...]:
         return tuple(self.rows)
 
-    @property
-    def about(self) -> tuple[Owner, ...]:
-        """The modules whose code has the cause."""
-        return self.owners
-
-    def units_in(self, trees: Evidence | None) -> set[str]:
-        """The modules, if the trees have each of them as a unit; otherwise none."""
-        owners = {owner for owner in self.owners if owner is not None}
-        return owners if trees is not None and owners <= trees.units else set()
-
     @cached_property
     def description_cost(self) -> float:
         kinds = {(template(owner or ""), *rows) for owner, rows in self.rows.items()}
-        return 2.0 + 0.5 * (len(kinds) - 1) + self.more_cost
+        # More where another step would say more.
+        return 1.5 + 0.5 * len(kinds) + 0.5 * (self.kind in {"regrouped", "unit"})
 
     def apply(self, state: State, pool: Pool) -> State:
         after = State(state)
@@ -204,10 +142,30 @@ class Replaced(Step):
         return after
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        if key in self.rows.get(owner, {}):
-            return True
-        return (self.is_claim_of_all or owner in self.rows) and self.claims_beside(key, call)
+        # Two sentences say that forward, or what other units gather in it, is as before.
+        is_meant = self.kind == "phase" or (self.kind == "unit" and is_gather(key, call))
+        return is_meant and key.phase is Phase.FORWARD
 
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        """Whether it speaks about a call beside the rows that it writes."""
-        return False
+
+def replaced(
+    between: Between,
+    kind: str,
+    keys: Mapping[Owner, Iterable[RowKey]],
+    *,
+    came: bool = True,
+    **facts: Any,
+) -> Iterator[Replaced]:
+    """The step that writes the target's rows where they differ; none if no rows are given."""
+    # Modules in which the same differs share what is written.
+    shared: dict[tuple[object, ...], list[dict[RowKey, Rows]]] = {}
+    sides: dict[Owner, list[dict[RowKey, Rows]]] = {}
+    for owner, wanted in keys.items():
+        old, new = between.state[owner], between.target[owner]
+        place = old, new, id(wanted)
+        if place not in shared:
+            differing = [key for key in dict.fromkeys(wanted) if old.row(key) != new.row(key)]
+            shared[place] = [{key: one.row(key) for key in differing} for one in (old, new)]
+        sides[owner] = shared[place]
+    if sides:
+        was, now = ({owner: two[i] for owner, two in sides.items()} for i in (0, 1))
+        yield Replaced(kind=kind, came=came, rows=now, was=was, facts=facts)

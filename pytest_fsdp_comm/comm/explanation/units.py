@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import chain
-from typing import ClassVar, Final
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.gradients import (
-    frozen_or_thawed,
     propose_buckets,
     propose_reductions,
 )
@@ -24,202 +22,19 @@ from pytest_fsdp_comm.comm.explanation.states import (
     State,
     calls_of,
     forward_gathers,
-    is_gather,
     is_of_parameters,
-    is_of_unit,
-    is_of_whole_unit,
     is_part,
     largest,
     sizes_of,
     total_count,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Kind, Replaced, Seen, Step, Writes
+from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
 # Note [Evidence of a proposal]: a step here writes the rows of the new profile, so it always leads
-# there: `exactness` refutes it only by what it claims beside them. What its sentence says of these
-# rows (forward gathers that did not change, bytes that add up, units beside it that are as before)
-# is therefore checked where the step is proposed, and nowhere again.
-
-_CALLED: Final = (
-    "called several times in one forward, as by a loss in chunks: unshard it once around the "
-    "calls, or leave it in its parent's unit"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitSizes(Replaced):
-    """The parameters of some units have k times the bytes, in all that is sent of them."""
-
-    kind: Kind = "unit sizes"
-    writes: ClassVar[Writes] = "sizes"
-    sizes: Mapping[Owner, tuple[int, int]] = field(compare=False)
-    """Bytes of one gather before and after; 0 where a unit has several sizes."""
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return is_of_parameters(key, call)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Freed(Replaced):
-    """Units are freed after forward and gathered again in backward, for as many forward gathers."""
-
-    kind: Kind = "freed"
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return is_of_unit(key, call)
-
-    def cause(self, seen: Seen) -> str:
-        if known := _policy(self, seen):
-            return known
-        if self.came:
-            return (
-                "reshard_after_forward became True (FSDP1: FULL_SHARD), or the unit is no longer a "
-                "root: more traffic, less memory"
-            )
-        return (
-            "reshard_after_forward became False (FSDP1: SHARD_GRAD_OP), or the unit became a root: "
-            "less traffic, more memory"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatheredElsewhere(Replaced):
-    """Units are gathered in backward over another axis: resharded to a part of the ranks."""
-
-    kind: Kind = "gathered elsewhere"
-
-    def cause(self, seen: Seen) -> str:
-        return _policy(self, seen) or "reshard_after_forward became an int, another one, or True"
-
-
-def _policy(step: Replaced, seen: Seen) -> str:
-    """Say what the trees know of units whose policy after forward differs."""
-    owners = step.units_in(seen.trees)
-    if not owners or seen.trees is None:
-        return ""
-    changes = {seen.trees.policies.get(owner) for owner in owners}
-    change = changes.pop() if len(changes) == 1 else None
-    if change is not None:
-        return f"{change}, as the tree says"
-    if owners <= seen.trees.new_roots:
-        return "became roots, as the tree says: is fully_shard on the module above missing?"
-    return ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InBackward(Replaced):
-    """Units that are freed after forward are gathered in backward, and maybe reduced after it."""
-
-    kind: Kind
-    is_reduced: bool = field(compare=False)
-    """Whether gradients are reduced either way: then nothing but the user leaves a gather out."""
-
-    @property
-    def is_regression(self) -> bool:
-        return self.came
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return is_of_whole_unit(key, call)
-
-    def cause(self, seen: Seen) -> str:
-        if self.kind == "used in backward":
-            return frozen_or_thawed(self, seen.trees)
-        if not self.is_reduced:
-            return ""
-        if not self.came:
-            return "set_unshard_in_backward(False)"
-        return (
-            "set_unshard_in_backward(False) is no longer called on it, which saves gathering what "
-            "its backward does not need, such as the weight of an embedding"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharded(Replaced):
-    """Units are sharded: they are gathered, and their all-reduces are reduce-scatters."""
-
-    kind: Kind = "sharded"
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return is_of_whole_unit(key, call)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitOff(Replaced):
-    """Modules became units of their own: their bytes left the unit above."""
-
-    kind: Kind = "split off"
-    modules: tuple[str, ...] = field(compare=False)
-    parents: tuple[str, ...] = field(compare=False)
-    times: int = field(compare=False)
-    """How often they are gathered in forward, where that is more than others are; else 0."""
-
-    @property
-    def is_regression(self) -> bool:
-        return self.came
-
-    @property
-    def about(self) -> tuple[Owner, ...]:
-        return self.modules
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return is_of_whole_unit(key, call)
-
-    def cause(self, seen: Seen) -> str:
-        return _CALLED if self.times else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Regrouped(Replaced):
-    """The same modules are gathered in other units, which have the same bytes together."""
-
-    kind: Kind = "regrouped"
-    more_cost = 0.5
-    gone: tuple[Owner, ...] = field(compare=False)
-    added: tuple[Owner, ...] = field(compare=False)
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return is_of_whole_unit(key, call)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Called(Replaced):
-    """Units are gathered in forward more or less often, and others as often as before."""
-
-    kind: Kind = "called"
-    times: Mapping[Owner, int] = field(compare=False)
-    others: int = field(compare=False)
-    """How often other units are gathered."""
-    is_called: bool = field(compare=False)
-    """Whether they are gathered more often than others, and than before."""
-
-    @property
-    def is_regression(self) -> bool:
-        return True
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        return is_of_unit(key, call)
-
-    def cause(self, seen: Seen) -> str:
-        return _CALLED if self.is_called else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Units(Replaced):
-    """Units are gathered and reduced that were not there, with bytes that no other unit had."""
-
-    kind: Kind = "unit"
-    is_claim_of_all = True
-    more_cost = 0.5
-
-    @property
-    def is_regression(self) -> bool:
-        return not self.came
-
-    def claims_beside(self, key: RowKey, call: Calls) -> bool:
-        # Elsewhere, all gathers in forward are as before.
-        return is_gather(key, call) and key.phase is Phase.FORWARD
+# there. What its sentence says of these rows (forward gathers that did not change, bytes that add
+# up, units beside it that are as before) is therefore checked where the step is proposed, and
+# nowhere again.
 
 
 def propose_of_units(between: Between) -> Iterator[Step]:
@@ -248,7 +63,7 @@ def _unit_sizes(between: Between) -> Iterator[Step]:
     }
     # Not what the target has: how often units are gathered may have changed as well.
     was = {owner: between.state[owner].rows for owner in rows}
-    yield UnitSizes(rows=rows, was=was, sizes=nbytes)
+    yield Replaced(kind="unit sizes", rows=rows, was=was, facts={"sizes": nbytes})
 
 
 def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
@@ -293,7 +108,7 @@ def _freed(between: Between, *, came: bool) -> Iterator[Step]:
         )
         return _rows_but_reductions(less, more) if is_changed else []
 
-    yield from between.replaced(Freed, between.select(rows, came=came), came=came)
+    yield from replaced(between, "freed", between.select(rows, came=came), came=came)
 
 
 def _gathered_elsewhere(between: Between) -> Iterator[Step]:
@@ -304,7 +119,7 @@ def _gathered_elsewhere(between: Between) -> Iterator[Step]:
         is_same = is_moved and _gathers_no_more(old, new) and _gathers_no_more(new, old)
         return _rows_but_reductions(old, new) if is_same else []
 
-    yield from between.replaced(GatheredElsewhere, between.select(rows))
+    yield from replaced(between, "gathered elsewhere", between.select(rows))
 
 
 def _rows_but_reductions(*contents: Content) -> list[RowKey]:
@@ -345,10 +160,10 @@ def _in_backward(between: Between, *, came: bool) -> Iterator[Step]:
     if len(reductions) != 1 or is_again:
         return
     was_reduced, is_reduced = reductions.pop()
-    yield from between.replaced(
-        InBackward,
+    yield from replaced(
+        between,
+        "gathered in backward" if was_reduced or not is_reduced else "used in backward",
         keys,
-        kind="gathered in backward" if was_reduced or not is_reduced else "used in backward",
         came=came,
         is_reduced=was_reduced,
     )
@@ -363,7 +178,7 @@ def _sharded(between: Between, *, came: bool) -> Iterator[Step]:
         is_changed = _is_sharding(replicated, sharded) and not is_alone
         return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
 
-    yield from between.replaced(Sharded, between.select(rows, came=came), came=came)
+    yield from replaced(between, "sharded", between.select(rows, came=came), came=came)
 
 
 def _is_sharding(replicated: Content, sharded: Content) -> bool:
@@ -412,8 +227,9 @@ def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
     often = max((forward_gathers(between.target[module]) for module in modules), default=0)
     is_called = came and 0 < others < often
 
-    yield from between.replaced(
-        SplitOff,
+    yield from replaced(
+        between,
+        "split off",
         {owner: _unit_keys(between, owner) for at in units for owner in (at, *units[at])},
         came=came,
         modules=modules,
@@ -474,8 +290,9 @@ def _regrouped(between: Between) -> Iterator[Step]:
         )
         and _policies(between.state, gone) == _policies(between.target, added)
     ):
-        yield from between.replaced(
-            Regrouped,
+        yield from replaced(
+            between,
+            "regrouped",
             {owner: _unit_keys(between, owner) for owner in owners},
             gone=tuple(gone),
             added=tuple(added),
@@ -518,8 +335,8 @@ def _called(between: Between) -> Iterator[Step]:
     is_pipeline = any(key.what in {"send", "recv"} for key in between.state.row_keys())
     is_called = max(now.values(), default=0) > most and sum(now.values()) > sum(was.values())
 
-    yield from between.replaced(
-        Called, keys, times=now, others=most, is_called=is_called and not is_pipeline
+    yield from replaced(
+        between, "called", keys, times=now, others=most, is_called=is_called and not is_pipeline
     )
 
 
@@ -547,4 +364,4 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
     ):
         return
 
-    yield from between.replaced(Units, keys, came=came)
+    yield from replaced(between, "unit", keys, came=came)
