@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import time
 from os import getpid
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
+from pytest_fsdp_comm.errors import RanksDivergedError
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
@@ -59,10 +60,8 @@ class TextStore:
     def _check_directory(self) -> None:
         # A `FileStore` would wait for it until its timeout.
         if self._directory is not None and not self._directory.exists():
-            raise FsdpCommError(
-                f"the other ranks are out of reach: {self._directory}, through which ranks "
-                "exchange what they have, has vanished. Did a test empty the temporary directory "
-                "(tempfile.gettempdir()), or a cleaner of it?"
+            raise FileNotFoundError(
+                errno.ENOENT, "ranks exchange what they have here", str(self._directory)
             )
 
 
@@ -118,7 +117,7 @@ class Exchange:
     def leave(self) -> None:
         """Announce that this rank makes no more comparisons; do nothing in a forked process."""
         if getpid() == self._pid:
-            with contextlib.suppress(FsdpCommError):  # the directory has vanished
+            with contextlib.suppress(OSError):
                 self._texts.put(f"left.{self._rank}", "")
 
     # `ranks.hangs.position` reads its name and locals to find which rank this one waits for.

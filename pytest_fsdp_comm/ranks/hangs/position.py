@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, with_source
@@ -57,34 +57,22 @@ _MAKING_GROUPS: Final = ("new_group", "split_group", "init_process_group")
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
     """Read where the main thread is; collectives before a `time.time_ns` are another test's."""
     # Documented for debuggers.
-    innermost = sys._current_frames()
-    frames = _outwards(innermost.get(threading.main_thread().ident or 0))
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [frame for frame, _ in traceback.walk_stack(main)] if main else []
     raised = _reported_exception(frames)
     stack = _stack(frames) if raised is None else _raising_frames(raised)
-    user, call, waits = _users(stack), _unrecorded_call(frames), is_waiting(stack)
-    site = user.site if user else ""
-    main = _Thread(frames=frames, site=site if waits else "", is_waited_for=waits and call is None)
+    user, call = _users(stack), _unrecorded_call(frames)
+    waits = is_waiting(stack) and call is None
     return Position(
-        site=site,
+        site=user.site if user else "",
         code=user.code if user and raised is None else "",
         stack=show_stack(stack),
         module=_module(frames),
-        groups=_groups(since_ns, main, innermost) if with_groups else (),
+        groups=_groups(since_ns, frames, waits=waits) if with_groups else (),
         call=call,
         activity=Activity.RUNS if raised is None else Activity.REPORTS,
         is_reporting=raised is not None or (call is None and any(map(_is_comparing, frames))),
     )
-
-
-class _Thread(NamedTuple):
-    frames: Sequence[FrameType]
-    """Innermost first."""
-    site: str
-    """The innermost user code; empty where nothing waits."""
-    is_waited_for: bool
-    """Whether what it waits in keeps the main thread."""
-    name: str = ""
-    """Empty for the main thread."""
 
 
 def _stack(frames: Iterable[FrameType]) -> list[StackFrame]:
@@ -102,10 +90,6 @@ def is_waiting(stack: Sequence[StackFrame]) -> bool:
     return any(_TORCH.search(frame.path) for frame in inner) or (
         user is not None and _WAITING_CALL.search(user.code) is not None
     )
-
-
-def _outwards(innermost: FrameType | None) -> list[FrameType]:
-    return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost else []
 
 
 def _described(code: CodeType, line: int | None) -> StackFrame:
@@ -210,26 +194,29 @@ def _module(frames: Sequence[FrameType]) -> str:
 
 
 def _groups(
-    since_ns: int, main: _Thread, innermost: Mapping[int, FrameType]
+    since_ns: int, frames: Sequence[FrameType], *, waits: bool
 ) -> tuple[GroupPosition, ...]:
     if "torch.distributed" not in sys.modules:
         return ()
     from pytest_fsdp_comm.recording.flight_recorder import flown  # noqa: PLC0415  # loads torch
 
     flights = flown(since_ns)
-    threads = _waiting_threads(main, innermost)
-    called = {flight.thread_id: flight for flight in flights}
+    # For what threads without Python issue, such as autograd's, the main thread waits.
+    others = {
+        thread.ident
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and type(thread).__name__ != "_DummyThread"
+    }
+    call = next(filter(_is_c10d, frames), None)
+    called_name = call.f_code.co_name if call else ""
+    called = [one for one in flights if one.thread_id not in others][-1:]
     issued: dict[str, list[IssuedCollective]] = {}
     for flight in flights:
-        # For what threads without Python issue, such as autograd's, the main thread waits.
-        thread = main if flight.is_done else threads.get(flight.thread_id, main)
-        call = next(filter(_is_c10d, () if flight.is_done else thread.frames), None)
         kind = flight.kind
         # gloo runs a reduce-scatter as an all-reduce.
-        if kind == "all_reduce" and call and call.f_code.co_name.startswith("reduce_scatter"):
+        is_own = not flight.is_done and flight.thread_id not in others
+        if is_own and kind == "all_reduce" and called_name.startswith("reduce_scatter"):
             kind = "reduce_scatter"
-        # The thread's earlier collectives run in the background, and came from other calls.
-        is_call = not flight.is_done and flight is called[flight.thread_id]
         issued.setdefault(flight.group, []).append(
             IssuedCollective(
                 seq=flight.seq,
@@ -238,16 +225,12 @@ def _groups(
                 is_done=flight.is_done,
                 sent=_sent(flight),
                 is_last=flight is flights[-1],
-                root=_root(flight.kind, call) if is_call else None,
-                is_waited_in=not flight.is_done and thread.is_waited_for,
-                thread=thread.name,
-                site=thread.site,
+                # Those before it run in the background, and came from other calls.
+                root=_root(flight.kind, call) if is_own and flight in called else None,
+                is_waited_in=is_own and waits,
             )
         )
     ranks, axes = _made_groups()
-    alike: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name, members in ranks.items():
-        alike[members].append(name)
     # Also the groups in which this rank has issued nothing: it may be the one that is waited for.
     return tuple(
         GroupPosition(
@@ -256,31 +239,9 @@ def _groups(
             is_shape=name in axes and axes[name][1],
             ranks=ranks.get(name, ()),
             collectives=tuple(issued.get(name, [])[-_KEPT_COLLECTIVES:]),
-            ordinal=alike[ranks[name]].index(name) + 1 if name in ranks else 1,
         )
         for name in dict.fromkeys((*issued, *ranks))
     )
-
-
-def _waiting_threads(main: _Thread, innermost: Mapping[int, FrameType]) -> dict[int, _Thread]:
-    """Python's other threads that wait in torch, by `threading.Thread.ident`."""
-    joined = [
-        frame.f_locals.get("self")
-        for frame in main.frames
-        if frame.f_code is threading.Thread.join.__code__
-    ]
-    found = {}
-    for thread in threading.enumerate():
-        if thread is threading.main_thread() or type(thread).__name__ == "_DummyThread":
-            continue
-        frames = _outwards(innermost.get(thread.ident or 0))
-        stack = _stack(frames)
-        if is_waiting(stack):
-            user = _users(stack)
-            found[thread.ident or 0] = _Thread(
-                frames, user.site if user else "", thread in joined, thread.name
-            )
-    return found
 
 
 def _sent(flight: Flight) -> str:

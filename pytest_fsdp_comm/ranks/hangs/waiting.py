@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
@@ -15,9 +15,8 @@ from pytest_fsdp_comm.ranks.wire.results import (
     GroupPosition,
     IssuedCollective,
     Position,
-    UnrecordedCall,
 )
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks, write_ranks
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 from pytest_fsdp_comm.text.words import show_nbytes
 
 # The report fits on a screen: ranks in the same state share a line. If that leaves too many lines,
@@ -25,7 +24,6 @@ from pytest_fsdp_comm.text.words import show_nbytes
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
 _PEER_WORDS: Final = {"src": "from", "dst": "to"}
-_PEER_CALLS: Final = tuple(f"{{waits}} in {name}" for name in PEER_ROLES)
 # Their inputs must have one shape on every rank; those of scatter, gather and all-to-all need not.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
 
@@ -52,8 +50,6 @@ _WHEREABOUTS: Final = {
 }
 
 _Positions: TypeAlias = Mapping[int, "Position"]
-_Words: TypeAlias = tuple[str, str]
-"""What a rank does, in full and in short: templates of `_say`, without the name of the rank."""
 
 
 def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
@@ -70,9 +66,8 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
     lines = [*_cause(reached, guilty, positions)]
     # Parallel groups of a mesh, whose ranks do the same, share an explanation.
     alike: defaultdict[str, list[_Stall]] = defaultdict(list)
-    for stall in sorted(stalls, key=lambda stall: (stall.is_aside, not stall.missing & guilty)):
-        if not stall.is_aside or not stall.missing & {*blamed}:
-            alike[stall.what].append(stall)
+    for stall in sorted(stalls, key=lambda stall: not stall.missing & guilty):
+        alike[stall.what].append(stall)
     same = list(alike.values())
     for shown in same[:_MOST_STALLS]:
         lines += _explain(shown, reached)
@@ -91,11 +86,11 @@ def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
         for seq in sorted({one.seq for one in ended if one.is_last}):
             what, own = f"#{seq} of {group.label}", group.issued_as(seq)
             if _unequal(what, own) or _unlike_roots(own):
-                return _mismatch(what, own)
+                return _mismatch(what, own, positions)
     return ""
 
 
-def _mismatch(what: str, own: Mapping[int, IssuedCollective]) -> str:
+def _mismatch(what: str, own: Mapping[int, IssuedCollective], positions: _Positions) -> str:
     kinds = {one.kind for one in own.values()}
     called = f"called {min(kinds)}" if len(kinds) == 1 else "called"
     # Known of some ranks only: shown where it distinguishes them.
@@ -110,19 +105,9 @@ def _mismatch(what: str, own: Mapping[int, IssuedCollective]) -> str:
         )
         for rank, one in own.items()
     }
-    # The place is no longer known of a rank that has gone on, or raised elsewhere later.
-    folded = [
-        (ranks, {own[rank].site for rank in ranks if own[rank].is_last} - {""})
-        for ranks, _ in fold_equal(sent)
-    ]
-    places = {place for _, known in folded for place in known}
-    if len(places) == 1 and all(known for _, known in folded):
-        what = f"{what} at {min(places)}"
-    else:
-        for ranks, known in folded:
-            if len(known) == 1:
-                sent |= {rank: f"{sent[rank]} at {min(known)}" for rank in ranks}
-    return f"{_contrast(sent, called, called)}, in {what}"
+    places = {positions[rank].site for rank, one in own.items() if one.is_last} - {""}
+    at = f" at {min(places)}" if len(places) == 1 else ""
+    return f"{_contrast(sent, called, called)}, in {what}{at}"
 
 
 def _contrast(texts: Mapping[int, str], verb: str, verb_of_several: str) -> str:
@@ -165,26 +150,25 @@ class _Stall:
 
     what: str
     """In words; of parallel groups the same."""
-    waiting: Mapping[int, _Words]
+    waiting: Mapping[int, str]
+    """What each rank does, as a template of `_say`."""
     missing: frozenset[int]
-    absent: Mapping[int, _Words]
-    """The ranks that do not wait in it and have answered, and what they did instead."""
+    absent: Mapping[int, tuple[str, str]]
+    """Of the ranks that do not wait in it and have answered, what they did with it, and where."""
     notes: tuple[str, ...] = ()
-    is_aside: bool = False
-    """Whether the main threads do something else."""
 
 
 # Note [Who waits for whom]: a rank points to those that are missing where it waits, in a collective
 # or a call. Following these arrows leads to ranks that wait for nobody: they are guilty, and every
 # other wait is their echo. Ranks from which no guilty one is reached, but they themselves are, wait
-# for each other in a circle. What only another thread waits in points nowhere: it keeps no rank.
+# for each other in a circle.
 
 
 def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
     """The ranks that each waiting rank waits for, directly or through others."""
     reached: defaultdict[int, set[int]] = defaultdict(set)
     for stall in stalls:
-        for rank in () if stall.is_aside else stall.waiting:
+        for rank in stall.waiting:
             reached[rank] |= stall.missing - {rank}
     for via, further in reached.items():
         for found in reached.values():
@@ -254,7 +238,7 @@ def _groups(positions: _Positions) -> Iterator[_Group]:
     for rank, position in positions.items():
         for group in position.groups:
             seen[group.name, group.ranks][rank] = group
-    named = [min(by_rank.values(), key=_vagueness) for by_rank in seen.values()]
+    named = [next(iter(by_rank.values())) for by_rank in seen.values()]
     for group, by_rank in zip(named, seen.values(), strict=True):
         yield _Group(
             label=_label(group, [other for other in named if other.axis == group.axis]),
@@ -265,63 +249,38 @@ def _groups(positions: _Positions) -> Iterator[_Group]:
 
 def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
     members = name_ranks(group.ranks) if group.ranks else "unknown ranks"
-    name = group.axis or f"group of {members}"
     # Parallel groups of a mesh share a name on purpose. Others must be told apart.
-    rivals = [other for other in namesakes if {*other.ranks} & {*group.ranks}]
-    if group.axis and (group.is_shape or any(other.ranks != group.ranks for other in rivals)):
-        name = f"{group.axis} ({members})"
-    equals = [other.ordinal for other in rivals if other.ranks == group.ranks]
-    if len(equals) > 1:
-        return f"the {_ordinal(sorted(equals).index(group.ordinal) + 1)} {name}"
-    return name if group.axis else f"the {name}"
-
-
-def _ordinal(number: int) -> str:
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
-
-
-def _vagueness(group: GroupPosition) -> int:
-    """How little a rank's name for a group says: some ranks may keep no mesh."""
-    if group.is_shape or not group.axis:
-        return 2
-    return 1 if group.axis == "world" else 0
+    rivals = [other.ranks for other in namesakes if {*other.ranks} & {*group.ranks}]
+    if rivals.count(group.ranks) > 1:
+        members = f"{members}, torch's {group.name}"
+    if not group.axis:
+        return f"the group of {members}"
+    return f"{group.axis} ({members})" if group.is_shape or len(rivals) > 1 else group.axis
 
 
 def _stalls(positions: _Positions) -> Iterator[_Stall]:
-    """On each group, the first collective that main threads wait in, and that of other threads."""
+    """On each group, the first collective that ranks wait in."""
     for group in _groups(positions):
-        of_main_threads: set[int] = set()
-        for is_aside in (False, True):
-            waiting = {
-                (one.seq, rank)
-                for rank, by_seq in group.issued.items()
-                for one in by_seq.values()
-                if (one.thread if is_aside else one.is_waited_in)
-                and one.seq not in of_main_threads
-                and not one.is_done
-                and positions[rank].activity is Activity.RUNS
-            }
-            if waiting:
-                seq = min(waiting)[0]
-                ranks = sorted(rank for other, rank in waiting if other == seq)
-                yield _stall(group, seq, ranks, positions, is_aside=is_aside)
-            of_main_threads = {seq for seq, _ in waiting}
+        waiting = {
+            (one.seq, rank)
+            for rank, by_seq in group.issued.items()
+            for one in by_seq.values()
+            if one.is_waited_in and positions[rank].activity is Activity.RUNS
+        }
+        if waiting:
+            seq = min(waiting)[0]
+            yield _stall(group, seq, sorted(rank for at, rank in waiting if at == seq), positions)
 
 
-def _stall(
-    group: _Group, seq: int, inside: Sequence[int], positions: _Positions, *, is_aside: bool
-) -> _Stall:
+def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions) -> _Stall:
     own = group.issued_as(seq)
     what = f"#{seq} of {group.label}"
     waiting = {}
     for rank in inside:
         one, module = own[rank], positions[rank].module
-        serving = f" for {module}" if module and not one.thread else ""
-        thread = f" in thread {one.thread}" if one.thread else ""
-        text = f"{one.kind} {what}{serving} ({show_nbytes(one.nbytes)}){thread}"
-        waiting[rank] = _waits(text, one.site, what)
+        serving = f" for {module}" if module else ""
+        text = f"{one.kind} {what}{serving} ({show_nbytes(one.nbytes)})"
+        waiting[rank] = _waits(text, positions[rank].site)
     unequal = _unequal(what, own)
     notes = unequal or _unlike_roots(own)
     elsewhere = [rank for rank in group.ranks if rank not in waiting]
@@ -331,8 +290,7 @@ def _stall(
     for rank in _answering(elsewhere, positions):
         before, more = group.issued.get(rank, {}), ""
         if issued := own.get(rank):
-            thread = f" in thread {issued.thread}" if issued.thread else ""
-            text = "finished it" if issued.is_done else f"issued it{thread}"
+            text = "finished it" if issued.is_done else "issued it"
             if unequal:
                 more = f" ({issued.kind}, {show_nbytes(issued.nbytes)})"
         else:
@@ -340,7 +298,7 @@ def _stall(
             if before:
                 last = before[max(before)]
                 more = f" ({{its}} last of {group.label} was {last.kind} #{last.seq})"
-        absent[rank] = (f"{text}{more}{_place(positions[rank])}", f"{text}{more}")
+        absent[rank] = (f"{text}{more}", _place(positions[rank]))
     return _Stall(
         what=what,
         waiting=waiting,
@@ -348,7 +306,6 @@ def _stall(
         missing=never or (frozenset() if notes else gone_on),
         absent=absent,
         notes=notes,
-        is_aside=is_aside,
     )
 
 
@@ -356,8 +313,8 @@ def _answering(ranks: Iterable[int], positions: _Positions) -> Iterator[int]:
     return (rank for rank in ranks if rank in positions and positions[rank].activity.is_known)
 
 
-def _waits(text: str, site: str, what: str) -> _Words:
-    return f"{{waits}} in {text}{f' at {site}' if site else ''}", f"{{waits}} in {what}"
+def _waits(text: str, site: str) -> str:
+    return f"{{waits}} in {text}{f' at {site}' if site else ''}"
 
 
 def _place(position: Position) -> str:
@@ -401,67 +358,37 @@ def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
         for rank, position in positions.items()
         if position.call is not None and position.activity is Activity.RUNS
     }
-    peers = _peers(calls, positions)
-    not_called = "{has} not called it"
     for call in dict.fromkeys(calls.values()):
         inside = [rank for rank, other in calls.items() if other == call]
         missing = frozenset(call.ranks).difference(inside)
-        what = f"{call.name} of {name_ranks(call.ranks)}" if call.is_mutual else call.name
-        texts = dict.fromkeys(inside, what)
+        what = text = f"{call.name} of {name_ranks(call.ranks)}" if call.is_mutual else call.name
         if call.name in PEER_ROLES and call.ranks:
-            name = f"{call.name} {_PEER_WORDS[PEER_ROLES[call.name]]}"
-            texts = {rank: f"{name} rank {peers.get(rank, call.ranks[0])}" for rank in inside}
-            # Explained together: they may be links of a chain.
-            what = f"{name} other ranks"
+            text = f"{call.name} {_PEER_WORDS[PEER_ROLES[call.name]]} rank {call.ranks[0]}"
         yield _Stall(
+            # Sends and receives are explained together: they may be links of a chain.
             what=what,
-            waiting={
-                rank: _waits(text, positions[rank].site, what) for rank, text in texts.items()
-            },
+            waiting={rank: _waits(text, positions[rank].site) for rank in inside},
             missing=missing,
             absent={
-                rank: (f"{not_called}{_place(positions[rank])}", not_called)
+                rank: ("{has} not called it", _place(positions[rank]))
                 for rank in _answering(missing if call.is_mutual else (), positions)
             },
         )
 
 
-def _peers(calls: Mapping[int, UnrecordedCall], positions: _Positions) -> dict[int, str]:
-    """The other rank relative to the rank, ``r-1``, where many ranks send or receive alike."""
-    steps = {
-        rank: (call.name, call.ranks[0] - rank, positions[rank].site)
-        for rank, call in calls.items()
-        if call.name in PEER_ROLES and call.ranks
-    }
-    counts = Counter(steps.values())
-    # With the one that closes a ring, more than are listed one by one.
-    return {
-        rank: f"r{step:+}"
-        for rank, (name, step, site) in steps.items()
-        if counts[name, step, site] >= _MOST_WAYS - 1 and len(steps) >= _MOST_WAYS
-    }
-
-
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
-    waits = {rank: words for stall in stalls for rank, words in stall.waiting.items()}
-    for ranks, words in _folded(waits):
-        if " rank r" in words and words.startswith(_PEER_CALLS):
-            each = f"each rank r of {write_ranks(ranks, separator=', ')}"
-            yield _say(f"{each} {words}", ranks[:1])
-        else:
-            yield _say(f"{{ranks}} {words}", ranks)
+    waiting = {rank: text for stall in stalls for rank, text in stall.waiting.items()}
+    yield from _told(waiting, dict.fromkeys(waiting, f"{{waits}} in {stalls[0].what}"))
     yield from dict.fromkeys(note for stall in stalls for note in stall.notes)
+    absent = {rank: words for stall in stalls for rank, words in stall.absent.items()}
+    did = {rank: text for rank, (text, _) in absent.items()}
     # A rank that waits in something else has its place in the line about that.
-    absent = {
-        rank: (short, short) if rank in reached else (full, short)
-        for stall in stalls
-        for rank, (full, short) in stall.absent.items()
-    }
-    for ranks, text in _folded(absent):
+    at = {rank: "" if rank in reached else place for rank, (_, place) in absent.items()}
+    yield from _told({rank: f"{text}{at[rank]}" for rank, text in did.items()}, did)
+
+
+def _told(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
+    """Ranks with equal templates together: the rarest in full, the others in short."""
+    shown, _, rest = _rarest(full)
+    for ranks, text in [*sorted(shown), *fold_equal({rank: short[rank] for rank in rest})]:
         yield _say(f"{{ranks}} {text}", ranks)
-
-
-def _folded(words: Mapping[int, _Words]) -> _Folds:
-    """Ranks with equal words together: the rarest words in full, the others in short."""
-    shown, _, rest = _rarest({rank: full for rank, (full, _) in words.items()})
-    return [*sorted(shown), *fold_equal({rank: words[rank][1] for rank in rest})]

@@ -6,8 +6,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, SimpleNamespace
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +19,6 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.isolation import capture_manager
 from pytest_fsdp_comm.ranks.rank.processes import flush_streams
-from pytest_fsdp_comm.ranks.wire.results import RankResult
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 _STANDARD = (0, 1, 2)
 
@@ -153,9 +151,9 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
     manager._method = "fd"
 
 
-def debug_elsewhere(config: pytest.Config, skip: Callable[[FrameType], None]) -> None:
-    """Make each call of a debugger call `skip` with the caller's frame instead."""
-    _without_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=skip))
+def debug_elsewhere(config: pytest.Config) -> None:
+    """Make every way into a debugger go on instead."""
+    _without_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=lambda _: None))
 
 
 def refuse_debuggers(config: pytest.Config) -> None:
@@ -168,35 +166,6 @@ def refuse_debuggers(config: pytest.Config) -> None:
         )
 
     _without_debuggers(config, refuse)
-
-
-def point_to_debugger(
-    reports: Sequence[pytest.TestReport], results: Mapping[int, RankResult], debugged: int
-) -> None:
-    """Add which rank to debug to the reports, where the debugged one did not fail."""
-    failed = [
-        rank for rank, result in results.items() if any(one.has_failed for one in result.reports)
-    ]
-    if failed and debugged not in failed:
-        text = (
-            f"rank {debugged} is the one that --pdb debugs, but it did not fail; to debug one that "
-            f"did, add --pdb-rank {failed[0]}"
-        )
-        for report in reports:
-            if report.failed:
-                report.sections.append(("Debugger", text))
-
-
-def explain_skipped_debuggers(results: Mapping[int, RankResult], debugged: int) -> Iterable[str]:
-    """Warnings about debuggers that only ranks without the terminal called."""
-    if debugged in results and results[debugged].entered_debugger:
-        return
-    sites = {rank: ", ".join(result.skipped_debuggers) for rank, result in results.items()}
-    for ranks, found in fold_equal({rank: at for rank, at in sites.items() if at}):
-        yield (
-            f"{name_ranks(ranks)} came to a debugger at {found} and went on: rank {debugged} has "
-            f"the terminal, and called none; to debug here, add --pdb-rank {ranks[0]}"
-        )
 
 
 def _without_debuggers(config: pytest.Config, init: Callable[..., Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -18,7 +17,6 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.launch_environment import (
     INSIDE_VARIABLE,
@@ -135,7 +133,7 @@ class RankTemplate:
         elif rank == spec.debugged_rank:
             debug_here(session.config, RankTerminal(spec.terminal, spec.foreground))
         else:
-            debug_elsewhere(session.config, self._plugin.skip_debugger)
+            debug_elsewhere(session.config)
         if self._random_state is not None:
             # Python seeds a forked process anew.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
@@ -166,8 +164,7 @@ class RankTemplate:
                 further_ranks=self._plugin.further_ranks(),
                 can_run_another=self._plugin.can_run_another_test(),
             )
-            with contextlib.suppress(FsdpCommError):  # the session says that its directory vanished
-                context.exchange.leave()
+            context.exchange.leave()
             if launched and (escaped or self._plugin.has_failed):
                 # A forked rank is killed; here only this ends the collectives of its peers.
                 self._plugin.leave_group()

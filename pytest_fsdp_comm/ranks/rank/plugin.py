@@ -13,7 +13,7 @@ from functools import partial
 from operator import methodcaller
 from os import getpid
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,7 +37,6 @@ from pytest_fsdp_comm.ranks.rank.processes import (
 )
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
-    DebuggerSkipped,
     Debugging,
     RankCommand,
     RankSetSpec,
@@ -47,7 +46,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_subtest
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.value_dependence import KeptAnswers
@@ -94,7 +92,6 @@ class RankPlugin:
         self._config = config
         self._logs: list[_Log] = []
         self._group: object = None
-        self._skipped: set[str] = set()
         self._random_states: list[Any] | None = None
         self._has_failed_subtest = False
         self.has_failed = False
@@ -191,7 +188,6 @@ class RankPlugin:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Make the process group before the first fixture."""
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
-        self._skipped.clear()
         self._has_failed_subtest = False
         context = item.config.stash[RANK_CONTEXT]
         if self._group is None:
@@ -326,14 +322,6 @@ class RankPlugin:
     def pytest_leave_pdb(self) -> None:
         """Report that the test goes on."""
         self._channel.send(Debugging(has_begun=False))
-
-    def skip_debugger(self, frame: FrameType) -> None:
-        """Report that this rank came to a debugger without having the terminal."""
-        path = show_path(frame.f_code.co_filename, self._config.rootpath)
-        site = f"{path}:{frame.f_lineno}"
-        if site not in self._skipped:
-            self._skipped.add(site)
-            self._channel.send(DebuggerSkipped(site=site))
 
     def pytest_warning_recorded(
         self,

@@ -29,9 +29,7 @@ from pytest_fsdp_comm.ranks.rank.context import RankExtension
 from pytest_fsdp_comm.ranks.rank.debugger import (
     QUIT,
     copied_terminal,
-    explain_skipped_debuggers,
     kept_foreground,
-    point_to_debugger,
 )
 from pytest_fsdp_comm.ranks.rank.gpus import (
     name_missing_gpu,
@@ -45,7 +43,6 @@ from pytest_fsdp_comm.ranks.session.progress import progress_on_terminal
 from pytest_fsdp_comm.ranks.session.recorded import (
     merge_user_properties,
     replay_warnings,
-    warn_of_test,
 )
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision, UnendedRank
@@ -116,7 +113,6 @@ class RankRunner:
         self._random_state: object = None
         self._problems: list[str] = []
         self._unended: list[UnendedRank] = []
-        self._vanished: Path | None = None
         self._unpreparable = ""
         # Why ranks are started as new processes; empty if they are forked.
         self._fallback_reason = ""
@@ -214,15 +210,8 @@ class RankRunner:
             item, results, lambda data: load(data=data), timeout_s=settings.timeout_s
         )
         replay_warnings(item.config, results.values())
-        debugged = _debugged_rank(item.config, settings)
-        for text in explain_skipped_debuggers(results, debugged):
-            warn_of_test(item, text)
-        if self._vanished is not None and any(report.failed for report in reports):
-            self._problems.append(_describe_vanished(self._vanished, "while this test ran"))
         reports = self._extended(item, results, reports)
         merge_user_properties(reports, results)
-        if item.config.getoption("usepdb", default=False):
-            point_to_debugger(reports, results, debugged)
         return reports
 
     def close(self) -> None:
@@ -295,7 +284,6 @@ class RankRunner:
 
     def _run_once(self, item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, RankResult]:
         died: ServerDiedError | _NotStartedError | None = None
-        self._vanished = None
         try:
             try:
                 ranks = self._begin(item, nextitem)
@@ -311,14 +299,8 @@ class RankRunner:
                 # Not within the handler: in ranks of the next server, each exception would have
                 # this one as its context.
                 results = self._lose_ranks(item, died)
-            used = [self._base.directory] if self._base else []
-            used += [self._kept.spec.directory] if self._kept else []
-            gone = [directory for directory in used if has_vanished(directory)]
-            if gone and not self._unpreparable:  # otherwise the server has removed it
-                self._vanished = gone[0]
             keeps = (
                 item.stash[SETTINGS].scope == "module"
-                and self._vanished is None
                 # A new process collects one test.
                 and not self._fallback_reason
                 and self._kept is not None
@@ -399,8 +381,9 @@ class RankRunner:
         if self._base is None:
             raise RuntimeError("start() comes before run()")
         self._set_count += 1
-        self._restore_directory(self._base, item)
         directory = self._base.directory / str(self._set_count)
+        # A test, or a cleaner of the temporary directory, may have removed it.
+        self._base.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir()
         config, settings = self._session.config, item.stash[SETTINGS]
         next_test = NextTest() if self._fallback_reason else self._next_test(nextitem, item)
@@ -422,13 +405,6 @@ class RankRunner:
             )
             connections = self._base.server.start_ranks(spec)
         return Supervision(spec, self._base.server, connections)
-
-    def _restore_directory(self, base: _Base, item: pytest.Item) -> None:
-        if not has_vanished(base.directory):
-            return
-        base.server.exit_statuses()  # as in `_begin`
-        base.directory.mkdir(mode=0o700, parents=True)
-        warn_of_test(item, _describe_vanished(base.directory, "before this test"))
 
     def _end_ranks(self, within_s: float, *, is_reported: bool = True) -> None:
         """End the rank set; if `is_reported`, the next report names ranks that do not go."""
@@ -480,15 +456,6 @@ class RankRunner:
 
 def _module(item: pytest.Item) -> pytest.Module | None:
     return item.getparent(pytest.Module)
-
-
-def _describe_vanished(directory: Path, when: str) -> str:
-    return (
-        f"the directory of the session's ranks, {directory}, vanished {when}, and with it their "
-        "output and stores. Did a test empty the temporary directory "
-        "(tempfile.gettempdir()), or a cleaner of it, such as systemd-tmpfiles? The next ranks get "
-        "a new one. If it happens again, set TMPDIR to a directory that nobody empties"
-    )
 
 
 def _debugged_rank(config: pytest.Config, settings: DistributedSettings) -> int:

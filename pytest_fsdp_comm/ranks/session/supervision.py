@@ -20,7 +20,6 @@ from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
     SUPERVISOR,
-    DebuggerSkipped,
     Debugging,
     EndTests,
     NextTest,
@@ -336,10 +335,7 @@ class Supervision:
             case TimerCancelled():
                 self._timers.pop(result.rank, None)
             case Debugging():
-                result.entered_debugger = True
                 result.is_debugging = message.has_begun
-            case DebuggerSkipped():
-                result.skipped_debuggers += (message.site,)
             case TestEnded():
                 result.payloads = message.payloads
                 result.further_ranks = message.further_ranks

@@ -87,14 +87,6 @@ class Debugging:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerSkipped:
-    """The rank came to a debugger and went on: another rank has the terminal."""
-
-    site: str
-    """``file:line``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Escape:
     """An exception that went through pytest's protocol and ended the test."""
 
@@ -137,7 +129,6 @@ RankMessage = (
     | TimerSet
     | TimerCancelled
     | Debugging
-    | DebuggerSkipped
     | TestEnded
     | TestsEnded
     | PositionAnswer

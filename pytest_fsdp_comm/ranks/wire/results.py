@@ -54,11 +54,7 @@ class IssuedCollective:
     root: int | None = None
     """The rank that it gives to or takes from; None if there is none, or the call is over."""
     is_waited_in: bool = False
-    """Whether the main thread waits for it, itself or by a join; False if done or in background."""
-    thread: str = ""
-    """The name of the Python thread that waits in it; empty for the main thread."""
-    site: str = ""
-    """The innermost user code of the thread that waits in it; empty if none does."""
+    """Whether the main thread waits for it; False if done or in background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +71,6 @@ class GroupPosition:
     """The group's global ranks; empty where torch does not list them."""
     collectives: tuple[IssuedCollective, ...]
     """The last ones in order; empty if the rank has issued none."""
-    ordinal: int = 1
-    """Which of the rank's groups with these ranks it is, in order of creation, from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +167,6 @@ class RankResult:
     """Whether a human works in a debugger, or is about to."""
     escaped: str | None = None
     """The exception that went through pytest's protocol, such as ``Exit``; None if none did."""
-    entered_debugger: bool = False
-    skipped_debuggers: tuple[str, ...] = ()
-    """Where it came to a debugger and went on, as ``file:line``."""
     status: int | None = None
     """Exit status, or minus the signal's number, of a process that ended early; else None."""
     ended_at: float | None = None

@@ -181,34 +181,6 @@ def test_a_breakpoint_works_in_a_spawned_rank(spawn, pytester):
     assert "1 passed, 2 deselected" in rest(child)
 
 
-def test_a_failure_of_another_rank_names_the_rank_to_debug(pytester):
-    pytester.makepyfile(
-        test_it="""
-import pytest
-
-@pytest.mark.distributed(world_size=3)
-def test_it(dist_info):
-    assert dist_info.rank < 2
-
-@pytest.mark.distributed(world_size=3)
-def test_breakpoint(dist_info):
-    for _ in range(dist_info.rank):
-        breakpoint()
-"""
-    )
-    result = pytester.runpytest_subprocess("--pdb", "-W", "error", "-p", "no:cacheprovider")
-    result.assert_outcomes(failed=1, passed=1, warnings=1)
-    assert (
-        "PytestWarning: ranks 1-2 came to a debugger at test_it.py:10 and went on: rank 0 has the "
-        "terminal, and called none; to debug here, add --pdb-rank 1"
-    ) in result.stdout.str()
-    assert (
-        "rank 0 is the one that --pdb debugs, but it did not fail; to debug one that did, add "
-        "--pdb-rank 2"
-    ) in result.stdout.str()
-    assert "entering PDB" not in result.stdout.str()
-
-
 def test_without_a_terminal_the_debugger_reads_the_end(pytester):
     pytester.makepyfile(test_it=source())
     result = pytester.runpytest_subprocess("-k", "breakpoint or after", "-p", "no:cacheprovider")

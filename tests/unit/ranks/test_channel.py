@@ -25,13 +25,13 @@ def channels():
         yield rank, supervisor
 
 
-def skipped(site):
-    return messages.DebuggerSkipped(site=site)
+def ended(text):
+    return messages.TestEnded(payloads=(text,), escaped=None)
 
 
 def test_a_message_of_100_mb_is_received_in_seconds(channels):
     rank, supervisor = channels
-    sent = [skipped("before"), skipped("x" * 100 * MB), skipped("after")]
+    sent = [ended("before"), ended("x" * 100 * MB), ended("after")]
     sender = threading.Thread(target=lambda: [rank.send(message) for message in sent])
     received = []
     began_at = time.process_time()
@@ -46,15 +46,15 @@ def test_a_message_of_100_mb_is_received_in_seconds(channels):
 def test_messages_arrive_from_a_test_that_replaces_getpid(channels, monkeypatch):
     rank, supervisor = channels
     monkeypatch.setattr("os.getpid", lambda: 1234)
-    rank.send(skipped("here"))
-    assert list(supervisor.receive_available()) == [skipped("here")]
+    rank.send(ended("here"))
+    assert list(supervisor.receive_available()) == [ended("here")]
 
 
 def test_receive_after_the_end_returns_what_was_sent(channels):
     rank, supervisor = channels
-    rank.send(skipped("here"))
+    rank.send(ended("here"))
     rank.close()
-    assert supervisor.receive(within_s=1.0) == skipped("here")
+    assert supervisor.receive(within_s=1.0) == ended("here")
     assert not supervisor.is_closed
     assert supervisor.receive(within_s=1.0) is None
     assert supervisor.is_closed
@@ -83,7 +83,7 @@ def test_part_of_a_message_stalls_nobody(channels, is_kept):
 def test_send_to_an_end_that_reads_nothing_gives_up(channels):
     _, supervisor = channels
     with pytest.raises(BlockingIOError):
-        supervisor.send(skipped("x" * 100 * MB))
+        supervisor.send(ended("x" * 100 * MB))
 
 
 def test_text_that_a_test_wrote_is_an_error(channels):

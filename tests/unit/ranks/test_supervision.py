@@ -135,7 +135,7 @@ def test_grace_waits_for_a_rank_that_reports(spec, monkeypatch, is_reporting):
 
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
     server = NoServer()
-    message = messages.DebuggerSkipped(site="here")
+    message = messages.TimerCancelled()
     server.rank.send(message)  # makes it readable, and stays there
     supervision = Supervision(spec, server, server.connections)
     monkeypatch.setattr(supervision._channels[1], "receive", lambda: message)
