@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import pytest
 
-from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.ranks.hangs.stacks import shortened_code
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
 from pytest_fsdp_comm.ranks.wire.results import Activity, Position, RankResult, Stopped
 from pytest_fsdp_comm.ranks.wire.subtest_reports import name_subtest
@@ -38,13 +36,8 @@ _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)
 _PHASES: tuple[When, ...] = ("setup", "call", "teardown")
 
 _Outcome = tuple[str, str]
-"""What a test on one rank came to, and the reason that it gave, if any."""
+"""What a test on one rank came to, and why it was skipped, if it was."""
 _SKIPPED = "skipped"
-# pytest's own.
-_SKIP_PREFIX = "Skipped: "
-_XFAIL_PREFIX = "reason: "
-_MOST_REASONS = 3
-_LONGEST_REASON = 200
 
 _Subtest = tuple[When, pytest.TestReport]
 
@@ -211,7 +204,7 @@ def _merged_subtest(
     if failures and failures[0].report is not None:
         story = _later(failures)
         quiet = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
-        story += _unfailed_ranks(quiet, skipped="skipped this subtest")
+        story += _unfailed_ranks(quiet, skipped="this subtest")
         verbs = {rank: "end" if has_begun else "run" for rank, has_begun in may_have_begun.items()}
         story += name_equal({rank: f"did not {verb} this subtest" for rank, verb in verbs.items()})
         report = _with_story(
@@ -220,9 +213,7 @@ def _merged_subtest(
     else:
         everyone = [*reports.values()]
         report = next((report for report in everyone if report.passed), everyone[0])
-        if _agree(outcomes):
-            _give_reasons([report], outcomes)
-        else:
+        if not _agree(outcomes):
             report.outcome = "failed"
             report.longrepr = _disagreement(outcomes)
     return _completed(report, [*reports.values()], sections)
@@ -419,16 +410,9 @@ def _later(failures: Sequence[_Failure]) -> list[str]:
     return [text.splitlines()[0] for text in name_equal(others)]
 
 
-def _unfailed_ranks(
-    outcomes: Mapping[int, _Outcome], *, skipped: str = "skipped the test"
-) -> list[str]:
-    words = {"passed": "did not fail", _SKIPPED: skipped}
-    shows_reasons = len({*outcomes.values()}) <= _MOST_REASONS
-    texts = {}
-    for rank, (kind, reason) in outcomes.items():
-        shown = shortened_code(printable(reason, "\n"), _LONGEST_REASON) if shows_reasons else ""
-        texts[rank] = ": ".join(filter(None, [words.get(kind, kind), shown]))
-    return name_equal(texts)
+def _unfailed_ranks(outcomes: Mapping[int, _Outcome], *, skipped: str = "the test") -> list[str]:
+    words = {"passed": "did not fail", _SKIPPED: f"skipped {skipped}"}
+    return name_equal({rank: words.get(kind, kind) for rank, (kind, _) in outcomes.items()})
 
 
 def _add_disagreement(
@@ -439,15 +423,13 @@ def _add_disagreement(
 ) -> None:
     """Make the test fail where no rank failed, but ranks came to different outcomes."""
     outcomes = {rank: ran.outcome for rank, ran in ranks.items()}
-    present = [*merged.values()]
     if _agree(outcomes):
-        _give_reasons(present, outcomes)
         return
     if setup := merged.get("setup"):
         setup.outcome = "passed"
         setup.longrepr = None
     failed = _new_report(item, "call", _disagreement(outcomes))
-    merged["call"] = _completed(failed, present, sections)
+    merged["call"] = _completed(failed, [*merged.values()], sections)
 
 
 def _disagreement(outcomes: Mapping[int, _Outcome]) -> str:
@@ -464,40 +446,20 @@ def _disagreement(outcomes: Mapping[int, _Outcome]) -> str:
 
 def _outcome(reports: Iterable[pytest.TestReport]) -> _Outcome:
     for report in reports:
-        reason = getattr(report, "wasxfail", None)
         where = " in teardown" if report.when == "teardown" else ""
-        if report.skipped and reason is None:
+        if hasattr(report, "wasxfail"):
+            how = "failed as expected (xfail)" if report.skipped else "passed unexpectedly (xpass)"
+            return f"{how}{where}", ""
+        if report.skipped:
             longrepr: Any = report.longrepr
             reason = str(longrepr[2] if isinstance(longrepr, tuple) else longrepr)
-            return f"{_SKIPPED}{where}", reason.removeprefix(_SKIP_PREFIX)
-        if reason is not None:
-            how = "failed as expected (xfail)" if report.skipped else "passed unexpectedly (xpass)"
-            return f"{how}{where}", reason.removeprefix(_XFAIL_PREFIX)
+            return f"{_SKIPPED}{where}", reason.removeprefix("Skipped: ")
     return "passed", ""
 
 
 def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
     """Whether ranks came to the same outcome, for whatever reasons."""
     return len({kind for kind, _ in outcomes.values()}) <= 1
-
-
-def _give_reasons(merged: Iterable[pytest.TestReport], outcomes: Mapping[int, _Outcome]) -> None:
-    """Give the first skip or expected failure the reasons of all ranks, each once."""
-    folded = fold_equal({rank: reason for rank, (_, reason) in outcomes.items()})
-    if len(folded) == 1:
-        return
-    shown = [f"{reason} ({name_ranks(ranks)})" for ranks, reason in folded[:_MOST_REASONS]]
-    more = len(folded) - len(shown)
-    text = "; ".join([*shown, f"{more} more"] if more else shown)
-    for report in merged:
-        if hasattr(report, "wasxfail"):
-            report.wasxfail = text
-            return
-        if report.skipped:
-            longrepr: Any = report.longrepr
-            text = f"{_SKIP_PREFIX}{text}"
-            report.longrepr = (*longrepr[:2], text) if isinstance(longrepr, tuple) else text
-            return
 
 
 def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:

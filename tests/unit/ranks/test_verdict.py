@@ -96,20 +96,9 @@ def test_a_test_is_skipped_only_if_all_ranks_skip_it(merge):
 
 
 def test_ranks_that_all_skip_agree_whatever_their_reasons(merge):
-    reports = merge(*(rank(SKIPPED, f"Skipped: no /tmp/rank{number}") for number in (0, 1, 0)))
-    assert outcomes(reports) == {"setup": PASSED, "call": SKIPPED, "teardown": PASSED}
-    path, line, reason = reports[1].longrepr
-    assert (path, line) == (__file__, 1)
-    assert reason == "Skipped: no /tmp/rank0 (ranks 0, 2); no /tmp/rank1 (rank 1)"
-    reports = merge(*(rank(setup=SKIPPED, text=f"Skipped: {number}") for number in range(64)))
-    assert outcomes(reports) == {"setup": SKIPPED, "teardown": PASSED}
-    assert reports[0].longrepr[2] == "Skipped: 0 (rank 0); 1 (rank 1); 2 (rank 2); 61 more"
-
-
-def test_ranks_that_skip_in_set_up_and_in_the_call_agree(merge):
     reports = merge(rank(SKIPPED, "Skipped: a"), rank(setup=SKIPPED, text="Skipped: b"))
     assert outcomes(reports) == {"setup": PASSED, "call": SKIPPED, "teardown": PASSED}
-    assert reports[1].longrepr[2] == "Skipped: a (rank 0); b (rank 1)"
+    assert reports[1].longrepr[2] == "Skipped: a"
 
 
 def test_a_rank_that_skips_in_teardown_has_not_skipped_the_test(merge):
@@ -186,14 +175,8 @@ def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
 
 
 def test_outcomes_of_ranks_that_did_not_fail_are_shown(merge):
-    found = lines(merge(rank(FAILED, "x"), rank(SKIPPED, "Skipped: on\x1b\n" + "y" * 300), rank()))
-    assert found[2:] == [f"rank 1 skipped the test: on\\x1b {'y' * 190}...", "rank 2 did not fail"]
-    many = [rank(SKIPPED, f"Skipped: {number}") for number in range(5)]
-    assert lines(merge(rank(FAILED, "x"), *many))[2:] == ["ranks 1-5 skipped the test"]
-    late = rank(None, stopped=Stopped.AT_DEADLINE)
-    assert lines(merge(late, rank(setup=SKIPPED, text="Skipped: only 0"), rank()))[1] == (
-        "rank 1 skipped the test: only 0"
-    )
+    found = lines(merge(rank(FAILED, "x"), rank(SKIPPED, "Skipped: on"), rank()))
+    assert found[2:] == ["rank 1 skipped the test", "rank 2 did not fail"]
 
 
 def silent_at(site):
@@ -296,7 +279,6 @@ def reduced(numel):
         sent=f"{numel} float32",
         is_done=False,
         is_last=True,
-        site="a.py:1 in f",
     )
     group = GroupPosition(
         name="0", axis="dp", is_shape=False, ranks=(0, 1, 2), collectives=(issued,)
