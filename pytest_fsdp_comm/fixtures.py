@@ -105,8 +105,8 @@ def dist_info(request: pytest.FixtureRequest) -> DistInfo:
     return DistInfo(
         rank=context.rank,
         local_rank=context.local_rank,
-        world_size=context.world_size,
-        backend=context.backend,
+        world_size=context.settings.world_size,
+        backend=context.settings.backend,
         device=context.device,
     )
 
@@ -182,7 +182,7 @@ def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -
     context = _context(request)
     if context is None:
         return bind_snapshot(snapshot, request.node, None)
-    explains = context.rank == context.ranks[0]
+    explains = context.rank == context.settings.ranks[0]
     return bind_snapshot(snapshot, request.node, context.exchange, explains=explains)
 
 
@@ -193,4 +193,4 @@ def _context(request: pytest.FixtureRequest) -> RankContext | None:
 def _exchange(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The arguments by which a value reaches the other ranks; none outside of ranks."""
     context = _context(request)
-    return {} if context is None else {"gather": context.exchange, "ranks": context.ranks}
+    return {} if context is None else {"gather": context.exchange, "ranks": context.settings.ranks}

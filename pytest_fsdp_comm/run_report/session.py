@@ -169,7 +169,7 @@ class Notes:
 
 def _is_lowest_rank(item: pytest.Item) -> bool:
     context = item.config.stash.get(RANK_CONTEXT, None)
-    return context is None or context.rank == context.ranks[0]
+    return context is None or context.rank == context.settings.ranks[0]
 
 
 def _recording_of(value: Any) -> Recording | None:

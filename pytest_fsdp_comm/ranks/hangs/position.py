@@ -24,7 +24,6 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import (
     PEER_ROLES,
-    ROOT_ROLES,
     Activity,
     GroupPosition,
     IssuedCollective,
@@ -207,15 +206,13 @@ def _groups(
         for thread in threading.enumerate()
         if thread is not threading.main_thread() and type(thread).__name__ != "_DummyThread"
     }
-    call = next(filter(_is_c10d, frames), None)
-    called_name = call.f_code.co_name if call else ""
-    called = [one for one in flights if one.thread_id not in others][-1:]
+    called = next((frame.f_code.co_name for frame in frames if _is_c10d(frame)), "")
     issued: dict[str, list[IssuedCollective]] = {}
     for flight in flights:
         kind = flight.kind
         # gloo runs a reduce-scatter as an all-reduce.
         is_own = not flight.is_done and flight.thread_id not in others
-        if is_own and kind == "all_reduce" and called_name.startswith("reduce_scatter"):
+        if is_own and kind == "all_reduce" and called.startswith("reduce_scatter"):
             kind = "reduce_scatter"
         issued.setdefault(flight.group, []).append(
             IssuedCollective(
@@ -225,8 +222,6 @@ def _groups(
                 is_done=flight.is_done,
                 sent=_sent(flight),
                 is_last=flight is flights[-1],
-                # Those before it run in the background, and came from other calls.
-                root=_root(flight.kind, call) if is_own and flight in called else None,
                 is_waited_in=is_own and waits,
             )
         )
@@ -249,14 +244,6 @@ def _sent(flight: Flight) -> str:
     for dtype, count in flight.sent:
         counts[dtype] += count
     return " and ".join(f"{count:,} {dtype}" for dtype, count in counts.items())
-
-
-def _root(kind: str, call: FrameType | None) -> int | None:
-    """The rank that a call gives to or takes from; None where it is unknown."""
-    if call and call.f_code.co_name == kind and kind in ROOT_ROLES:
-        with contextlib.suppress(Exception):  # see Note [Reading a stuck rank]
-            return _peer(call.f_locals, ROOT_ROLES[kind])
-    return None
 
 
 def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:

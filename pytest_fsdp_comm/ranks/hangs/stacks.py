@@ -1,19 +1,16 @@
-"""Describes a rank from outside: its stack, user code first, and what the kernel reports."""
+"""Describes a rank from outside: its stack, user code first."""
 
 from __future__ import annotations
 
 import itertools
 import linecache
-import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from pytest_fsdp_comm.ranks.wire.results import Activity
 from pytest_fsdp_comm.recording.frames import PACKAGE, whose
 from pytest_fsdp_comm.text.words import show_path
 
@@ -63,19 +60,15 @@ def of_test(frames: Iterable[StackFrame]) -> list[StackFrame]:
 
 
 def with_source(frame: StackFrame) -> StackFrame:
-    """Add a frame's line of source."""
-    return replace(frame, code=shortened_code(linecache.getline(frame.path, frame.line)))
+    """Add a frame's line of source, if short, else its beginning."""
+    line = " ".join(linecache.getline(frame.path, frame.line).split())
+    is_long = len(line) > _LONGEST_CODE
+    return replace(frame, code=f"{line[: _LONGEST_CODE - 3]}..." if is_long else line)
 
 
 def with_code(site: str, code: str) -> str:
     """A place and its line of source: ``model.py:9 in forward: lock.acquire()``."""
     return f"{site}: {code}" if site and code else site
-
-
-def shortened_code(text: str, most: int = _LONGEST_CODE) -> str:
-    """A text in one line that fits beside its place."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
@@ -124,44 +117,3 @@ def parse_dump(text: str) -> list[StackFrame]:
         with_source(StackFrame(path=found["path"], line=int(found["line"]), name=found["name"]))
         for found in _FRAME.finditer(text)
     )
-
-
-# Every read of a disk is such a wait; only a lasting one counts.
-_STUCK_AFTER_S: Final = 0.5
-_LOOK_PAUSE_S: Final = 0.02
-# man 5 proc, counted from the state on.
-_THREAD_COUNT, _STARTED = 17, 19
-
-
-def silent_activity(pid: int) -> Activity:
-    """Why a process may be silent; `Activity.SILENT` where the kernel names no reason."""
-    until = time.monotonic() + _STUCK_AFTER_S
-    while (state := _stat(pid)[:1]) == ["D"]:
-        if time.monotonic() > until:
-            return Activity.IN_KERNEL
-        time.sleep(_LOOK_PAUSE_S)
-    return Activity.STOPPED if state in (["T"], ["t"]) else Activity.SILENT
-
-
-def start_time(pid: int) -> str:
-    """When a process started, which tells it from a later one of its number; empty if it ended."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):
-        return ""  # it is gone, or somebody else's by now
-    fields = _stat(pid)
-    if not fields:
-        return "" if sys.platform == "linux" else "unknown"
-    # A zombie has ended, unless the kernel does not release one of its other threads.
-    has_ended = fields[0] in "ZX" and int(fields[_THREAD_COUNT]) <= 1
-    return "" if has_ended else fields[_STARTED]
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of ``/proc/PID/stat`` from the state on; empty where there are none."""
-    try:
-        # The name before it may hold anything, parentheses and spaces included.
-        _, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")
-    except OSError:
-        return []
-    return rest.split()

@@ -10,7 +10,6 @@ from typing import Final, TypeAlias
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.wire.results import (
     PEER_ROLES,
-    ROOT_ROLES,
     Activity,
     GroupPosition,
     IssuedCollective,
@@ -44,8 +43,6 @@ _WHEREABOUTS: Final = {
     Activity.REPORTS: "failed{at}, and {reports} that",
     Activity.HAS_ENDED: "{has} finished the test",
     Activity.HOLDS_GIL: "{holds} the GIL{at}",
-    Activity.STOPPED: "{is} stopped (by SIGSTOP, Ctrl-Z or a debugger)",
-    Activity.IN_KERNEL: "{is} stuck in the kernel (a disk, a file server or a driver)",
     Activity.SILENT: "{does} not respond",
 }
 
@@ -85,7 +82,7 @@ def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
         ended = [one for rank in failed for one in group.issued.get(rank, {}).values()]
         for seq in sorted({one.seq for one in ended if one.is_last}):
             what, own = f"#{seq} of {group.label}", group.issued_as(seq)
-            if _unequal(what, own) or _unlike_roots(own):
+            if _unequal(what, own):
                 return _mismatch(what, own, positions)
     return ""
 
@@ -93,32 +90,20 @@ def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
 def _mismatch(what: str, own: Mapping[int, IssuedCollective], positions: _Positions) -> str:
     kinds = {one.kind for one in own.values()}
     called = f"called {min(kinds)}" if len(kinds) == 1 else "called"
-    # Known of some ranks only: shown where it distinguishes them.
-    shows_root = bool(_unlike_roots(own))
     sent = {
         rank: " ".join(
-            (
-                *([one.kind] if len(kinds) > 1 else []),
-                *([f"of {one.sent}"] if one.sent else []),
-                *([_rooted(one)] if shows_root and one.root is not None else []),
-            )
+            ([one.kind] if len(kinds) > 1 else []) + ([f"of {one.sent}"] if one.sent else [])
         )
         for rank, one in own.items()
     }
     places = {positions[rank].site for rank, one in own.items() if one.is_last} - {""}
     at = f" at {min(places)}" if len(places) == 1 else ""
-    return f"{_contrast(sent, called, called)}, in {what}{at}"
-
-
-def _contrast(texts: Mapping[int, str], verb: str, verb_of_several: str) -> str:
-    """``rank 3 <verb> this, ranks 0-2 that``, the rarest first."""
-    shown, ways, rest = _rarest(texts)
+    shown, ways, rest = _rarest(sent)
     parts = [f"{name_ranks(ranks)} {text}" for ranks, text in shown]
-    ranks, text = shown[0]
-    parts[0] = f"{name_ranks(ranks)} {verb if len(ranks) == 1 else verb_of_several} {text}"
+    parts[0] = f"{name_ranks(shown[0][0])} {called} {shown[0][1]}"
     if rest:
         parts.append(f"{name_ranks(rest)} in {ways} other ways")
-    return ", ".join(parts)
+    return f"{', '.join(parts)}, in {what}{at}"
 
 
 _Folds: TypeAlias = list[tuple[list[int], str]]
@@ -155,7 +140,8 @@ class _Stall:
     missing: frozenset[int]
     absent: Mapping[int, tuple[str, str]]
     """Of the ranks that do not wait in it and have answered, what they did with it, and where."""
-    notes: tuple[str, ...] = ()
+    note: str = ""
+    """What must be equal and differs; empty if nothing does."""
 
 
 # Note [Who waits for whom]: a rank points to those that are missing where it waits, in a collective
@@ -281,8 +267,7 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
         serving = f" for {module}" if module else ""
         text = f"{one.kind} {what}{serving} ({show_nbytes(one.nbytes)})"
         waiting[rank] = _waits(text, positions[rank].site)
-    unequal = _unequal(what, own)
-    notes = unequal or _unlike_roots(own)
+    note = _unequal(what, own)
     elsewhere = [rank for rank in group.ranks if rank not in waiting]
     never = frozenset(rank for rank in elsewhere if rank not in own)
     gone_on = frozenset(rank for rank in elsewhere if rank in own and own[rank].is_done)
@@ -291,7 +276,7 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
         before, more = group.issued.get(rank, {}), ""
         if issued := own.get(rank):
             text = "finished it" if issued.is_done else "issued it"
-            if unequal:
+            if note:
                 more = f" ({issued.kind}, {show_nbytes(issued.nbytes)})"
         else:
             text = "never issued it"
@@ -303,9 +288,9 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
         what=what,
         waiting=waiting,
         # Gloo may let a sender go before its receivers have all: waited for only if nobody else is.
-        missing=never or (frozenset() if notes else gone_on),
+        missing=never or (frozenset() if note else gone_on),
         absent=absent,
-        notes=notes,
+        note=note,
     )
 
 
@@ -327,29 +312,15 @@ def _place(position: Position) -> str:
     return f", and {{is}} at {site}" if site else ""
 
 
-def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
-    """A note on why a collective that all ranks have issued does not end; empty if none."""
+def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> str:
+    """Why a collective that all ranks have issued does not end; empty if unknown."""
     kinds = {one.kind for one in own.values()}
     if len(kinds) > 1:
-        return (f"  these differ: {what} must be the same collective on every rank",)
+        return f"  these differ: {what} must be the same collective on every rank"
     sizes = {one.nbytes for one in own.values()}
     if len(sizes) > 1 and next(iter(kinds)).lstrip("_").startswith(_EQUAL_SIZES):
-        return (f"  the sizes differ: {what} must have the same shape on every rank",)
-    return ()
-
-
-def _unlike_roots(own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
-    roots = {rank: one for rank, one in own.items() if one.root is not None}
-    if len({one.root for one in roots.values()}) <= 1:
-        return ()
-    kind = min(one.kind for one in roots.values())
-    differ = "destinations" if ROOT_ROLES[kind] == "dst" else "sources"
-    to = {rank: _rooted(one) for rank, one in roots.items()}
-    return (f"  the {differ} differ: {_contrast(to, f'{kind}s', kind)}",)
-
-
-def _rooted(one: IssuedCollective) -> str:
-    return f"{'to' if ROOT_ROLES[one.kind] == 'dst' else 'from'} {one.root}"
+        return f"  the sizes differ: {what} must have the same shape on every rank"
+    return ""
 
 
 def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
@@ -379,7 +350,7 @@ def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
     waiting = {rank: text for stall in stalls for rank, text in stall.waiting.items()}
     yield from _told(waiting, dict.fromkeys(waiting, f"{{waits}} in {stalls[0].what}"))
-    yield from dict.fromkeys(note for stall in stalls for note in stall.notes)
+    yield from dict.fromkeys(stall.note for stall in stalls if stall.note)
     absent = {rank: words for stall in stalls for rank, words in stall.absent.items()}
     did = {rank: text for rank, (text, _) in absent.items()}
     # A rank that waits in something else has its place in the line about that.

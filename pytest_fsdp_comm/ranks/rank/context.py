@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import pytest
 
-from pytest_fsdp_comm.options import Backend, RealAxis, Simulation
+from pytest_fsdp_comm.options import DistributedSettings
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.gathering import Exchange  # every session imports this module
@@ -24,19 +23,9 @@ class RankContext:
     local_rank: int
     """This rank on its machine, from 0."""
     local_world_size: int
-    world_size: int
-    ranks: tuple[int, ...]
-    """The ranks that really run; fewer than `world_size` with the fake backend."""
-    backend: Backend
-    simulation: Simulation
-    simulation_splits: tuple[float, ...] | None
-    real: tuple[RealAxis, ...]
-    finds_ranks: bool
+    settings: DistributedSettings
     device: str
     """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
-    timeout_s: float
-    directory: Path
-    """Of the rank set, on this machine; gone after its last test."""
     exchange: Exchange
     store: Any
     """The store of torch on which the ranks make their process group."""

@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from os import getpid
 from pathlib import Path
@@ -55,7 +54,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     WATCHDOG,
     EndTests,
-    Escape,
     RankCommand,
     RankSetSpec,
     RunTest,
@@ -212,16 +210,8 @@ def _context(
         rank=rank,
         local_rank=local_rank,
         local_world_size=launched.local_world_size if launched else settings.world_size,
-        world_size=settings.world_size,
-        ranks=settings.ranks,
-        backend=settings.backend,
-        simulation=settings.simulation,
-        simulation_splits=settings.simulation_splits,
-        real=settings.real,
-        finds_ranks=settings.finds_ranks,
+        settings=settings,
         device=device_of(settings, local_rank),
-        timeout_s=settings.timeout_s,
-        directory=spec.directory,
         exchange=Exchange(texts, rank, settings.ranks),
         store=open_store(spec, launched, timeout_s=timeout_s),
     )
@@ -229,7 +219,7 @@ def _context(
 
 def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
-) -> tuple[tuple[str, ...] | None, Escape | None]:
+) -> tuple[tuple[str, ...] | None, str | None]:
     """Run a test's protocol; return what `TestEnded` calls ``payloads`` and ``escaped``."""
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
@@ -237,7 +227,7 @@ def _run_item(
         # Without payloads: the verdict is known, and the session's state is not.
         message = shortened(str(error))
         name = type(error).__name__
-        return None, Escape(text=f"{name}: {message}" if message else name, at=time.time())
+        return None, f"{name}: {message}" if message else name
     return tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions), None
 
 

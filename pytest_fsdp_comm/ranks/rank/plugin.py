@@ -190,6 +190,7 @@ class RankPlugin:
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         self._has_failed_subtest = False
         context = item.config.stash[RANK_CONTEXT]
+        settings = context.settings
         if self._group is None:
             self._group = join_group(context)
             if not self._shares_random_states:
@@ -198,7 +199,7 @@ class RankPlugin:
                 self._random_states = read_states()
         elif self._random_states is not None:
             restore_states(self._random_states)
-        if context.simulation:
+        if settings.simulation:
             from pytest_fsdp_comm.recording.value_dependence import answers_of_process  # noqa: PLC0415  # torch only where it is needed
             from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # as above
 
@@ -207,13 +208,13 @@ class RankPlugin:
             self._answers.begin({*getattr(item, "fixturenames", ())})
             self._simulation.enter_context(
                 simulated(
-                    answers=context.simulation == "answering",
-                    shares=context.simulation_splits,
+                    answers=settings.simulation == "answering",
+                    shares=settings.simulation_splits,
                     groups=self._real,
                 )
             )
         self._distinct = None
-        if context.finds_ranks:
+        if settings.finds_ranks:
             from pytest_fsdp_comm.simulation.groups import DistinctRanks  # noqa: PLC0415  # as above
 
             self._distinct = DistinctRanks()

@@ -150,22 +150,17 @@ def join_group(context: RankContext) -> object:
                 "test with pytest.mark.skipif(torch.cuda.device_count() < N, reason=...)"
             )
         torch.cuda.set_device(context.local_rank)
-    if context.backend == "fake":
-        join_fake_group(context.rank, context.world_size)
+    settings = context.settings
+    if settings.backend == "fake":
+        join_fake_group(context.rank, settings.world_size)
         return dist.group.WORLD
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if context.backend == "nccl" else "gloo",
-            store=dist.PrefixStore("group", context.store),  # type: ignore[attr-defined]  # as FileStore
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=dt.timedelta(seconds=context.timeout_s + BEYOND_DEADLINE_S),
-        )
-    except RuntimeError as error:
-        problem = gloo_problem(os.environ) if sys.platform == "linux" else ""
-        if problem:
-            raise RuntimeError(f"the ranks cannot connect: {problem}") from error
-        raise
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if settings.backend == "nccl" else "gloo",
+        store=dist.PrefixStore("group", context.store),  # type: ignore[attr-defined]  # as FileStore
+        rank=context.rank,
+        world_size=settings.world_size,
+        timeout=dt.timedelta(seconds=settings.timeout_s + BEYOND_DEADLINE_S),
+    )
     # Making a group is no barrier: a rank that ends right after it breaks those that still connect.
     context.exchange.share("joined")
     return dist.group.WORLD
@@ -173,7 +168,8 @@ def join_group(context: RankContext) -> object:
 
 def real_groups(context: RankContext) -> RealGroups | None:
     """The groups of a simulated rank whose ranks run; None if it has no real axis."""
-    if not context.real:
+    real = context.settings.real
+    if not real:
         return None
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
@@ -181,8 +177,8 @@ def real_groups(context: RankContext) -> RealGroups | None:
 
     # Waits as long as a group: a rank that hangs ends in the supervisor's report.
     store = dist.PrefixStore("simulation", context.store)  # type: ignore[attr-defined]  # as FileStore
-    axes = {axis.name: (axis.size, axis.stride) for axis in context.real}
-    return RealGroups(axes, ranks_along(context.real, [context.rank]), TextStore(store))
+    axes = {axis.name: (axis.size, axis.stride) for axis in real}
+    return RealGroups(axes, ranks_along(real, [context.rank]), TextStore(store))
 
 
 def is_default_group(group: object) -> bool:
@@ -222,9 +218,7 @@ def join_fake_group(rank: int, world_size: int) -> None:
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
-_SIOCGIFFLAGS = 0x8913  # linux/sockios.h
-_SIOCGIFADDR = 0x8915
-_IFF_UP = 0x1  # linux/if.h
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IF_INET6 = Path("/proc/net/if_inet6")
 
 
@@ -237,29 +231,6 @@ def interface_towards(host: str, port: int) -> str | None:
                 probe.connect(address)
                 return _interface_with(probe.getsockname()[0])
     return None
-
-
-def gloo_problem(environment: Mapping[str, str]) -> str:
-    """What keeps gloo from connecting on this machine, and the remedy; empty if nothing known."""
-    name = environment.get(INTERFACE_VARIABLE)
-    up = [one for one in _names() if _is_up(one)]
-    if not up or not name or name in up:
-        return no_network_problem()
-    return (
-        f"{INTERFACE_VARIABLE}={name} names no network interface that is up; set it to one that is "
-        f"({', '.join(up)})"
-    )
-
-
-def no_network_problem() -> str:
-    """What is wrong where no network interface is up, and the remedy; empty if one is."""
-    names = _names() if sys.platform == "linux" else []
-    if not names or any(_is_up(name) for name in names):
-        return ""
-    return (
-        "no network interface of this machine is up, not even lo, and ranks connect over TCP: "
-        "bring lo up (`ip link set lo up`), as `docker run --network none` does too"
-    )
 
 
 def _interface_with(name: str) -> str | None:
@@ -277,12 +248,6 @@ def _interface_with(name: str) -> str | None:
 
 def _names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
-
-
-def _is_up(name: str) -> bool:
-    answer = _ask(name, _SIOCGIFFLAGS)
-    # A sandbox may not tell; then nothing is known to be wrong.
-    return not answer or bool(struct.unpack_from("h", answer, 16)[0] & _IFF_UP)
 
 
 def _ask(name: str, request: int) -> bytes:
@@ -305,24 +270,13 @@ _UNMARKED = """\
 fsdp-comm: this test is not marked as distributed, so it ran in pytest's own process, without ranks
 and without a process group. Mark it, its class or its module:
     @pytest.mark.distributed(world_size=2)"""
-_OWN_GROUP = """\
-A test that needs a group of its own destroys this one first, and names a file for the ranks to
-meet in (with the fixtures dist_info and tmp_path_factory):
-    dist.destroy_process_group()
-    path = tmp_path_factory.getbasetemp().parent / "name of this test alone"
-    store = dist.FileStore(str(path), dist_info.world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=dist_info.rank, world_size=dist_info.world_size
-    )"""
-_SECOND_GROUP = f"""\
-fsdp-comm: each rank of a distributed test has a process group before its first fixture runs, so
-this one would be the second. Remove the call, and the destroy_process_group() that goes with it.
-{_OWN_GROUP}"""
-_DESTROYED = f"""\
+_SECOND_GROUP = """\
+fsdp-comm: each rank of a distributed test has a process group before its first fixture runs, which
+ends with the test. Remove the call, and the destroy_process_group() that goes with it."""
+_DESTROYED = """\
 fsdp-comm: each rank of a distributed test has a process group before its first fixture runs, but
 here it has been destroyed. Remove the call of destroy_process_group(): the group ends with the
-test.
-{_OWN_GROUP}"""
+test."""
 
 
 def add_remedy(error: BaseException, item: pytest.Item) -> None:

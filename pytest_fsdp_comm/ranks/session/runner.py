@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -45,11 +44,10 @@ from pytest_fsdp_comm.ranks.session.recorded import (
     replay_warnings,
 )
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
-from pytest_fsdp_comm.ranks.session.supervision import Supervision, UnendedRank
+from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.start.ending import (
     HURRIED_S,
-    LAST_LOOK_S,
     PATIENCE_S,
     has_vanished,
     make_session_directory,
@@ -66,8 +64,6 @@ from pytest_fsdp_comm.ranks.start.spawn import end_openmp_threads, spawn_server,
 from pytest_fsdp_comm.ranks.wire.messages import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import RankResult
 from pytest_fsdp_comm.text.codec import load_tagged
-
-_LOOK_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +108,6 @@ class RankRunner:
         self._was_quit = False
         self._random_state: object = None
         self._problems: list[str] = []
-        self._unended: list[UnendedRank] = []
         self._unpreparable = ""
         # Why ranks are started as new processes; empty if they are forked.
         self._fallback_reason = ""
@@ -171,10 +166,7 @@ class RankRunner:
         self._start_base()
         if status is None:
             return "has ended"
-        if status < 0:
-            hint = " (out of memory?)" if -status == signal.SIGKILL else ""
-            return f"was killed by signal {-status}{hint}"
-        return f"ended with exit status {status}"
+        return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
     def _gpus(self) -> tuple[str, ...]:
         settings = (item.stash.get(SETTINGS, None) for item in self._session.items)
@@ -218,31 +210,18 @@ class RankRunner:
         """End every process and remove what they shared."""
         was_interrupted = self._session.exitstatus == pytest.ExitCode.INTERRUPTED
         try:
-            self._end_ranks(HURRIED_S if was_interrupted else PATIENCE_S, is_reported=False)
+            self._end_ranks(is_hurried=was_interrupted)
         finally:
             # Also where xdist interrupts a worker whose session has ended; the server cannot do it
             # while this process still counts as a user of what it would remove.
             self._close_base()
-        self._problems += self._look_for_unended()
-        self._write_problems()
+        # What no test's report can hold.
+        for problem in self._problems:
+            shown = printable(problem, "\n")
+            sys.stderr.write(f"fsdp-comm: {shown}\n")
         for descriptor in self._terminal:
             os.close(descriptor)
         self._terminal = ()
-
-    def _look_for_unended(self) -> list[str]:
-        until = time.monotonic() + LAST_LOOK_S
-        while left := [rank for rank in self._unended if rank.is_there()]:
-            if time.monotonic() > until:
-                break
-            time.sleep(_LOOK_PAUSE_S)
-        return [rank.describe("could not be killed") for rank in left]
-
-    def _write_problems(self) -> None:
-        """Write what no test's report can hold: which processes are left."""
-        problems, self._problems = self._problems, []
-        for problem in problems:
-            shown = printable(problem, "\n")
-            sys.stderr.write(f"fsdp-comm: {shown}\n")
 
     def _prepare_ranks(self) -> RunRank:
         name_missing_gpu()
@@ -278,7 +257,7 @@ class RankRunner:
             except BadValueError as problem:
                 self._problems.append(f"@pytest.mark.{MARKER_NAME}: {problem}")
                 return results
-            self._end_ranks(PATIENCE_S)
+            self._end_ranks()
             results = self._run_once(item, nextitem)
         return results
 
@@ -309,10 +288,10 @@ class RankRunner:
             )
         except BaseException:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
-            self._end_ranks(HURRIED_S, is_reported=False)
+            self._end_ranks(is_hurried=True)
             raise
         if not keeps:
-            self._end_ranks(PATIENCE_S)
+            self._end_ranks()
         return results
 
     def _gives_up_slots(self, kept: Supervision, nextitem: pytest.Item | None) -> bool:
@@ -348,7 +327,7 @@ class RankRunner:
             kept.begin_next(index, self._next_test(nextitem, item))
             return kept
         # Before waiting for slots: kept ranks hold some.
-        self._end_ranks(PATIENCE_S)
+        self._end_ranks()
         if self._base is not None and self._base.server.has_died:
             if self._launched:
                 raise _NotStartedError("a rank was lost before")
@@ -365,7 +344,7 @@ class RankRunner:
     def _lose_ranks(
         self, item: pytest.Item, error: ServerDiedError | _NotStartedError
     ) -> dict[int, RankResult]:
-        self._end_ranks(PATIENCE_S)
+        self._end_ranks()
         if isinstance(error, _NotStartedError):
             text = f"could not be started: {error}"
         elif reason := str(error):
@@ -386,6 +365,7 @@ class RankRunner:
         self._base.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir()
         config, settings = self._session.config, item.stash[SETTINGS]
+        debugged = config.stash[OPTIONS].pdb_rank
         next_test = NextTest() if self._fallback_reason else self._next_test(nextitem, item)
         with self._base.slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
             spec = RankSetSpec(
@@ -399,25 +379,19 @@ class RankRunner:
                 store_prefix=f"{directory.parent.name}/{directory.name}",
                 terminal=self._terminal,
                 foreground=os.getpgrp(),
-                debugged_rank=_debugged_rank(config, settings),
+                debugged_rank=settings.ranks[0] if debugged is None else debugged,
                 slots=grant.files,
                 gpus=grant.gpus,
             )
             connections = self._base.server.start_ranks(spec)
         return Supervision(spec, self._base.server, connections)
 
-    def _end_ranks(self, within_s: float, *, is_reported: bool = True) -> None:
-        """End the rank set; if `is_reported`, the next report names ranks that do not go."""
+    def _end_ranks(self, *, is_hurried: bool = False) -> None:
+        """End the rank set; unless hurried, the next report names ranks that do not go."""
         ended, self._kept = self._kept, None
         if ended is not None:
-            problems, unended = ended.end(within_s)
-            self._problems += problems
-            self._unended += unended
-            if is_reported:
-                self._problems += [
-                    f"{rank.describe('has not ended')} Later tests get new ranks."
-                    for rank in unended
-                ]
+            problems, unended = ended.end(HURRIED_S if is_hurried else PATIENCE_S)
+            self._problems += problems if is_hurried else [*problems, *unended]
 
     def _extended(
         self,
@@ -456,11 +430,6 @@ class RankRunner:
 
 def _module(item: pytest.Item) -> pytest.Module | None:
     return item.getparent(pytest.Module)
-
-
-def _debugged_rank(config: pytest.Config, settings: DistributedSettings) -> int:
-    chosen = config.stash[OPTIONS].pdb_rank
-    return settings.ranks[0] if chosen is None else chosen
 
 
 def _echoes(config: pytest.Config) -> tuple[str, ...]:

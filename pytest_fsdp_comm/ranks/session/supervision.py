@@ -7,12 +7,12 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TypeAlias
 
-from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack, silent_activity, start_time
+from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
 from pytest_fsdp_comm.ranks.session.progress import Echo, Progress
 from pytest_fsdp_comm.ranks.start.ending import remove_directory
@@ -60,32 +60,6 @@ _STALLS_S = 5.0
 _DRAINED_MESSAGES = 1000
 
 _Channel: TypeAlias = Channel[RankMessage]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnendedRank:
-    """A rank whose process was killed, and did not go."""
-
-    name: str
-    pid: int
-    started: str
-    """As `start_time` gives it."""
-    killed_at: float
-    """`time.monotonic`."""
-
-    def is_there(self) -> bool:
-        """Whether the process still exists."""
-        return start_time(self.pid) == self.started
-
-    def describe(self, what: str) -> str:
-        """Say what is wrong, such as ``has not ended``, and where to look for the cause."""
-        after_s = time.monotonic() - self.killed_at
-        return (
-            f"{self.name} {what}: its process {self.pid} still exists {after_s:.0f} s after "
-            "SIGKILL.\n"
-            f"Is a driver or a file server not responding? /proc/{self.pid}/stack (readable as "
-            "root) shows what it waits for."
-        )
 
 
 class Supervision:
@@ -207,10 +181,9 @@ class Supervision:
         expected = self._next_test
         return not expected.is_none and expected.index in {None, item_index}
 
-    def end(self, within_s: float) -> tuple[list[str], list[UnendedRank]]:
-        """Kill the rank set; return kept fixtures' problems, and the ranks not gone in time."""
+    def end(self, within_s: float) -> tuple[list[str], list[str]]:
+        """Kill the rank set; return the problems of kept fixtures, and of ranks that do not go."""
         problems = self._late_problems()
-        killed_at = time.monotonic()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
             unended = self.server.end_ranks(
@@ -222,14 +195,11 @@ class Supervision:
             self._selector.close()
         remove_directory(self.spec.directory)
         return problems, [
-            UnendedRank(
-                name=f"rank {rank} of {self.spec.nodeid}",
-                pid=pid,
-                started=started,
-                killed_at=killed_at,
-            )
+            f"rank {rank} of {self.spec.nodeid} has not ended: its process {pid} still exists "
+            f"{within_s:.0f} s after SIGKILL.\n"
+            f"Is a driver or a file server not responding? /proc/{pid}/stack (readable as root) "
+            "shows what it waits for. Later tests get new ranks."
             for rank, pid in unended.items()
-            if (started := start_time(pid))  # otherwise it has ended just now
         ]
 
     def _late_problems(self) -> list[str]:
@@ -278,12 +248,6 @@ class Supervision:
         if not events or any(key.fileobj is self.server for key, _ in events):
             self._note_ends()
         self._echo.copy()
-
-    def _unread_from(self, rank: int, stream: str) -> int:
-        """From which byte of a log on no report holds what the rank printed."""
-        reports = self._results[rank].reports
-        reported = reports[-1].nbytes_reported if reports else {}
-        return reported.get(stream, self._log_starts.get((rank, stream), 0))
 
     def _note_ends(self) -> None:
         for rank, status in self.server.exit_statuses().items():
@@ -340,10 +304,8 @@ class Supervision:
                 result.payloads = message.payloads
                 result.further_ranks = message.further_ranks
                 result.can_run_another = message.can_run_another
-                escape = message.escaped
-                result.escaped, result.ended_at = (
-                    (escape.text, escape.at) if escape else (None, None)
-                )
+                result.escaped = message.escaped
+                result.ended_at = time.time() if message.escaped else None
                 result.is_done = True
             case TestsEnded():
                 self._have_ended_tests.add(result.rank)
@@ -385,29 +347,22 @@ class Supervision:
             if result.position is None and result.is_done:
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
 
-    def _dump_stacks(self, silent: Iterable[RankResult]) -> None:
+    def _dump_stacks(self, silent: Collection[RankResult]) -> None:
         """Find out where ranks are whose watchdog cannot run; see Note [Locating ranks]."""
-        pids = self.server.pids
-        activities = {
-            one.rank: silent_activity(pids[one.rank]) if one.rank in pids else Activity.SILENT
-            for one in silent
-        }
-        can_dump = [one for one in silent if activities[one.rank] is Activity.SILENT]
-        for result in can_dump:
+        for result in silent:
             self.server.send_signal(result.rank, signal.SIGUSR1)
         until = time.monotonic() + _DUMP_S
         dumped = {}
         for result in silent:
-            path = self.spec.stacks_path(result.rank)
-            frames = read_dump(path, until=until) if result in can_dump else []
+            frames = read_dump(self.spec.stacks_path(result.rank), until=until)
             place = next((frame for frame in frames if frame.is_users), None)
             dumped[result.rank] = Position(
                 site=place.site if place else "",
                 code=place.code if place else "",
                 stack=show_stack(frames),
-                activity=Activity.HOLDS_GIL if frames else activities[result.rank],
+                activity=Activity.HOLDS_GIL if frames else Activity.SILENT,
             )
-        self._ask(can_dump, within_s=_ANSWER_S, with_groups=True)
+        self._ask(silent, within_s=_ANSWER_S, with_groups=True)
         for result in silent:
             if result.position is None or result.position.site != dumped[result.rank].site:
                 result.position = dumped[result.rank]
@@ -455,7 +410,9 @@ class Supervision:
                     contextlib.suppress(FileNotFoundError),
                     self.spec.log_path(rank, stream).open("rb") as file,
                 ):
-                    start = self._unread_from(rank, stream)
+                    # From where on no report holds what the rank printed.
+                    reported = result.reports[-1].nbytes_reported if result.reports else {}
+                    start = reported.get(stream, self._log_starts.get((rank, stream), 0))
                     end = os.fstat(file.fileno()).st_size
                     if end > start:
                         result.unreported[stream] = read_kept(file.fileno(), [(start, end)])

@@ -82,11 +82,6 @@ class _Failure:
         has_raised = self.report is not None
         return self.at == math.inf, self.is_echo, self.is_echo and has_raised, self.at
 
-    @property
-    def raised(self) -> str:
-        """How pytest shows what the rank raised; empty if it died."""
-        return "" if self.report is None else str(self.report.longrepr)
-
 
 def merge_reports(
     item: pytest.Item, results: Mapping[int, RankResult], load: LoadReport, *, timeout_s: float
@@ -332,7 +327,8 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
     what = first.text if first.report is None else f"failed: {first.text}"
     if len(alike) > 1 and what.startswith("was "):
         what = f"were {what.removeprefix('was ')}"
-    lines = [mismatch, f"{name_ranks(alike)} {what}", story, first.raised]
+    raised = "" if first.report is None else str(first.report.longrepr)
+    lines = [mismatch, f"{name_ranks(alike)} {what}", story, raised]
     return _new_report(item, first.when, "\n".join(filter(None, lines)))
 
 

@@ -21,8 +21,6 @@ PATIENCE_S: Final = 10.0
 """How long killed ranks have to be gone: the kernel frees much memory slowly on a busy machine."""
 HURRIED_S: Final = 0.3
 """The same where the session was interrupted, and its user waits."""
-LAST_LOOK_S: Final = 3.0
-"""How long, at the very end of a session, those have that were not gone until then."""
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1

@@ -87,22 +87,13 @@ class Debugging:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Escape:
-    """An exception that went through pytest's protocol and ended the test."""
-
-    text: str
-    at: float
-    """`time.time` on the rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TestEnded:
     """The rank has finished the test, and waits for another one."""
 
     payloads: tuple[str, ...] | None
     """What each extension carries out, as its `payload_type` is dumped; None after an escape."""
-    escaped: Escape | None
-    """None if pytest's protocol returned."""
+    escaped: str | None
+    """The exception that went through pytest's protocol; None if it returned."""
     further_ranks: tuple[int, ...] = ()
     """Ranks that have to run as well, so that the test runs again on all of them."""
     can_run_another: bool = True

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-ROOT_ROLES: Final = {"broadcast": "src", "gather": "dst", "reduce": "dst", "scatter": "src"}
-"""How torch calls the one rank that a collective gives to, or takes from."""
 PEER_ROLES: Final = {"recv": "src", "send": "dst"}
-"""Likewise of calls between two ranks."""
+"""How torch calls the other rank of a call between two."""
 
 
 class Activity(StrEnum):
@@ -22,10 +20,6 @@ class Activity(StrEnum):
     HAS_ENDED = "has ended"
     HOLDS_GIL = "holds the GIL"
     """None of its threads can run Python code; only its site is known, from its stack."""
-    STOPPED = "stopped"
-    """A signal or a debugger has stopped the process."""
-    IN_KERNEL = "in the kernel"
-    """The kernel does not release it: a disk, a file server or a driver does not respond."""
     SILENT = "silent"
     """It lives, and did not answer in time."""
 
@@ -51,8 +45,6 @@ class IssuedCollective:
     """The rank's input in words, such as ``4 float32``."""
     is_last: bool = False
     """Whether the rank has issued none after it, on any group."""
-    root: int | None = None
-    """The rank that it gives to or takes from; None if there is none, or the call is over."""
     is_waited_in: bool = False
     """Whether the main thread waits for it; False if done or in background."""
 

@@ -143,7 +143,6 @@ def test_an_error_about_the_ranks_own_group_says_what_to_do(session):
         told = error(session, name)
         assert of_ranks in told
         assert remedy in told
-        assert "store = dist.FileStore(str(path), dist_info.world_size)" in told
     assert "fsdp-comm" not in error(session, "test_other_error")
 
 

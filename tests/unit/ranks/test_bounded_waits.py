@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_fsdp_comm.ranks.hangs.stacks import start_time
 from pytest_fsdp_comm.ranks.start import ending, fork_server
 from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
@@ -149,45 +147,6 @@ def test_a_child_that_does_not_end_is_not_waited_for():
     with pytest.raises(ChildProcessError):
         ending.await_end(child.pid, within_s=10)
     child.returncode = -signal.SIGKILL
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_process_is_told_from_a_dead_one_and_from_a_later_one_of_its_number():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = start_time(child.pid)
-    assert started == start_time(child.pid) != ""
-    assert started != start_time(os.getpid())
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    # Dead, but not waited for, which is the parent's to do.
-    assert start_time(child.pid) == ""
-    child.wait()
-    child.stdin.close()
-    assert start_time(child.pid) == ""
-
-
-EXIT_OF_THREAD = {"x86_64": 60, "aarch64": 93}  # asm/unistd.h
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in EXIT_OF_THREAD, reason="calls the kernel"
-)
-def test_a_process_of_which_a_thread_remains_is_there():
-    code = (
-        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(1000,)).start();"
-        f"ctypes.CDLL(None).syscall({EXIT_OF_THREAD[platform.machine()]}, 0)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code])
-    stat = Path(f"/proc/{child.pid}/stat")
-    try:
-        until = time.monotonic() + 20
-        while stat.read_text().rpartition(") ")[2][:1] != "Z":
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        assert start_time(child.pid)
-    finally:
-        child.kill()
-        child.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts orphans")

@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_comm.ranks.rank import process_group as network
-from pytest_fsdp_comm.ranks.rank.process_group import (
-    gloo_problem,
-    interface_towards,
-    no_network_problem,
-)
+from pytest_fsdp_comm.ranks.rank.process_group import interface_towards
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -41,54 +37,3 @@ def test_addresses_of_both_kinds_lead_to_their_interface(monkeypatch, tmp_path):
     assert network._interface_with("fd00::8") is None
     assert network._interface_with("::1") == "lo"
     assert network._interface_with("203.0.113.9") is None
-
-
-@pytest.fixture
-def interfaces(monkeypatch):
-    """A machine whose interfaces are up or not."""
-
-    def interfaces(**up):
-        monkeypatch.setattr(network, "_names", lambda: list(up))
-        monkeypatch.setattr(network, "_is_up", up.__getitem__)
-
-    return interfaces
-
-
-@pytest.mark.parametrize("name", ["lo", "eth0"])
-def test_an_interface_that_is_up_is_no_problem(interfaces, name):
-    interfaces(lo=True, eth0=True)
-    assert gloo_problem({"GLOO_SOCKET_IFNAME": name}) == ""
-    assert no_network_problem() == ""
-
-
-def test_a_sandbox_that_tells_nothing_has_no_problem(interfaces):
-    assert network._is_up("no-such-interface")
-    interfaces()
-    assert no_network_problem() == ""
-
-
-def test_a_machine_without_network_is_told_to_bring_lo_up(interfaces):
-    interfaces(lo=False, eth0=False)
-    assert gloo_problem({"GLOO_SOCKET_IFNAME": "lo"}) == no_network_problem()
-    assert no_network_problem().startswith(
-        "no network interface of this machine is up, not even lo"
-    )
-    assert "`ip link set lo up`" in no_network_problem()
-
-
-@pytest.mark.parametrize("name", ["ib0", "lo"], ids=["missing", "down"])
-def test_interface_that_is_not_up_is_named(interfaces, name):
-    interfaces(lo=False, eth0=True, eth1=True)
-    assert gloo_problem({"GLOO_SOCKET_IFNAME": name}) == (
-        f"GLOO_SOCKET_IFNAME={name} names no network interface that is up; set it to one that is "
-        "(eth0, eth1)"
-    )
-
-
-def test_this_machine_has_an_interface_that_is_up():
-    # What the kernel shows elsewhere.
-    shown = [path.parent.name for path in Path("/sys/class/net").glob("*/flags")
-             if int(path.read_text(), 16) & 1]  # fmt: skip
-    assert [name for name in network._names() if network._is_up(name)] == sorted(
-        shown, key=socket.if_nametoindex
-    )

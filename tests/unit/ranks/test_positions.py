@@ -2,18 +2,14 @@
 
 import ast
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 
-import pytest
-
 from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.ranks.hangs.position import _stack, is_waiting, read_position
-from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, silent_activity
+from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
 from pytest_fsdp_comm.ranks.rank import main
 from pytest_fsdp_comm.ranks.wire.results import Activity
 
@@ -210,14 +206,3 @@ def test_a_stack_shows_user_code_and_no_more_of_it_than_is_read():
     # Who calls pytest.main() is no code of the test.
     entry, program = frame(main.__file__), frame("/me/program.py")
     assert of_test([*users, frame(own), entry, program]) == [*users, frame(own)]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
-def test_a_stopped_process_is_stopped_and_a_sleeping_one_is_not():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert silent_activity(process.pid) is Activity.SILENT
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert silent_activity(process.pid) is Activity.STOPPED
-        process.kill()
-    assert silent_activity(process.pid) is Activity.SILENT

@@ -13,7 +13,6 @@ from pytest_fsdp_comm.ranks.wire.results import (
     RankResult,
     Stopped,
 )
-from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -223,13 +222,6 @@ def test_output_of_every_rank_is_shown_and_folded(merge):
         (f"{title} (ranks 0-1)", "same\n"),
         (f"{title} (rank 2)", "other\n"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "name"), [([2], "rank 2"), ([0, 1, 2], "ranks 0-2"), ([0, 2, 3], "ranks 0, 2-3")]
-)
-def test_consecutive_ranks_are_named_as_a_range(ranks, name):
-    assert name_ranks(ranks) == name
 
 
 DUMP = """\
