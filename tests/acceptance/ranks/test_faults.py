@@ -4,12 +4,10 @@ All faults run in one session, each followed by a healthy test.
 """
 
 import re
-import signal
-import time
 from dataclasses import dataclass
 
 import pytest
-from running import command_lines, start, wait_for
+from running import command_lines, start
 
 PRELUDE = """
 import os, re, resource, signal, subprocess, sys, threading, time, warnings
@@ -266,39 +264,6 @@ class Session:
             re.split(r"^(?:_{3,} .* _{3,}|={3,} .* ={3,})$", p, flags=re.MULTILINE)[0]
             for p in parts
         )
-
-
-ENDLESS = """
-import pathlib, time
-import pytest
-
-@pytest.mark.distributed(world_size=2)
-def test_endless(dist_info):
-    pathlib.Path(f"started{dist_info.rank}").touch()
-    time.sleep(1000)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_an_interrupted_or_killed_session(tmp_path, number):
-    (tmp_path / "test_endless.py").write_text(ENDLESS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    # Not ignored, as a shell has it for what it runs in the background.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    session = start(tmp_path, "test_endless.py")
-    signal.signal(signal.SIGINT, before)
-    wait_for(lambda: len(list(tmp_path.glob("started*"))) == 2, timeout_s=60)
-    sent_at = time.monotonic()
-    session.send_signal(number)
-    output, _ = session.communicate(timeout=20)
-    wait_for(lambda: not list(tmp_path.glob("fsdp-comm*")), timeout_s=10)
-    wait_for(
-        lambda: not [line for line in command_lines() if "test_endless.py" in line], timeout_s=10
-    )
-    assert time.monotonic() - sent_at < 15.0  # not the deadline of 120 s
-    if number == signal.SIGINT:
-        assert session.returncode == pytest.ExitCode.INTERRUPTED
-        assert "KeyboardInterrupt" in output
 
 
 @pytest.mark.parametrize("name", FAULTS)

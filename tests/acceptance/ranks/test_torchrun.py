@@ -225,17 +225,6 @@ FAULTS = {
             r"Captured stdout call \(rank 1\) -+\nseen by 1",
         ),
     ),
-    "skip_one": Fault(
-        body="if rank() == 1: pytest.skip('only me')",
-        says=(r"ranks disagree about the outcome: rank 0 passed; rank 1 skipped \(only me\)",),
-    ),
-    "setup_error": Fault(
-        before="@pytest.fixture\ndef failing():\n    if rank() == 1: raise OSError('no disk')\n",
-        arguments="failing",
-        body="dist.barrier()",
-        outcome="error",
-        says=("OSError: no disk", "rank 1 failed first"),
-    ),
     # More than the store takes in one piece.
     "much_output": Fault(
         body="print('x' * (9 << 20))\n    assert rank() != 1, 'told'", says=("told",)
@@ -674,60 +663,3 @@ def test_two_hosts_report_and_record_as_one(hosts, forked, tmp_path):
     files = {name: text for name, text in snapshots(forked).items() if ".ws2." in name}
     assert snapshots(path) == files
     assert len(files) == 2
-
-
-SUBTESTS = """
-import unittest
-{marker}
-def test_mixed(subtests):
-    with subtests.test("fine", i=1):
-        pass
-    with subtests.test("bad", i=(1, 2)):
-        assert {condition}, "no"
-    with subtests.test("skipped"):
-        pytest.skip("later")
-    {wait}
-{marker}
-class TestUnittest(unittest.TestCase):
-    def test_failing(self):
-        for i in range(2):
-            with self.subTest("m", i=i):
-                self.assertEqual(i, 1)
-{marker}
-def test_forks():
-    if (pid := os.fork()) == 0:
-        return
-    os.waitpid(pid, 0)
-    assert 0, "the parent goes on"
-"""
-
-
-@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest 9 has subtests")
-def test_subtests_and_forked_children_count_as_without_a_launcher(
-    start_alone, start_by_variables, tmp_path
-):
-    alone = project(
-        tmp_path / "alone",
-        SUBTESTS.format(marker="", condition="0", wait="pass").replace("return", "os._exit(0)"),
-    )
-    arguments = ("-rA", "--junitxml=junit.xml", "-W", "ignore")
-    plain = end(start_alone(alone, *arguments))
-    marker = "@pytest.mark.distributed(timeout_s=60)"
-    launched = project(
-        tmp_path / "launched",
-        # A failed subtest ends neither its rank nor the others.
-        SUBTESTS.format(marker=marker, condition="rank() == 0", wait="time.sleep(1.5)"),
-    )
-    ours, _ = map(end, start_by_variables(launched, *arguments))
-
-    def counts(text):
-        return re.sub(r" in [\d.]+s.*", "", text.strip().splitlines()[-1]).strip("= ")
-
-    assert counts(ours.out) == counts(plain.out), ours.out
-    assert counts(plain.out) == "4 failed, 1 passed", plain.out
-    assert "rank 1 failed first\nrank 0 did not fail" in ours.out
-    assert "SUBFAILED[bad] (i=(1, 2)) test_it.py::test_mixed - rank 1: AssertionError" in ours.out
-    assert "AssertionError: the parent goes on" in ours.out
-    assert [len(case) for case in junit_cases(launched)] == [
-        len(case) for case in junit_cases(alone)
-    ]
