@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import time
 from os import getpid
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from pytest_fsdp_comm.errors import RanksDivergedError
+from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
@@ -60,9 +59,7 @@ class TextStore:
     def _check_directory(self) -> None:
         # A `FileStore` would wait for it until its timeout.
         if self._directory is not None and not self._directory.exists():
-            raise FileNotFoundError(
-                errno.ENOENT, "ranks exchange what they have here", str(self._directory)
-            )
+            raise FsdpCommError(f"the directory of the ranks is gone: {self._directory}")
 
 
 class Exchange:
@@ -117,7 +114,7 @@ class Exchange:
     def leave(self) -> None:
         """Announce that this rank makes no more comparisons; do nothing in a forked process."""
         if getpid() == self._pid:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(FsdpCommError):
                 self._texts.put(f"left.{self._rank}", "")
 
     # `ranks.hangs.position` reads its name and locals to find which rank this one waits for.

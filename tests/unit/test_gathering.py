@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
-from pytest_fsdp_comm.errors import RanksDivergedError
+from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
 from pytest_fsdp_comm.gathering import Exchange, TextStore, gather_alike
 
 
@@ -169,5 +169,5 @@ def test_a_directory_that_vanished_is_named(tmp_path):
     store.put("name", "text")
     shutil.rmtree(directory)
     for call in (partial(store.put, "other", ""), partial(store.has, "name")):
-        with pytest.raises(FileNotFoundError, match=str(directory)):
+        with pytest.raises(FsdpCommError, match=str(directory)):
             call()
