@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Final, Literal
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Cost
@@ -28,11 +28,6 @@ MARKS: Final[dict[Mark, tuple[str, str]]] = {
 
 _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
-_Owners: TypeAlias = tuple[str | None, ...]
-_Place: TypeAlias = tuple[str | None, RowKey]
-"""Owner and key of a row."""
-_Value = TypeVar("_Value")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRow:
@@ -44,7 +39,7 @@ class SideRow:
     """Empty if nothing of it was recorded."""
     key: RowKey | None = None
     """None for a line."""
-    owners: _Owners = ()
+    owners: tuple[str | None, ...] = ()
     """In natural order; empty for a line."""
 
     @property
@@ -57,15 +52,27 @@ class SideRow:
 
 def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
     """Put the rows of `comparable` profiles side by side, in each phase first those that differ."""
-    before, after = ({at: _amounts(rows) for at, rows in _by_place(s.rows)} for s in (old, new))
+    places: defaultdict[tuple[str | None, RowKey], tuple[list[str], list[str]]]
+    places = defaultdict(lambda: ([], []))
     # What is gone comes last among its kind.
-    places = sorted(dict.fromkeys((*after, *before)), key=lambda at: SUBJECTS.index(at[1].subject))
-    both = {at: (before.get(at, ""), after.get(at, "")) for at in places}
-    rows = [
-        SideRow(before=was, after=now, key=key, owners=owners)
-        for key, owners, (was, now) in _fold_owners(both)
-    ]
-    rows.sort(key=lambda row: (_PHASES[row.key.phase] if row.key else 0, row.mark == "same"))
+    for side, profile in ((1, new), (0, old)):
+        for row in profile.rows:
+            places[row.owner, row.key][side].append(_amount(row))
+    # Modules that have the same on both sides share a row.
+    owners_of: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
+    for (owner, key), (before, after) in places.items():
+        owners_of[key, " / ".join(before), " / ".join(after)].append(owner)
+    rows = []
+    for (key, was, now), owners in owners_of.items():
+        owners.sort(key=lambda owner: (owner is None, natural_key(owner or "")))
+        rows.append(SideRow(before=was, after=now, key=key, owners=tuple(owners)))
+    rows.sort(
+        key=lambda row: (
+            (_PHASES[row.key.phase], row.mark == "same", SUBJECTS.index(row.key.subject))
+            if row.key
+            else (0, False, 0)
+        )
+    )
     return rows
 
 
@@ -93,31 +100,9 @@ def differing_modules(rows: Iterable[SideRow]) -> set[str | None]:
     }
 
 
-def _by_place(rows: Iterable[Row]) -> Iterable[tuple[_Place, list[Row]]]:
-    found: defaultdict[_Place, list[Row]] = defaultdict(list)
-    for row in rows:
-        found[row.owner, row.key].append(row)
-    return found.items()
-
-
-def _fold_owners(values: Mapping[_Place, _Value]) -> Iterator[tuple[RowKey, _Owners, _Value]]:
-    """Each key and value once, with all owners that have it."""
-    alike: defaultdict[tuple[RowKey, _Value], list[str | None]] = defaultdict(list)
-    for (owner, key), value in values.items():
-        alike[key, value].append(owner)
-    for (key, value), owners in alike.items():
-        owners.sort(key=lambda owner: (owner is None, natural_key(owner or "")))
-        yield key, tuple(owners), value
-
-
-def _amounts(rows: Iterable[Row]) -> str:
-    return " / ".join(
-        f"{_calls(row)} on {name_ranks(row.ranks)}" if row.ranks else _calls(row) for row in rows
-    )
-
-
-def _calls(row: Row) -> str:
-    return ", ".join(map(show_calls, row.calls))
+def _amount(row: Row) -> str:
+    calls = ", ".join(map(show_calls, row.calls))
+    return f"{calls} on {name_ranks(row.ranks)}" if row.ranks else calls
 
 
 def show_calls(calls: Calls) -> str:
