@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
@@ -30,14 +30,6 @@ from pytest_fsdp_comm.options import (
 )
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import closest, did_you_mean
-
-# What other tools call the arguments.
-_ALIASES: Final = {
-    "nprocs": "world_size",
-    "n": "world_size",
-    "num_ranks": "world_size",
-    "timeout": "timeout_s",
-}
 
 
 def world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:
@@ -201,10 +193,9 @@ def _parse_arguments(mark: pytest.Mark) -> dict[str, Any]:
         )
     for name in mark.kwargs:
         if name not in MARKER_ARGUMENTS:
-            meant = _ALIASES.get(name) or closest(name, MARKER_ARGUMENTS)
             raise BadValueError(
                 f"unknown argument {name!r}; allowed are {', '.join(MARKER_ARGUMENTS)}"
-                f"{did_you_mean(meant)}"
+                f"{did_you_mean(closest(name, MARKER_ARGUMENTS))}"
             )
     if mark.args and "world_size" in mark.kwargs:
         raise BadValueError("world_size is given twice, by position and by name")

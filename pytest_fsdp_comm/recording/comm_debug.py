@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from abc import ABC, abstractmethod
@@ -34,12 +35,7 @@ from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.dtensors import is_dtensor
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
-from pytest_fsdp_comm.recording.owners.module_names import (
-    ModuleNames,
-    clean_fqn,
-    has_forward,
-    named_modules,
-)
+from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn, has_forward
 from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
 
 GLOBAL: Final = "Global"
@@ -110,28 +106,8 @@ class ModuleTrace:
     """Callers first, in order of first operations; untraced, all with a forward, as registered."""
     keys: Callable[[str], tuple[str, ...]]
     """By an owner's FQN, CommDebugMode's names of it and of callables around it, from outside."""
-    operations: Callable[[], Iterator[tuple[str, dict[str, Any]]]] | None = None
-    """Makes each operation's module name and dictionary, in dispatch order; None if untraced."""
-
-
-# A tuple for each of the many operations, and CommDebugMode's dictionary only where a test looks.
-_Noted = tuple["TracedModule | None", Any, bool, bool, tuple[Any, ...]]
-
-
-def _operation_dicts(operations: Iterable[_Noted]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for seen, func, is_backward, is_recompute, dtensors in operations:
-        shapes, placements, mesh = dtensors or ((), (), "")
-        yield (
-            GLOBAL if seen is None else seen.name,
-            {
-                "name": func,
-                "input_shape": [*shapes],
-                "input_sharding": [*placements],
-                "device_mesh": mesh,
-                "is_bw": is_backward,
-                "is_activation_checkpointing": is_recompute,
-            },
-        )
+    operations: Sequence[tuple[str, dict[str, Any]]] | None = None
+    """Each operation's module name and dictionary, in dispatch order; None if untraced."""
 
 
 class ModuleTracer:
@@ -145,7 +121,7 @@ class ModuleTracer:
         mode_of = upstream.look_up("torch", "torch._C", "_get_dispatch_mode", use)
         key: Any = upstream.look_up("torch", "torch._C", "_TorchDispatchModeKey", use)
         self._fake_mode: Callable[[], Any] = functools.partial(mode_of, key.FAKE)
-        self._operations: list[_Noted] = []
+        self._operations: list[tuple[TracedModule | None, dict[str, Any]]] = []
         self._seen: dict[int, TracedModule] = {}  # by identity, valid while the module lives
         self._called: dict[TracedModule, None] = {}
 
@@ -165,13 +141,16 @@ class ModuleTracer:
         # An operation on fake tensors does nothing: DTensor runs it to learn what it would return.
         if dtensor_args is None and self._fake_mode() is not None:
             return
-        dtensors: tuple[Any, ...] = ()
-        if dtensor_args is not None:
-            found = [arg for arg in dtensor_args if is_dtensor(arg)]
-            mesh = str(found[-1].device_mesh) if found else ""
-            dtensors = ([arg.shape for arg in found], [arg.placements for arg in found], mesh)
-        is_recompute = is_backward and running is not None
-        self._operations.append((seen, func, is_backward, is_recompute, dtensors))
+        found = [arg for arg in dtensor_args or () if is_dtensor(arg)]
+        operation = {
+            "name": func,
+            "input_shape": [arg.shape for arg in found],
+            "input_sharding": [arg.placements for arg in found],
+            "device_mesh": str(found[-1].device_mesh) if found else "",
+            "is_bw": is_backward,
+            "is_activation_checkpointing": is_backward and running is not None,
+        }
+        self._operations.append((seen, operation))
 
     def _acting_in_backward(self) -> TracedModule | None:
         issuer = self._units.issuer
@@ -179,8 +158,8 @@ class ModuleTracer:
             return self._note_module(issuer[0])
         # To search the model for each parameter would take long; its gradient was just computed.
         if self._backward.adds_gradient() and self._operations:
-            seen, _, is_backward, *_ = self._operations[-1]
-            if is_backward:
+            seen, operation = self._operations[-1]
+            if operation["is_bw"]:
                 return seen
         module = self._backward.module_of_current_node()
         return None if module is None else self._note_module(module)
@@ -212,7 +191,10 @@ class ModuleTracer:
         return ModuleTrace(
             modules=lambda: tuple(called.values()),
             keys=_keys_of(names),
-            operations=functools.partial(_operation_dicts, tuple(self._operations)),
+            operations=tuple(
+                (GLOBAL if seen is None else seen.name, operation)
+                for seen, operation in self._operations
+            ),
         )
 
 
@@ -259,7 +241,7 @@ def _keys(roots: Iterable[nn.Module]) -> dict[int, str]:
     """CommDebugMode's name of each module below some roots, by its ``id``."""
     keys: dict[int, str] = {}
     for root in roots:
-        for path, module in named_modules(root):
+        for path, module in root.named_modules():
             keys.setdefault(id(module), _key(type(root).__name__, path))
     return keys
 
@@ -375,8 +357,9 @@ class CommDebugAnswers(ABC):
                 "and the table of noise level 0, need no trace"
             )
         found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        for module, operation in operations():
-            found.setdefault(module, {"operations_list": []})["operations_list"].append(operation)
+        for module, operation in operations:
+            listed = found.setdefault(module, {"operations_list": []})["operations_list"]
+            listed.append(copy.deepcopy(operation))
         return found
 
     @property

@@ -64,7 +64,6 @@ from pytest_fsdp_comm.recording.owners.fsdp import (
     param_groups,
     replaced_methods,
 )
-from pytest_fsdp_comm.recording.owners.module_names import named_modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
 from pytest_fsdp_comm.recording.pending import (
@@ -363,7 +362,7 @@ class Recorder:
         operation = call.operation
         bound = call.bind(args, kwargs)
         unit = self._attribute_unit() if call.may_be_units and not kwargs else None
-        scan = StackScan() if unit is not None else self._scan()
+        scan = StackScan() if unit is not None else scan_stack()
         given = redistributed(scan.redistribution)
         own = unit or self._attribute(scan, call.namespace)
         if unit is None:
@@ -403,12 +402,6 @@ class Recorder:
                 if entry.group is not None:
                     self._witness.follow()
 
-    def _scan(self) -> StackScan:
-        """Walk up the stack, as far as this thread's borders do not tell what is further out."""
-        # They do not know a root whose `_call_impl` or `forward` was called by itself.
-        is_known = self._has_given_root and self.backward.is_of_this_thread
-        return scan_stack(needs_outermost=not is_known)
-
     def run_copy(
         self, direction: Literal["H2D", "D2H"], copied: torch.Tensor, run: Callable[[], Any]
     ) -> Any:
@@ -443,7 +436,7 @@ class Recorder:
     def _note_reshard(
         self, action: ReshardAction, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
     ) -> None:
-        own = self._attribute_unit() or self._attribute(self._scan())
+        own = self._attribute_unit() or self._attribute(scan_stack())
         if action == "reshard":
             self._seconds["resharding"] += seconds
         if own.owner is not modules or own.source is not Source.FSDP:
@@ -521,7 +514,7 @@ class Recorder:
         unsharded = []
         for root in self._roots:
             self.idle.append(root)
-            named = named_modules(root)
+            named = [*root.named_modules()]
             groups = [*param_groups(module for _, module in named)]
             self._note_replaced_methods(group for _, group in groups)
             gathered = {id(module) for module, group in groups if group.is_unsharded}

@@ -9,7 +9,6 @@ import torch.distributed.checkpoint as dcp
 from models import Model, shard, step
 from oracle import flights, last_flight, witnessed
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
@@ -50,16 +49,6 @@ def test_saving_and_loading_sends_objects_only(comm_mode, device_mesh, folder):
     # Plans and metadata are objects; the tensors go to files.
     assert {event.source.value for event in comm_mode.events} == {"object"}
     assert {(event.phase.value, event.owner) for event in comm_mode.events} == {("outside", None)}
-
-
-@pytest.mark.upstream
-def test_a_full_state_dict_gathers_each_parameter(comm_mode, device_mesh):
-    model = shard(Model(blocks=1), device_mesh())
-    options = StateDictOptions(full_state_dict=True)
-    witnessed(comm_mode, model, lambda: get_model_state_dict(model, options=options))
-    assert comm_mode.counts("all_gather", phase="outside") == 4
-    owners = {"embed", "layers.0.up", "layers.0.down", "head"}
-    assert {event.owner for event in comm_mode.events} == owners
 
 
 def test_a_save_on_another_thread_is_recorded(comm_mode, device_mesh, folder):

@@ -367,25 +367,3 @@ def test_misuse_without_ranks_is_an_error(comm_mode):
         comm_mode("model")
     with pytest.raises(RecordingError, match="no longer exists; keep a reference"):
         comm_mode(nn.Linear(1, 1)).__enter__()
-
-
-@fake
-def test_modes_are_made_and_nested_like_those_of_torch(comm_mode, device_mesh):
-    block = tensor_parallel(Block(), device_mesh(tp=4), "")
-    sent = torch.ops.c10d_functional.all_reduce
-    with CommMode() as outer:
-        block(torch.ones(2, 8))
-        with CommMode() as inner, comm_mode:
-            block(torch.ones(2, 8))
-        assert inner.get_total_counts() == 1
-    for mode, count in ((outer, 2), (inner, 1), (comm_mode, 1)):
-        assert mode.get_comm_counts() == {sent: count}
-
-
-@fake
-def test_misuse_within_a_recording_is_an_error(comm_mode):
-    inside = pytest.raises(RecordingError, match="is already recording and cannot be nested")
-    with comm_mode, inside:
-        comm_mode.__enter__()
-    with pytest.raises(RecordingError, match="there is no phase 'forwards'; expected one of"):
-        comm_mode.counts(phase="forwards")

@@ -3,7 +3,6 @@
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch.distributed._functional_collectives as funcol
 from models import ACTIVATION_NBYTES, WIDTH, Model, shard
 from oracle import gloo_and_fake, lines
 from torch import nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pytest_fsdp_comm import CommMode
@@ -136,27 +134,6 @@ def test_an_operation_of_an_earlier_name_is_the_one_that_it_calls(comm_mode, gra
     assert (event.nbytes_sent, event.nbytes_received) == (16, 16)
 
 
-@pytest.mark.distributed(world_size=2, backend="fake")
-def test_a_thread_that_sends_all_the_time_meets_no_half_kernel(comm_mode):
-    # torch 2.13 takes kernels away under the feet of a thread: "fallthrough_kernel was executed".
-    begun, may_end = Event(), Event()
-
-    def busy():
-        begun.set()
-        while not may_end.is_set():
-            sent(2)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(busy)
-        begun.wait()
-        for _ in range(20):
-            with comm_mode:
-                sent()
-            assert sizes(comm_mode).count(1) == 1
-        may_end.set()
-        running.result()
-
-
 @gloo_and_fake(2)
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_exception_ends_the_recording(comm_mode, kind):
@@ -193,22 +170,6 @@ def test_nested_recordings_have_the_events_of_their_own_time(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_overlapping_recordings_have_the_events_of_their_own_time():
-    first, second = CommMode(), CommMode()
-    first.__enter__()
-    sent(1)
-    second.__enter__()
-    sent(2)
-    first.__exit__(None, None, None)
-    sent(3)
-    second.__exit__(None, None, None)
-    sent(4)
-    assert sizes(first) == [1, 2]
-    assert sizes(second) == [2, 3]
-    assert first.recording.gaps == second.recording.gaps == ()
-
-
-@gloo_and_fake(2)
 def test_overlapping_recordings_of_a_step_name_the_same_owners(device_mesh):
     model = shard(Model(), device_mesh())
     first, second = CommMode(), CommMode()
@@ -237,14 +198,6 @@ def test_a_block_that_another_thread_leaves_takes_no_part_in_later_ones(older, d
         model(torch.ones(2, WIDTH))
     assert entered() == ()
     assert [event.owner for event in later.events] == ["", "layers.0"]
-
-
-@gloo_and_fake(2)
-def test_a_mode_is_entered_again_and_again(comm_mode):
-    for numel in range(1, 40):
-        with comm_mode:
-            sent(numel)
-        assert sizes(comm_mode) == [numel]
 
 
 @gloo_and_fake(2)
@@ -520,32 +473,3 @@ def test_a_double_backward_has_the_owners_of_the_first(comm_mode):
         gradient.square().sum().backward()
     # Backward of the first backward, from its end to its begin, then of the forward.
     assert owners(comm_mode)[2:] == [("backward", name) for name in ("0", "1", "1", "0")]
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def encode(self, x):
-        x = self.up(x)
-        sent(3)
-        return x
-
-    def forward(self, x):
-        return self.encode(x)
-
-
-@gloo_and_fake(2)
-def test_a_registered_forward_method_owns_what_it_sends(comm_mode, device_mesh):
-    model = nn.Sequential(Encoder(), Encoder())
-    for encoder in model:
-        fully_shard(encoder, mesh=device_mesh())
-        register_fsdp_forward_method(encoder, "encode")
-    with comm_mode(model):
-        model[1].encode(model[0].encode(torch.ones(2, WIDTH))).sum().backward()
-    assert owners(comm_mode) == [
-        *(("forward", name) for name in ("0", "0", "1", "1")),
-        # Each is a root, which keeps its parameters for backward.
-        *(("backward", name) for name in ("1", "0")),
-    ]

@@ -1,13 +1,10 @@
 """Every call of torch.distributed, DDP and FSDP1, on real gloo ranks, with sizes by hand."""
 
-import functools
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 NUMEL = 4
 NBYTES = 4 * NUMEL
@@ -73,22 +70,6 @@ def test_each_call_is_one_event_with_its_bytes(comm_mode, dist_info):
     assert all("test_plain_collectives.py:" in site for site in sites)
 
 
-@pytest.mark.distributed(world_size=2)
-def test_object_collectives_have_their_own_source(comm_mode):
-    with comm_mode:
-        dist.all_gather_object([None, None], {"a": 1})
-        dist.broadcast_object_list([1, 2], 0)
-    # Each sends a size first, then the pickled objects.
-    assert [(event.kind, event.source.value) for event in comm_mode.events] == [
-        ("all_gather", "object"),
-        ("all_gather", "object"),
-        ("broadcast", "object"),
-        ("broadcast", "object"),
-    ]
-    assert repr(comm_mode) == "<CommMode: 4 collectives, 4 of unknown size>"
-    assert "\ntotal broadcast[world] x2 of unknown size\n" in str(comm_mode)
-
-
 @pytest.mark.distributed(world_size=4)
 def test_groups_are_named_by_mesh_axis_or_shape(comm_mode, device_mesh, dist_info):
     mesh = device_mesh(dp=2, tp=2)
@@ -104,69 +85,3 @@ def test_groups_are_named_by_mesh_axis_or_shape(comm_mode, device_mesh, dist_inf
         ("size2.stride2", 2),
         ("world", 4),
     ]
-
-
-@pytest.mark.distributed(world_size=2)
-@pytest.mark.parametrize("bare", [False, True])
-def test_ddp_sends_one_bucket_in_its_third_step(comm_mode, bare):
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    batch = torch.ones(1, 4)
-    # Buckets are rebuilt after the first step.
-    for _ in range(2):
-        model(batch).sum().backward()
-    with comm_mode if bare else comm_mode(model):
-        model(batch).sum().backward()
-    (event,) = comm_mode.events
-    assert (event.kind, event.source.value, event.phase.value) == ("all_reduce", "ddp", "backward")
-    assert (event.owner, event.nbytes) == ("", 2 * (4 * 4 + 4) * 4)
-    with comm_mode(model), model.no_sync():
-        model(batch).sum().backward()
-    assert comm_mode.events == ()
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-STRATEGIES = {
-    # Root and block: gathered in forward, the block again in backward, both reduced.
-    ShardingStrategy.FULL_SHARD: [
-        "forward . all_gather",
-        "forward 1 all_gather",
-        "backward 1 all_gather",
-        "backward 1 reduce_scatter",
-        "backward . reduce_scatter",
-    ],
-    ShardingStrategy.SHARD_GRAD_OP: [
-        "forward . all_gather",
-        "forward 1 all_gather",
-        "backward 1 reduce_scatter",
-        "backward . reduce_scatter",
-    ],
-    ShardingStrategy.NO_SHARD: ["backward 1 all_reduce", "backward . all_reduce"],
-}
-
-
-@pytest.mark.distributed(world_size=2)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_each_strategy_of_fsdp1_has_its_own_collectives(comm_mode, strategy, use_orig_params):
-    wrap = functools.partial(
-        FullyShardedDataParallel,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-    )
-    model = wrap(nn.Sequential(nn.Linear(8, 8, bias=False), wrap(Inner())))
-    with comm_mode(model):
-        model(torch.ones(1, 8)).sum().backward()
-    table = [f"{event.phase.value} {event.owner or '.'} {event.kind}" for event in comm_mode.events]
-    assert table == STRATEGIES[strategy]
-    assert {event.source.value for event in comm_mode.events} == {"fsdp"}

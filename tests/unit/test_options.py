@@ -164,9 +164,6 @@ def test_a_bad_world_size_is_refused(value):
         ([], {"worldsize": 4}, ("unknown argument 'worldsize'; allowed are world_size, backend, "
          "simulate, simulation_splits, real, ranks, scope, timeout_s, device; did you mean "
          "'world_size'?")),
-        ([], {"nprocs": 4}, ("unknown argument 'nprocs'; allowed are world_size, backend, "
-         "simulate, simulation_splits, real, ranks, scope, timeout_s, device; did you mean "
-         "'world_size'?")),
         ([], {"colour": 4}, ("unknown argument 'colour'; allowed are world_size, backend, "
          "simulate, simulation_splits, real, ranks, scope, timeout_s, device")),
         ([4, "gloo"], {}, ("takes one positional argument (world_size), got 2: 4, 'gloo'; write "

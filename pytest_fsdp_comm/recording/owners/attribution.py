@@ -17,7 +17,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
 from pytest_fsdp_comm.recording.gathers import Gather
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
-from pytest_fsdp_comm.recording.owners.module_names import Modules, named_modules
+from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, compiled_module, is_graph, running
 
 
@@ -127,11 +127,6 @@ class BackwardMap:
         self._roots, self._registering, self._running = [], {}, []
 
     @property
-    def is_of_this_thread(self) -> bool:
-        """Whether the borders are those of the thread that asks."""
-        return self._thread == threading.get_ident()
-
-    @property
     def innermost(self) -> nn.Module | None:
         """The module that runs; in backward only one that a recomputation runs. None if none."""
         self.leave_failed_methods()
@@ -230,7 +225,7 @@ class BackwardMap:
 
     def _module_of_parameter(self, parameter: torch.Tensor) -> nn.Module | None:
         if id(parameter) not in self._registering:
-            for module in (module for root in self._roots for _, module in named_modules(root)):
+            for module in (module for root in self._roots for module in root.modules()):
                 for own in module.parameters(recurse=False):
                     self._registering.setdefault(id(own), module)
             # So that a foreign parameter costs one search only.

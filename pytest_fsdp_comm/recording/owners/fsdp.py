@@ -31,7 +31,6 @@ from torch.nn.parameter import is_lazy
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.gathers import Gather, GatheredMemory, Prefetches
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
-from pytest_fsdp_comm.recording.owners.module_names import named_modules
 
 IS_WATCHED: Final = "_fsdp_comm_is_watched"
 """An attribute of the functions that stand in for FSDP's."""
@@ -377,7 +376,7 @@ def registered_parameters(
     roots: Iterable[nn.Module],
 ) -> Iterator[tuple[torch.Tensor, nn.Module]]:
     """Each parameter with each module that registered it, also where FSDP puts another one."""
-    modules = [module for root in roots for _, module in named_modules(root)]
+    modules = [module for root in roots for module in root.modules()]
     for module in modules:
         for parameter in own_parameters(module):
             yield parameter, module

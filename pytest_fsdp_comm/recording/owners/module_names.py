@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -19,9 +18,6 @@ Modules = tuple[nn.Module, ...]
 WRAPPER_SEGMENTS: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
 (same in torch 2.7, 2.13, 2.15; torch itself removes these segments from FQNs)."""
-
-
-_WRAPPED: Final = re.compile("|".join(WRAPPER_SEGMENTS))
 
 
 def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
@@ -50,27 +46,7 @@ def has_forward(module: nn.Module) -> bool:
 
 def clean_fqn(name: str) -> str:
     """Remove wrapper segments from a dotted name."""
-    if not _WRAPPED.search(name):
-        return name
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
-
-
-def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As the method of a module, in a quarter of its time."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    ahead = [("", root)]
-    while ahead:
-        name, module = ahead.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.append((name, module))
-        if module._modules:
-            prefix = f"{name}." if name else ""
-            children = reversed(module._modules.items())
-            ahead += [(prefix + key, child) for key, child in children if child is not None]
-    return found
 
 
 class ModuleNames:
@@ -90,7 +66,7 @@ class ModuleNames:
             prefix = "" if number == 1 or are_parts else f"@{number}"
             if prefix:
                 self._further.append(prefix)
-            named, kind = named_modules(root), type(root).__name__
+            named, kind = [*root.named_modules()], type(root).__name__
             fqns = _without_wrappers(named)
             if prefix:
                 fqns = [f"{prefix}.{fqn}" if fqn else prefix for fqn in fqns]
@@ -172,7 +148,7 @@ def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Mo
 def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
     seen: set[str] = set()
     for part in parts:
-        named = named_modules(part)
+        named = [*part.named_modules()]
         own = {
             f"{fqn}.{name}" if fqn else name
             for (_, module), fqn in zip(named, _without_wrappers(named), strict=True)
@@ -186,20 +162,10 @@ def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
 
 def _without_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
     """The names without any segment of a wrapper."""
-    names = _without_ddp(named)
-    return [*map(clean_fqn, names)] if _WRAPPED.search("\n".join(names)) else names
-
-
-def _without_ddp(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """The names without the segment of DDP."""
-    # It is called "module", which may also be a user's name: only DDP's is removed.
-    # By the types, few as they are: DDP's class has a slow isinstance().
-    kinds = {type(module) for _, module in named}
-    wrappers = {kind for kind in kinds if issubclass(kind, DistributedDataParallel)}
-    if not wrappers:
-        return [name for name, _ in named]
-    ddp = [f"{name}.module" if name else "module" for name, own in named if type(own) in wrappers]
-    return [_outside(name, ddp) for name, _ in named]
+    # DDP's is called "module", which may also be a user's name: only DDP's is removed.
+    wrappers = [name for name, module in named if isinstance(module, DistributedDataParallel)]
+    ddp = [f"{name}.module" if name else "module" for name in wrappers]
+    return [clean_fqn(_outside(name, ddp)) for name, _ in named]
 
 
 def _outside(name: str, ddp: Sequence[str]) -> str:

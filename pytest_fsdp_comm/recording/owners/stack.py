@@ -137,7 +137,7 @@ class StackScan:
     outermost: nn.Module | None = None
     """The outermost module that was passed; None if none was."""
     is_in_engine: bool = False
-    """Python called the autograd engine further up, as far as the walk went."""
+    """Python called the autograd engine further up."""
     is_in_optimizer: bool = False
     """An optimizer's step, or gradient clipping, runs, and not a closure's forward or backward."""
     is_object: bool = False
@@ -187,13 +187,13 @@ class StackScan:
                 self.redistribution, self.redistributing = frame, frame.f_locals
 
 
-def scan_stack(*, needs_outermost: bool = True) -> StackScan:
-    """Walk up the stack: all of it, or until only what runs further out remains unknown."""
+def scan_stack() -> StackScan:
+    """Walk up the stack."""
     scan, known = StackScan(), _meanings.get
     below = sys._getframe(1)
     frame: FrameType | None = below
     entry: FrameType | None = None
-    has_reason = has_user = False
+    has_reason = False
     while frame is not None:
         kind = known(id(frame.f_code)) or _meaning_of(frame.f_code)
         if kind == "other":
@@ -209,12 +209,8 @@ def scan_stack(*, needs_outermost: bool = True) -> StackScan:
             # A redistribution has many frames of DTensor's.
             if kind != "dtensor" or not (has_reason or scan.is_from_dtensor):
                 scan.pass_code(kind, frame)
-            has_user = has_user or kind == "user"
-        if has_reason and has_user and not needs_outermost:
-            break
         below, frame = frame, frame.f_back
-    if entry is not None or frame is None:
-        scan.is_from_ddp = scan.is_from_ddp or _is_given_a_bucket(entry or below)
+    scan.is_from_ddp = scan.is_from_ddp or _is_given_a_bucket(entry or below)
     return scan
 
 

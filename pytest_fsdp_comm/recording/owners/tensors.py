@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
-from pytest_fsdp_comm.recording.dtensors import is_dtensor, tensors_held
+from pytest_fsdp_comm.recording.dtensors import tensors_held
 from pytest_fsdp_comm.recording.operations import NOWHERE, REDUCING, Operation, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
 from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
@@ -43,8 +43,6 @@ _NAMED_BY_UNITS: Final = frozenset({Source.FSDP, Source.DDP, Source.OBJECT})
 _HAS_ALL: Final = frozenset({Phase.OPTIMIZER, Phase.OUTSIDE})
 """When gradients are complete."""
 _RUNS_MODULES: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE})
-
-_FEW: Final = 64
 
 # Nodes whose output is the gradient of their only input, elsewhere or in another form. Read in
 # torch 2.6 to 2.13.
@@ -89,10 +87,6 @@ class _Result(NamedTuple):
     version: int
     """Of the tensor, as autograd counts its changes."""
 
-    @property
-    def is_gone(self) -> bool:
-        return bool(self.storage.expired())
-
 
 class TensorOwners:
     """Find what the collectives of a block carry. See Note [Tensors of parameters]."""
@@ -111,7 +105,6 @@ class TensorOwners:
         self._misses = 0
         # By the address of its storage, which no other one gets meanwhile.
         self._results: dict[int, list[_Result]] = {}
-        self._num_results, self._limit = 0, _FEW
         self._has_new_results = False
 
     def carried(
@@ -159,9 +152,6 @@ class TensorOwners:
         # In forward the results are activations, many, and soon gone.
         if own.carried is None or own.carried.label is not None or own.phase in _RUNS_MODULES:
             return
-        if self._num_results >= self._limit:
-            self._keep([one for one in self._followed() if not one.is_gone])
-            self._limit = max(_FEW, 2 * self._num_results)
         for tensor in received:
             extent = extent_of(tensor)
             if extent is not None:
@@ -176,15 +166,6 @@ class TensorOwners:
                 reduces = operation.kind in REDUCING
                 self._has_new_results = True
                 earlier.append(_Result(carried, reduces, reference, extent, version))
-                self._num_results += 1
-
-    def _followed(self) -> Iterator[_Result]:
-        return chain(*self._results.values())
-
-    def _keep(self, results: Sequence[_Result]) -> None:
-        self._results, self._num_results = {}, len(results)
-        for one in results:
-            self._results.setdefault(one.extent.storage, []).append(one)
 
     def settle_new(self) -> None:
         """As `settle`, if results were noted since."""
@@ -193,7 +174,7 @@ class TensorOwners:
 
     def settle(self) -> None:
         """Find the results that the model holds now."""
-        live = [one for one in self._followed() if not one.is_gone]
+        live = [one for one in chain(*self._results.values()) if not one.storage.expired()]
         if live:
             self._make_table()
         for result in live:
@@ -202,7 +183,10 @@ class TensorOwners:
             # written there for another reason.
             if label is not None and result.reduces is (label.role is Role.GRADIENTS):
                 result.carried.label = label
-        self._keep([one for one in live if one.carried.label is None])
+        self._results = {}
+        for one in live:
+            if one.carried.label is None:
+                self._results.setdefault(one.extent.storage, []).append(one)
         self._has_new_results = False
 
     def forget(self) -> None:
@@ -289,8 +273,6 @@ class TensorOwners:
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
     """What all of them are; None if any is unknown, or if there are none."""
-    if len(labels) == 1:
-        return labels[0]
     known = [label for label in labels if label is not None]
     if not known or len(known) < len(labels):
         return None
@@ -364,15 +346,8 @@ def _may_be_copy(given: Any, modules: Modules) -> bool:
     return any(given.shape == parameter.shape for parameter in own)
 
 
-_PLAIN: Final = frozenset({torch.Tensor, nn.Parameter})
-
-
 def _plain(value: object) -> Sequence[torch.Tensor]:
-    # By far the most are DTensors, which take long to say what they hold (torch 2.7 to 2.15).
-    held: Any = getattr(value, "_local_tensor", value) if is_dtensor(value) else value
-    if type(held) in _PLAIN:
-        return (held,)
-    return [plain for tensor in tensors_in(held) for plain in tensors_held(tensor)]
+    return [plain for tensor in tensors_in(value) for plain in tensors_held(tensor)]
 
 
 def _version(tensor: torch.Tensor) -> int:

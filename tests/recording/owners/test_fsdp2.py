@@ -302,17 +302,6 @@ def test_every_step_in_one_recording_sends_the_same(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_a_second_recording_equals_the_first(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
-    seen = []
-    for _ in range(3):
-        with comm_mode(model):
-            step(model)
-        seen.append(lines(comm_mode))
-    assert seen == [STEP] * 3
-
-
-@gloo_and_fake(2)
 def test_full_tensors_of_a_state_dict_are_gathered_by_dtensor(comm_mode, device_mesh):
     model = shard(Model(blocks=1), device_mesh())
 

@@ -7,13 +7,12 @@ module. The fake group is enough, since `test_oracles` shows that gloo sends the
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDTH, Block, Model, shard, step
+from models import WIDTH, Model, shard, step
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
@@ -48,14 +47,6 @@ REDUCES = [
     "backward . reduce_scatter < .",
 ]
 STEP = [*FORWARD, *BACKWARD_GATHERS, *REDUCES]
-
-
-@fake
-def test_each_unit_owns_its_gathers_and_reductions(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
-    with comm_mode(model):
-        step(model)
-    assert table(comm_mode) == STEP
 
 
 @fake
@@ -191,46 +182,6 @@ def test_recomputed_collectives_have_their_own_phase(comm_mode, reentrant):
 
 
 @fake
-def test_a_prefetched_gather_belongs_to_the_unit_it_gathers(comm_mode, device_mesh):
-    model = shard(Model(blocks=3), device_mesh())
-    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
-    with comm_mode(model):
-        model(torch.randn(2, WIDTH))
-    assert table(comm_mode) == [
-        "forward . all_gather < .",
-        "forward layers.0 all_gather < layers.0",
-        "forward layers.1 all_gather < layers.0",
-        "forward layers.2 all_gather < layers.2",
-    ]
-
-
-@fake
-def test_gradients_are_reduced_in_the_last_micro_batch(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
-    with comm_mode(model):
-        for is_last in (False, True):
-            model.set_requires_gradient_sync(is_last)
-            step(model)
-    # The root is gathered again: its backward reshards it.
-    assert table(comm_mode) == [*FORWARD, *BACKWARD_GATHERS, *STEP]
-
-
-@fake
-def test_a_module_that_runs_twice_is_gathered_twice_and_reduced_once(comm_mode, device_mesh):
-    block = fully_shard(Block(), mesh=device_mesh())
-    model = fully_shard(nn.Sequential(block, nn.ReLU(), block), mesh=device_mesh())
-    with comm_mode(model):
-        step(model)
-    assert table(comm_mode) == [
-        "forward 0 all_gather < 0",
-        "forward 0 all_gather < 0",
-        "backward 0 all_gather < 0",
-        "backward 0 all_gather < 0",
-        "backward 0 reduce_scatter < 0",
-    ]
-
-
-@fake
 def test_without_a_root_no_unit_is_gathered_in_backward(comm_mode, device_mesh):
     # Each block is a root of its own, and roots do not reshard after forward.
     model = Model()
@@ -255,35 +206,6 @@ def test_a_unit_of_two_modules_is_named_after_both(comm_mode, device_mesh):
         "backward layers.0+layers.1 reduce_scatter < layers.0",
         "backward . reduce_scatter < .",
     ]
-
-
-@fake
-def test_hsdp_all_reduces_after_each_reduce_scatter(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh(replicate=2, shard=2))
-    with comm_mode(model):
-        step(model)
-    assert table(comm_mode) == [
-        *FORWARD,
-        BACKWARD_GATHERS[0],
-        BACKWARD_GATHERS[1],
-        "backward layers.1 reduce_scatter < layers.1",
-        "backward layers.1 all_reduce < layers.1",
-        "backward layers.0 reduce_scatter < layers.0",
-        "backward layers.0 all_reduce < layers.0",
-        "backward . reduce_scatter < .",
-        "backward . all_reduce < .",
-    ]
-
-
-@fake
-def test_frozen_parameters_are_gathered_but_not_reduced(comm_mode, device_mesh):
-    model = Model()
-    model.layers[0].requires_grad_(requires_grad=False)
-    shard(model, device_mesh())
-    with comm_mode(model):
-        step(model)
-    assert "forward layers.0 all_gather < layers.0" in table(comm_mode)
-    assert not [line for line in table(comm_mode) if line.startswith("backward layers.0 reduce")]
 
 
 @fake
@@ -317,30 +239,6 @@ def test_a_node_made_in_a_pre_hook_belongs_to_the_module_of_the_hook(comm_mode, 
 
 
 @fake
-def test_sequence_parallelism_gathers_the_input_of_a_colwise_module(comm_mode, device_mesh):
-    norm = nn.LayerNorm(WIDTH)
-    model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
-    plan = {"0": SequenceParallel(), "1": ColwiseParallel()}
-    parallelize_module(model, device_mesh(tp=4), plan)
-    with comm_mode(model):
-        model(torch.randn(1, 8, WIDTH))
-    # Colwise wants its input whole, and gets it sharded over the sequence.
-    assert table(comm_mode) == ["forward 1 all_gather < 1"]
-
-
-@fake
-def test_clipping_belongs_to_the_optimizer_phase(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model)
-    with comm_mode(model):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    # One norm of all local gradients is summed over the ranks.
-    assert table(comm_mode) == ["optimizer - all_reduce < -"]
-
-
-@fake
 @pytest.mark.parametrize("foreach", [False, True])
 def test_clipping_in_two_steps_is_optimizer_a_norm_alone_is_not(comm_mode, device_mesh, foreach):
     # As torchtitan does, which sums the norms of pipeline stages in between.
@@ -371,16 +269,6 @@ def test_what_runs_outside_every_phase_is_recorded_as_outside(comm_mode, device_
         "outside head all_gather < -",
         "outside layers.0 all_gather < -",
     ]
-
-
-@fake
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
-def test_a_compiled_block_keeps_its_name(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
-    model.layers[0] = torch.compile(model.layers[0], backend="aot_eager")
-    with comm_mode(model):
-        step(model)
-    assert table(comm_mode) == STEP
 
 
 @fake
