@@ -270,13 +270,9 @@ _UNMARKED = """\
 fsdp-comm: this test is not marked as distributed, so it ran in pytest's own process, without ranks
 and without a process group. Mark it, its class or its module:
     @pytest.mark.distributed(world_size=2)"""
-_SECOND_GROUP = """\
+_MARKED = """\
 fsdp-comm: each rank of a distributed test has a process group before its first fixture runs, which
-ends with the test. Remove the call, and the destroy_process_group() that goes with it."""
-_DESTROYED = """\
-fsdp-comm: each rank of a distributed test has a process group before its first fixture runs, but
-here it has been destroyed. Remove the call of destroy_process_group(): the group ends with the
-test."""
+ends with the test. Remove the calls of init_process_group() and destroy_process_group()."""
 
 
 def add_remedy(error: BaseException, item: pytest.Item) -> None:
@@ -287,7 +283,7 @@ def add_remedy(error: BaseException, item: pytest.Item) -> None:
     lacks_group = _NONE in text or _NO_VARIABLE.search(text) is not None
     remedy = None
     if RANK_CONTEXT in item.config.stash:
-        remedy = _SECOND_GROUP if _TWICE in text else _DESTROYED if lacks_group else None
+        remedy = _MARKED if _TWICE in text or lacks_group else None
     elif lacks_group and SETTINGS not in item.stash and "RANK" not in os.environ:
         # Without a launcher, under which tests without this plugin make their own groups.
         remedy = _UNMARKED

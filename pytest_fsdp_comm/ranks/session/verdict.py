@@ -76,12 +76,6 @@ class _Failure:
     is_echo: bool = False
     """Whether the backend gave up, for what another rank did."""
 
-    @property
-    def order(self) -> tuple[bool, bool, bool, float]:
-        """Sorts failures; see Note [First failure leads]."""
-        has_raised = self.report is not None
-        return self.at == math.inf, self.is_echo, self.is_echo and has_raised, self.at
-
 
 def merge_reports(
     item: pytest.Item, results: Mapping[int, RankResult], load: LoadReport, *, timeout_s: float
@@ -102,7 +96,12 @@ def merge_reports(
             *raised,
             *_timeouts(ranks, timeout_s),
         ],
-        key=lambda failure: failure.order,
+        key=lambda one: (
+            one.at == math.inf,
+            one.is_echo,
+            one.is_echo and one.report is not None,
+            one.at,
+        ),
     )
     failures = _explained_first(failures)
     # Before any report gets the sections of all ranks: a phase that a rank did not end shows those
