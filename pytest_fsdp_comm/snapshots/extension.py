@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +17,16 @@ from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from pytest_fsdp_comm.comm.profile import CommProfile, has_further_ranks, without_activation_sizes
-from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
+from pytest_fsdp_comm.errors import (
+    EmptyRecordingError,
+    FsdpCommError,
+    IncompleteRecordingError,
+    SnapshotFormatError,
+    UnseenCollectivesWarning,
+)
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
-from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, differs
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.files import keep_artifacts, read_snapshot
@@ -36,6 +43,8 @@ if TYPE_CHECKING:
     from syrupy.assertion import AssertionResult
     from syrupy.location import PyTestLocation
 
+    from pytest_fsdp_comm.comm.events import Gap
+    from pytest_fsdp_comm.options import UnseenLevel
     from pytest_fsdp_comm.snapshots.differences import Difference
     from pytest_fsdp_comm.snapshots.documents import Profile
 
@@ -50,6 +59,28 @@ UNWRITTEN: Final = pytest.StashKey["dict[str, AssertionResult]"]()
 
 # What errors call a text that was just written.
 _RECORDING: Final = "the recording"
+
+# By kind of gap, the lines above and below those of a recording.
+_REFUSED: Final = {
+    "unseen": (
+        "comm_mode lacks something that was sent, so nothing was compared or written:\n"
+        "send it by torch.distributed, on a thread that no earlier block has started; or, to "
+        "compare the rest with a warning, set ini fsdp_comm_unseen = warn"
+    ),
+    "idle_model": (
+        "comm_mode was given a model that did not run, so nothing was compared or written:\n"
+        "give it the model that runs, as it is once wrapped; if this one rightly does not run, use "
+        "comm_snapshot(allow_idle_model=True)"
+    ),
+    "value_dependent": (
+        "the fake group exchanges no values, so what depends on them may be recorded wrongly, and "
+        "nothing was compared or written:\n"
+        'run the test with backend="gloo", or let fixed numbers decide; if these values decide '
+        "nothing that is sent, use comm_snapshot(allow_value_dependent=True)"
+    ),
+}
+# With the lines above and below, 8 at most, after which pytest cuts.
+_SHOWN: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +258,29 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""
         yield from super().diff_lines(body(serialized_data), body(snapshot_data))
+
+
+def check_completeness(
+    profile: CommProfile, *, unseen: UnseenLevel, allowed: AbstractSet[str] = frozenset()
+) -> None:
+    """Refuse a profile with gaps of kinds that are not allowed; `unseen` "warn" only warns."""
+    for kind, text in _REFUSED.items():
+        gaps = [gap for gap in profile.gaps if gap.kind == kind]
+        if not gaps or kind in allowed:
+            continue
+        if kind != "unseen" or unseen == "error":
+            raise IncompleteRecordingError(_around(gaps, *text.split("\n")))
+        told = _around(gaps, "comm_mode is compared without what it lacks:")
+        warnings.warn(told, UnseenCollectivesWarning, stacklevel=2)
+
+
+def _around(gaps: Sequence[Gap], before: str, *after: str) -> str:
+    lines = [
+        f"  {gap.text} (on {name_ranks(gap.ranks)})" if gap.ranks else f"  {gap.text}"
+        for gap in gaps
+    ]
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join((before, *lines[:_SHOWN], *more, *after))
 
 
 def _are_named(value: object) -> TypeGuard[Mapping[str, object]]:

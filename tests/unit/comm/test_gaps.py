@@ -8,7 +8,7 @@ from pytest_fsdp_comm.comm.events import Gap, Recording
 from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 from pytest_fsdp_comm.comm.profile import fold, merge
 from pytest_fsdp_comm.errors import IncompleteRecordingError, UnseenCollectivesWarning
-from pytest_fsdp_comm.snapshots.completeness import check_completeness
+from pytest_fsdp_comm.snapshots.extension import check_completeness
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 UNSEEN = Gap(kind="unseen", text="1 collective of thread 'loader'")
