@@ -8,7 +8,6 @@ import pytest
 from sample_profiles import (
     BACKWARD,
     NBYTES,
-    accumulated,
     changed,
     counted,
     frozen,
@@ -20,7 +19,6 @@ from sample_profiles import (
     role,
     row,
     sized,
-    times,
 )
 
 from pytest_fsdp_comm.comm.diff import compare
@@ -317,45 +315,3 @@ def test_removed_clipping_comes_first(old, new, beginnings):
     assert all(text.startswith(begin) for text, begin in zip(causes, beginnings, strict=True))
     both = compare(clipped(in_bfloat16(profile())), profile())
     assert both.causes[0].text.startswith("norms of gradients are no longer computed")
-
-
-def reduced_often_by(owner):
-    def change(one):
-        return times(one, 4) if one.owner == owner and role(one) == "gradients" else one
-
-    return lambda old: changed(old, change)
-
-
-@pytest.mark.parametrize(
-    ("old", "beginning"),
-    [
-        (profile(), "its backward runs several times, as by a loss in chunks"),
-        # All are gathered for each of 4 micro-batches, and one is not told to wait.
-        (accumulated(profile()), "reduced in each micro-batch"),
-    ],
-)
-def test_a_unit_that_alone_is_reduced_often_has_no_micro_batches_as_the_reason(old, beginning):
-    (cause,) = compare(old, reduced_often_by("layers.1")(old)).causes
-    assert cause.text.startswith(beginning)
-
-
-def gathered_again(old, *, in_backward):
-    """With the layers' parameters gathered by recomputation: first, or beside backward."""
-    again = [
-        replace(one, phase=Phase.RECOMPUTE)
-        for one in old.rows
-        if one.owner and one.phase is Phase.FORWARD and one.what == "all_gather"
-    ]
-    rows = [
-        one
-        for one in old.rows
-        if in_backward or not (one.owner and one.phase is BACKWARD and one.what == "all_gather")
-    ]
-    return made([*rows, *again])
-
-
-@pytest.mark.parametrize("in_backward", [True, False])
-def test_only_what_backward_gathers_too_is_gathered_for_nothing(in_backward):
-    causes = compare(profile(), gathered_again(profile(), in_backward=in_backward)).causes
-    beginning = "recomputation gathers what backward gathers anyway"
-    assert [cause.text.startswith(beginning) for cause in causes] == [True] * in_backward

@@ -79,11 +79,6 @@ def test_axes_add_up_to_the_whole():
     assert (cost.before.nbytes, cost.after.nbytes) == (3250, 3500)
 
 
-def test_rows_of_all_modules_and_phases_are_one_kind():
-    old = profile(row("all_gather[dp]", 8, owner="a"), row("all_gather[dp]", 8, 16, owner="b"))
-    assert by_kind(cost_of_change(old, profile())) == {"all_gather[dp]": ((3, 32), (0, 0))}
-
-
 def test_objects_are_counted_apart():
     old = profile(row("all_gather[dp]", 8, objects=1))
     new = profile(row("all_gather[dp]", 8, objects=3))

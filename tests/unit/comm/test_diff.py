@@ -166,16 +166,6 @@ def test_layers_that_are_gathered_anew_are_one_change_whatever_their_distance():
     assert len(compare(profile(*new), profile(*other)).changes) == len(LAYERS) - 1
 
 
-def test_objects_are_counted_and_their_sizes_are_not_compared():
-    def objects(count):
-        made = Calls(count=count, is_object=True)
-        return profile(row(FORWARD, None, "all_gather", calls=(made,)))
-
-    assert rendered(objects(2), objects(4)).lines[1] == (
-        "  (no-module) forward: all_gather[dp] 2 -> 4 (+2)"
-    )
-
-
 def test_a_size_that_is_no_longer_known_is_not_told_as_0_bytes():
     def sent(*, is_object):
         made = calls(count=2, nbytes=0 if is_object else 64, is_object=is_object)

@@ -166,18 +166,6 @@ def test_where_nothing_matches_it_says_what_was_recorded():
     assert explain_answer("in", answer(0), {1})[1:] == ["the recording has no collectives"]
 
 
-def test_two_answers_each_show_theirs():
-    left = answer(4, LAYERS)
-    right = answer(1000, LAYERS[:1], asked="nbytes(owner='layers.0')")
-    assert explain_answer(">", left, right) == [
-        "4 > 1000, where 4 is counts('all_gather') and 1000 is nbytes(owner='layers.0')",
-        "counts('all_gather'):",
-        "forward layers.{0..3} all_gather[dp] x1 of 1_000 B at train.py:7",
-        "nbytes(owner='layers.0'):",
-        "forward layers.0 all_gather[dp] x1 of 1_000 B at train.py:7",
-    ]
-
-
 def test_an_explanation_fills_no_more_than_a_screen():
     many = tuple(collective(f"block_{chr(97 + n)}") for n in range(26))
     lines = explain_answer("==", answer(26, many), 2)
