@@ -279,9 +279,6 @@ def test_two_workers_never_share_a_gpu(run, pytester, monkeypatch):
     "arguments",
     [
         pytest.param(("--dist", "load"), marks=pytest.mark.upstream),
-        ("--dist", "loadscope"),
-        ("--dist", "loadfile"),
-        ("--dist", "loadgroup"),
         ("--dist", "worksteal"),
         ("--dist", "no"),
         ("--dist", "each"),

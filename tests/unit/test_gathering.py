@@ -142,26 +142,6 @@ def test_different_things_are_not_mixed(exchanges):
     assert same == [["a\nb", "a\nb"]] * 2
 
 
-def test_the_next_test_of_the_same_ranks_begins_anew(exchanges):
-    first = exchanges((0, 1))
-    assert in_threads(*(partial(end, "first") for end in first)) == [["first", "first"]] * 2
-    for end in first:
-        end.leave()
-    second = exchanges((0, 1), test=1)
-    texts = in_threads(*(partial(end, text) for end, text in zip(second, "ab", strict=True)))
-    assert texts == [["a", "b"]] * 2
-    second[1].leave()
-    with pytest.raises(RanksDivergedError):
-        second[0]("text")
-
-
-def test_64_ranks_exchange_different_texts(exchanges):
-    texts = [f"text of {rank}" * 1000 for rank in range(64)]
-    ends = exchanges(range(64))
-    results = in_threads(*(partial(end, text) for end, text in zip(ends, texts, strict=True)))
-    assert results == [texts] * 64
-
-
 def test_a_directory_that_vanished_is_named(tmp_path):
     directory = tmp_path / "ranks"
     directory.mkdir()

@@ -123,11 +123,6 @@ def test_its_death_costs_one_test(pytester):
     assert not [line for line in command_lines() if "4243" in line]
 
 
-def test_its_death_between_tests_costs_none(pytester):
-    pytester.makepyfile(BETWEEN)
-    pytester.runpytest_subprocess("-v", timeout=100).assert_outcomes(passed=3)
-
-
 FAILING = """
 import pytest_fsdp_comm.ranks.rank.main as worker
 from pytest_fsdp_comm import UpstreamChangedError
