@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.command_line.documents import read_document, read_json
 from pytest_fsdp_comm.command_line.terminal import SAME, Printer
+from pytest_fsdp_comm.reports.html.tables import cost_rows
 from pytest_fsdp_comm.reports.trees import render_tree
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import counted, itemsize, show_nbytes
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.tree.profile import TreeProfile
 
 _PHASES: Final = tuple(map(str, Phase))
+_LAST: Final = ("bytes in all", "peak gathered")
 _FRAME: Final = ("world_size ", "mesh ", "total ")
 _MADE: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
 """What a snapshot was recorded with, in its first line."""
@@ -40,7 +43,25 @@ def run(options: argparse.Namespace) -> int:
     for number, (name, text) in enumerate(texts.items()):
         several = [*([""] if number else []), f"{name}:"] if len(texts) > 1 else []
         printer.lines([*several, *_show_file(Path(name), text)])
+    profiles = [
+        (Path(name).name, text.profile)
+        for name, text in texts.items()
+        if isinstance(text.profile, CommProfile)
+    ]
+    if len(profiles) > 1:
+        printer.lines(["", "side by side, of one rank", *_side_by_side(profiles)])
     return SAME
+
+
+def _side_by_side(profiles: Sequence[tuple[str, CommProfile]]) -> Iterator[str]:
+    """Show calls, bytes and peak of the rank that sends most, with a column for each file."""
+    columns = [
+        {row.label: row.after for row in cost_rows(cost_of_change(profile, profile))}
+        for _, profile in profiles
+    ]
+    labels = sorted(dict.fromkeys(chain(*columns)), key=lambda label: label in _LAST)
+    rows = [(label, *(column.get(label, "-") for column in columns)) for label in labels]
+    return _columns([("", *(name for name, _ in profiles)), *rows])
 
 
 def _show_file(path: Path, text: SnapshotText) -> Iterator[str]:

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 from browser import find_browser, opened_browser
-from report_values import KIB, compared, read, record_step, result, stack
+from report_values import KIB, compared, profile_of, read, record_step, result, stack
 
 from pytest_fsdp_comm.reports.html.pages import render_pages, tree_page
 from pytest_fsdp_comm.reports.html.values import Run, timeline_of
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.text.words import show_nbytes
 
 pytestmark = pytest.mark.skipif(
@@ -107,14 +108,18 @@ CELLS = """
 
 
 def test_all_that_tables_tell_is_on_a_small_screen(browser, pages, tmp_path):
-    tree = tmp_path / "tree.html"
+    tree, ranks = tmp_path / "tree.html", tmp_path / "ranks.html"
     tree.write_text(tree_page(stack(odd=7)), encoding="utf-8")
+    unlike = profile_of(*(record_step(2, extra=rank, rank=rank) for rank in range(4)))
+    differing = replace(compared(record_step(2), record_step(3)), new=format_profile(unlike))
+    (_, page), _ = render_pages(Run(tests=(result(differing),)), read)
+    ranks.write_text(page, encoding="utf-8")
     cells = []
-    for page in (pages["large"], tree):
+    for page in (pages["large"], ranks, tree):
         browser.show(page, width=360)
         browser.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
         cells += browser.evaluate(CELLS)
-    assert {name for name, *_ in cells} == {"cost", "sides", "list", "shards"}
+    assert {name for name, *_ in cells} == {"cost", "sides", "list", "modules", "ranks", "shards"}
     assert [cell for cell in cells if cell[1] and (cell[2] < 0 or cell[3] > 360)] == []
 
 

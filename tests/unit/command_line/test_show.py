@@ -41,12 +41,27 @@ def test_a_snapshot_shows_sums_by_axis_the_peak_and_the_modules_of_each_phase(wr
     )  # fmt: skip
 
 
-def test_show_names_each_of_several_files(write, fsdp_comm):
-    for name in ("a", "b"):
-        write(f"{name}.ws8.comm", format_profile(sample_profiles.profile()))
-    lines = fsdp_comm("show", "a.ws8.comm", "b.ws8.comm").lines
+def test_show_several_files_prints_a_table(write, fsdp_comm):
+    for size in (8, 64):
+        profile = sample_profiles.profile(tensor_parallel=size == 64)
+        peaks = (GatheredPeak(nbytes=1024 * size),)
+        write(f"a.ws{size}.comm", format_profile(replace(profile, world_size=size, peaks=peaks)))
+    lines = fsdp_comm("show", "a.ws8.comm", "a.ws64.comm").lines
+    table = lines[lines.index("side by side, of one rank") + 1 :]
+    assert [re.split("  +", line.strip()) for line in table] == [
+        ["a.ws8.comm", "a.ws64.comm"],
+        ["all_gather[dp] calls", "7", "7"],
+        ["reduce_scatter[dp] calls", "4", "4"],
+        ["all_gather[tp] calls", "-", "3"],
+        ["reduce_scatter[tp] calls", "-", "3"],
+        ["bytes on dp", "-", "100.0 KiB"],
+        ["bytes on tp", "-", "6.0 KiB"],
+        ["bytes in all", "100.0 KiB", "106.0 KiB"],
+        ["peak gathered", "8.0 KiB", "64.0 KiB"],
+    ]
+    # Each file is shown as well.
     assert lines[0] == "a.ws8.comm:"
-    assert "b.ws8.comm:" in lines
+    assert "a.ws64.comm:" in lines
 
 
 def test_ranks_that_differ_are_summed_up_and_labelled(write, fsdp_comm):

@@ -16,6 +16,8 @@ from pytest_fsdp_comm.reports.html.tables import (
     cost_rows,
     differing_modules,
     line_rows,
+    module_table,
+    rank_rows,
     side_rows,
 )
 from pytest_fsdp_comm.reports.html.values import (
@@ -180,6 +182,28 @@ def test_ranks_that_recorded_the_same_share_a_timeline():
     assert shared[0].first(2).order == (0, 1)
     assert shared[0].first(2).entries == timelines[0].entries[:2]
     assert shared[0].first(2).left_out == len(timelines[0].order) - 2
+
+
+def test_modules_add_up_by_axis_and_phase():
+    table = module_table(profile_of(record_step(4)), profile_of(record_step(4, extra=2)))
+    assert table.columns == (("dp", "forward"), ("dp", "backward"), ("tp", "forward"))
+    rows = {row.name: row for row in table.rows}
+    assert list(rows) == ["(root)", "itself", "layers.{0..3}", "(no-module)"]
+    # 8 KiB of the root, 4 of each layer; in backward all but the last are gathered one ahead.
+    whole, layers = rows["(root)"].cells, rows["layers.{0..3}"].cells
+    assert [cell[1] for cell in whole] == [24 * KIB + 8, 32 * KIB, 2 * KIB]
+    assert [cell[0] for cell in whole] == [24 * KIB, 32 * KIB, 2 * KIB]
+    assert [cell[1] for cell in layers] == [16 * KIB, 32 * KIB, 2 * KIB]
+    assert rows["layers.{0..3}"].count == 4
+
+
+def test_only_ranks_that_differ_are_named():
+    alike = [record_step(2, rank=rank) for rank in range(4)]
+    assert rank_rows(profile_of(*alike)) == []
+    odd = profile_of(*alike[:3], record_step(2, extra=1, rank=3))
+    (row,) = rank_rows(odd)
+    assert (row.owners, str(row.key), row.key.phase) == ((None,), "all_reduce[dp]", "forward")
+    assert [ranks for ranks, _ in row.amounts] == ["rank 3"]
 
 
 def test_before_and_after_are_marked_in_words():
