@@ -119,13 +119,16 @@ def failure_lines(
     elif accept:
         tail += [f"{ACCEPT}{accept}"]
     likely = [f"{LIKELY}{cause}" for cause in causes]
-    if everything or not any(text.compared for text in texts.values()):
+    # An error is shown as it is.
+    is_fitted = any(text.compared or text.is_missing for text in texts.values())
+    if everything or not is_fitted:
         return (head, *costs, *changes, *likely, *(f"  note: {note}" for note in notes), *tail)
+    what = "change" if any(text.compared for text in texts.values()) else "line"
     # The command, which comes last, must not be what pytest cuts.
     for some in range(min(_MOST_COSTS, len(costs)), -1, -1):
         for shown in range(len(changes), min(len(texts), len(changes)) - 1, -1):
             left = len(changes) - shown
-            more = [f"  ... and {left} more change{'s' * (left > 1)} (-vv)"] if left else []
+            more = [f"  ... and {left} more {what}{'s' * (left > 1)} (-vv)"] if left else []
             lines = [head, *costs[:some], *changes[:shown], *more, *likely[:1], *tail]
             if len(lines) <= MOST_LINES and sum(map(len, lines)) <= MOST_CHARACTERS:
                 return tuple(lines)

@@ -115,6 +115,25 @@ def test_a_value_without_a_file_has_a_head_of_its_own():
     assert lines[-1] == COMMAND
 
 
+def test_missing_snapshots_keep_the_command_to_record():
+    texts = {
+        name: FailureText(
+            head=f"there is no snapshot snapshots/tests/test_models/test_step.ws4.{name} yet",
+            changes=(f"  was the test renamed? git mv {'a' * 100} {'b' * 100}",),
+            is_missing=True,
+        )
+        for name in ("comm", "tree")
+    }
+    accept = "pytest --snapshot-update tests/test_models.py::test_step"
+    lines = failure_lines(texts, accept=accept)
+    assert [line.partition(":")[0].strip() for line in lines] == [
+        *("2 comparisons failed", "comm", "tree", "comm", "... and 1 more line (-vv)"),
+        *("record it", "then read the file, and commit it with the test"),
+    ]
+    assert sum(map(len, lines)) <= 660
+    assert len(failure_lines(texts, accept=accept, everything=True)) == 7
+
+
 def test_an_error_is_shown_as_it_is():
     text = FailureText.of_text("first\n  second\nthird")
     assert failure_lines({"comm": text}, accept="") == ("first", "  second", "third")
