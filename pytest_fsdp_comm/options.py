@@ -389,7 +389,7 @@ class DistributedSettings:
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
 # On the config's stash, from `pytest_configure` on.
 OPTIONS: Final = pytest.StashKey[SessionOptions]()
-# On the config's stash, exactly if a report is written: the `run_report.session.Notes`, to which
+# On the config's stash, exactly if a report is written: the `run_report.Notes`, to which
 # fixtures pass on what they make, and which is in a room above theirs.
 OBSERVER: Final = pytest.StashKey[Any]()
 

@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.pluginmanager.register(_WithoutSyrupy(), "fsdp-comm-without-syrupy")
     if given.report_dir is not None:
-        from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # on request
+        from pytest_fsdp_comm import run_report  # noqa: PLC0415  # on request
 
         run_report.register(config, given.report_dir)
     is_reviewed = given.summary_file or not {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}.isdisjoint(

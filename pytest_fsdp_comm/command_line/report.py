@@ -14,9 +14,8 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.reports.ci.outcomes import read_origin
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, Run
 from pytest_fsdp_comm.reports.trace import dump_trace
-from pytest_fsdp_comm.run_report.writing import write_report
 from pytest_fsdp_comm.snapshots.differences import kind_of
-from pytest_fsdp_comm.snapshots.files import EXPECTED, RECEIVED
+from pytest_fsdp_comm.snapshots.files import EXPECTED, RECEIVED, write_report
 from pytest_fsdp_comm.text.words import counted
 
 if TYPE_CHECKING:

@@ -1,15 +1,19 @@
-"""Snapshot files on disk, and what ``--comm-artifacts`` keeps of failed comparisons."""
+"""Files on disk: snapshots, what ``--comm-artifacts`` keeps, and pages of the HTML report."""
 
 from __future__ import annotations
 
 import os
 import stat
+from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import SnapshotFormatError
-from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
 from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.reports.html.values import Run
 
 
 def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
@@ -80,3 +84,19 @@ def keep_artifacts(
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, text)
+
+
+# Many values of a test have the same text on both sides.
+@lru_cache(maxsize=2)
+def _read_profile(text: str) -> Profile:
+    """Read what was recorded, or a snapshot."""
+    return SnapshotText(text, where="the recording").profile
+
+
+def write_report(run: Run, directory: Path) -> None:
+    """Write index and pages of an HTML report over those of an earlier run, or raise OSError."""
+    from pytest_fsdp_comm.reports.html.pages import render_pages  # noqa: PLC0415  # loads jinja2
+
+    (directory / "tests").mkdir(parents=True, exist_ok=True)
+    for name, page in render_pages(run, _read_profile):
+        write_atomically(directory / name, page)

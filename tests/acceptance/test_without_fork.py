@@ -131,7 +131,7 @@ def test_commands_run_without_fork(pytester):
 
 def test_every_module_that_runs_without_ranks_can_be_imported(pytester):
     (pytester.path / "no_fork.py").write_text(NO_FORK)
-    names = "comm command_line reports snapshots text tree sharding recording run_report"
+    names = "comm command_line reports snapshots text tree sharding recording"
     program = (
         "import torch, torch.distributed.fsdp, torch.distributed.tensor, no_fork\n"
         "import importlib, pkgutil, pytest_fsdp_comm\n"

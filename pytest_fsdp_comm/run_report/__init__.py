@@ -1,1 +1,0 @@
-"""The report that ``--comm-report`` writes, collected from every test."""
