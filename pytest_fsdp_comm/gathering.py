@@ -6,15 +6,13 @@ import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Callable, Sequence
 from os import getpid
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
 from pytest_fsdp_comm.text.codec import from_json, to_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 _Value = TypeVar("_Value")
 
@@ -28,7 +26,6 @@ class TextStore:
     """Texts of any length under names, on a store of torch; each is written once."""
 
     def __init__(self, store: Any, directory: Path | None = None) -> None:
-        """Use a store; `directory` is where a `FileStore` has its file."""
         self._store = store
         self._directory = directory
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Final
 
 # Environment variable that a launched pytest sets: a pytest that one of its tests runs inherits the
 # launcher's variables, but is not one of its ranks.

@@ -284,7 +284,6 @@ class Watchdog:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def begin_test(self) -> None:
-        """Leave out the collectives of an earlier test from now on."""
         self._began_ns = time.time_ns()
 
     def _answer(self) -> None:

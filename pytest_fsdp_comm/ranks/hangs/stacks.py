@@ -45,7 +45,6 @@ class StackFrame:
 
     @property
     def site(self) -> str:
-        """Such as ``model.py:9 in forward``."""
         return f"{show_path(self.path)}:{self.line} in {self.name}"
 
 

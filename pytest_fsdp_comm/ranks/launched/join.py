@@ -6,24 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
-from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, OWN_RANK_VARIABLE
+from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, OWN_RANK_VARIABLE, LaunchedRank
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.launched.process import become_rank
 from pytest_fsdp_comm.ranks.launched.ranks import LaunchedRanks
+from pytest_fsdp_comm.ranks.rank.context import RankExtension
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
 from pytest_fsdp_comm.ranks.start.ending import end_with_parent
 from pytest_fsdp_comm.ranks.start.spawn import arguments_of, end_openmp_threads, unsafe_to_fork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.rank.context import RankExtension
 
 
 def join_session(

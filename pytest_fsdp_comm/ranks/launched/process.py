@@ -8,14 +8,17 @@ import os
 import signal
 import socket
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
+from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.ranks.hangs.position import Watchdog
 from pytest_fsdp_comm.ranks.launched.ranks import ADDRESS, MEET_TIMEOUT_S
+from pytest_fsdp_comm.ranks.rank.context import RankExtension
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, save_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import connect_store
 from pytest_fsdp_comm.ranks.rank.processes import run_exit_functions, run_finalizers
@@ -32,15 +35,9 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     BeginSet,
     EndSession,
     Joined,
+    RankCommand,
     Welcome,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.rank.context import RankExtension
-    from pytest_fsdp_comm.ranks.wire.messages import RankCommand
 
 
 class _EndedError(Exception):

@@ -10,11 +10,13 @@ import secrets
 import socket
 import time
 from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
+from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.ranks.rank.process_group import connect_store
 from pytest_fsdp_comm.ranks.start.ending import PATIENCE_S, await_end, kill
 from pytest_fsdp_comm.ranks.start.fork_server import ServerDiedError
@@ -25,17 +27,13 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     BeginSet,
     EndSession,
     Joined,
+    RankMessage,
+    RankSetSpec,
     TestsEnded,
     Welcome,
 )
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.wire.messages import RankMessage, RankSetSpec
 
 # Hosts of a cluster load torch from one busy file server at the same time.
 MEET_TIMEOUT_S: Final = 300.0
@@ -59,7 +57,6 @@ class LaunchedRanks:
     """The server of ranks that were there before it; see Note [Launched ranks]."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank, own_rank: int) -> None:
-        """Take over `own_rank`, the child that joins as rank 0; `meet` waits for all."""
         self._session = session
         self._launched = launched
         self.pids = {0: own_rank}

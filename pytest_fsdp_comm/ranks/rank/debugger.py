@@ -70,14 +70,12 @@ class RankTerminal:
     """The terminal in the rank that debugs: its own while a debugger runs, else its logs."""
 
     def __init__(self, descriptors: Sequence[int], pytests_group: int) -> None:
-        """Keep the result of `copied_terminal`, and the pytest process's process group."""
         self._descriptors = tuple(descriptors)
         self._logs: list[int] = []
         self._stdin: Any = None
         self._pytests_group = pytests_group
 
     def enter(self) -> None:
-        """Connect this process's standard descriptors to the terminal."""
         if self._logs:
             return
         flush_streams()
@@ -91,7 +89,6 @@ class RankTerminal:
             _pass_on(0, os.getpgrp())
 
     def leave(self) -> None:
-        """Connect the standard descriptors to the rank's logs again."""
         if not self._logs:
             return
         flush_streams()

@@ -39,11 +39,9 @@ class LogTerminal:
     """A rank's terminal reporter: where ``--setup-show`` and others write."""
 
     def __init__(self) -> None:
-        """Keep in memory what is written before `open`."""
         self._tw = TerminalWriter(io.StringIO())
 
     def open(self, path: Path) -> None:
-        """Write to a file from now on."""
         # Not the rank's stdout, which a test may capture with capfd.
         self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
 

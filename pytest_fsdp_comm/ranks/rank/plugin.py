@@ -88,7 +88,6 @@ class RankPlugin:
     _keeps_random_states: bool
 
     def __init__(self, config: pytest.Config) -> None:
-        """Redirect the output of subtests."""
         self._config = config
         self._logs: list[_Log] = []
         self._group: object = None
@@ -186,7 +185,6 @@ class RankPlugin:
     # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
     # fixtures are set up by a hook that was registered before this one, and so runs after it.
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Make the process group before the first fixture."""
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         self._has_failed_subtest = False
         context = item.config.stash[RANK_CONTEXT]
@@ -232,12 +230,10 @@ class RankPlugin:
             return (yield)
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Forget what a fixture asked that is made anew for another test."""
         if self._answers is not None:
             self._answers.forget(fixturedef.argname)
 
     def _leave_to_all(self) -> None:
-        """Leave the test if it is to run again on more ranks."""
         if ranks := self.further_ranks():
             # No debugger opens for it, and nobody takes it for a failed comparison.
             raise pytest.skip.Exception(f"runs again, on {name_ranks(ranks)} too")
@@ -247,7 +243,6 @@ class RankPlugin:
         return () if self._distinct is None else tuple(sorted(self._distinct.further))
 
     def leave_group(self) -> None:
-        """Destroy the process group of a launched rank, so that its peers wait no longer."""
         self._group = None
         leave_group()
 
@@ -312,16 +307,13 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_cancel_timer(self) -> bool:
-        """Report that what had a timeout has ended."""
         self._channel.send(TimerCancelled())
         return True
 
     def pytest_enter_pdb(self) -> None:
-        """Report that a human is at work."""
         self._channel.send(Debugging(has_begun=True))
 
     def pytest_leave_pdb(self) -> None:
-        """Report that the test goes on."""
         self._channel.send(Debugging(has_begun=False))
 
     def pytest_warning_recorded(
@@ -331,7 +323,6 @@ class RankPlugin:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
-        """Send a warning."""
         # Of collection or, before `bind`, of tests that ran before a fork server was replaced, the
         # pytest process has it, and pytest repeats it to every new plugin.
         if when == "runtest" and self._logs:

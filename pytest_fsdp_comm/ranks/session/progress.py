@@ -22,12 +22,10 @@ class Echo:
     """Follows the logs of a rank set."""
 
     def __init__(self, spec: RankSetSpec) -> None:
-        """Follow the streams in `RankSetSpec.echoes` from their start."""
         self._spec = spec
         self._offsets: dict[tuple[int, str], int] = {}
 
     def copy(self) -> None:
-        """Write the new lines."""
         if not self._spec.echoes:
             return
         for rank in self._spec.settings.ranks:
@@ -61,7 +59,6 @@ class Progress:
     """Writes to the terminal that a test still runs: after a while, then at each doubling."""
 
     def __init__(self, item: pytest.Item, reporter: Any) -> None:
-        """Begin with a test, on pytest's terminal reporter."""
         self._item = item
         self._reporter = reporter
         self.first_after_s = item.config.stash[OPTIONS].progress_s

@@ -62,11 +62,9 @@ class SuitePropertiesOfRanks:
     payload_type: Final = SuiteProperties
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Forget what the pytest process has recorded."""
         _recorded(config).clear()
 
     def rank_payload(self, item: pytest.Item) -> SuiteProperties:
-        """What the test and its fixtures recorded."""
         recorded = _recorded(item.config)
         texts = tuple((name, shortened(value)) for name, value in recorded)
         recorded.clear()
@@ -75,7 +73,6 @@ class SuitePropertiesOfRanks:
     def merge(
         self, item: pytest.Item, payloads: Mapping[int, SuiteProperties], **_: bool
     ) -> list[str]:
-        """Record each once; there are never problems."""
         # A fixture of the session runs in the ranks of each test.
         known = _recorded(item.config)
         for found in merged_properties({rank: sent.recorded for rank, sent in payloads.items()}):

@@ -207,7 +207,6 @@ class RankRunner:
         return reports
 
     def close(self) -> None:
-        """End every process and remove what they shared."""
         was_interrupted = self._session.exitstatus == pytest.ExitCode.INTERRUPTED
         try:
             self._end_ranks(is_hurried=was_interrupted)

@@ -71,7 +71,6 @@ class Supervision:
         server: RankServer,
         connections: Mapping[int, tuple[Connection, Connection]],
     ) -> None:
-        """Begin with a rank set that has just started, and `ForkServer.fork_ranks` returned."""
         self.spec = spec
         self.server = server
         self._channels: dict[int, _Channel] = {}

@@ -10,12 +10,10 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from os import getpid
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Final
 
 PATIENCE_S: Final = 10.0
 """How long killed ranks have to be gone: the kernel frees much memory slowly on a busy machine."""

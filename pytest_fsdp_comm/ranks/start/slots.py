@@ -7,13 +7,10 @@ import fcntl
 import os
 import time
 import urllib.parse
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _PAUSE_S = 0.02
 _TURN = "turn"
@@ -87,7 +84,6 @@ class HeldSlots:
     """Slots in use, until they are released or this process ends."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Lock the files of slots that were granted, within the turn."""
         self._descriptors = [_opened(file) for file in files]
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+import pytest
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, RANK_VARIABLE, SPEC_VARIABLE
 from pytest_fsdp_comm.options import join_paths
@@ -19,15 +22,8 @@ from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started, no_gpu_error, vi
 from pytest_fsdp_comm.ranks.rank.processes import redirect_output
 from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.messages import FORK_SERVER
+from pytest_fsdp_comm.ranks.wire.messages import FORK_SERVER, RankSetSpec
 from pytest_fsdp_comm.text.codec import dump_tagged
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-    import pytest
-
-    from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
 # Modules whose threads hold no lock that a rank needs: execnet's live in every xdist worker.
 _HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout", "pytest_rerunfailures")

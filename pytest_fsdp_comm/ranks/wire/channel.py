@@ -7,16 +7,13 @@ import select
 import socket
 import struct
 import sys
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from os import getpid
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
+from pytest_fsdp_comm.ranks.wire.messages import Message
 from pytest_fsdp_comm.text.codec import CodecError, dump_tagged, load_tagged
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from pytest_fsdp_comm.ranks.wire.messages import Message
 
 _Received = TypeVar("_Received")
 
@@ -74,7 +71,6 @@ class Channel(Generic[_Received]):
         return cls(Connection(descriptor), receives)
 
     def fileno(self) -> int:
-        """The descriptor, for selectors."""
         return self.connection.fileno()
 
     def send(self, message: Message) -> None:
@@ -124,5 +120,4 @@ class Channel(Generic[_Received]):
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Close this end."""
         self.connection.close()

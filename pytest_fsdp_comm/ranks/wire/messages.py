@@ -53,7 +53,6 @@ class RankSetSpec:
         return self.directory / f"rank{rank}.{stream}"
 
     def stacks_path(self, rank: int) -> Path:
-        """Where a rank writes its stacks when asked."""
         return self.directory / f"rank{rank}.stacks"
 
 
@@ -70,7 +69,6 @@ class TimerSet:
 
     @property
     def runs_out_at(self) -> float:
-        """The same clock's time at which the limit is reached."""
         return self.set_at + self.timeout_s
 
 

@@ -122,7 +122,6 @@ class PhaseReport:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the phase or subtest failed."""
         return bool(self.report["outcome"] == "failed")
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
 
 from pytest_fsdp_comm import upstream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import pytest
 
 _CONTEXT = "_subtest.context"
 # pytest's own, and the plugin's for earlier versions.
