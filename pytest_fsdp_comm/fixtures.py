@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.options import OBSERVER, OPTIONS
+from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 
 if TYPE_CHECKING:
@@ -161,13 +161,7 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
         TreeFactory,
     )
 
-    stash = request.config.stash
-    observer = stash.get(OBSERVER, None)
-    return TreeFactory(
-        findings=stash[OPTIONS].findings,
-        note=observer.note_tree if observer is not None else None,
-        **_exchange(request),
-    )
+    return TreeFactory(findings=request.config.stash[OPTIONS].findings, **_exchange(request))
 
 
 @pytest.fixture

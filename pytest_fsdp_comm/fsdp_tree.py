@@ -39,11 +39,9 @@ class TreeFactory:
         findings: FindingSettings | None = None,
         gather: Callable[[str], list[str]] = lambda text: [text],
         ranks: Sequence[int] = (),
-        note: Callable[[ShardTree], None] | None = None,
     ) -> None:
-        """Keep how trees are judged, and how `ranks` (empty if from 0) exchange and note them."""
+        """Keep how trees are judged, and how `ranks` (empty if from 0) exchange them."""
         self._findings = findings or FindingSettings()
-        self._note = note
         self._gather = gather
         self._ranks = ranks
 
@@ -63,10 +61,7 @@ class TreeFactory:
             RecordingError: It is not a module, is half built, or two parts have a parameter of the
                 same name.
         """
-        tree = capture_tree(model, self._findings)
-        if self._note is not None:
-            self._note(tree)
-        return tree
+        return capture_tree(model, self._findings)
 
     def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """As a plain call, with a finding if the ranks' trees differ. Every rank must call it.

@@ -86,7 +86,6 @@ class Notes:
         self._compared: list[Compared] = []
         # Those that are in `_compared`.
         self._recordings: list[Recording] = []
-        self._tree: ShardTree | None = None
         self._records: dict[str, Record] = {}
 
     # In the process that runs the test: see Note [What each rank keeps].
@@ -103,18 +102,12 @@ class Notes:
             if _is_lowest_rank(item):
                 compared = _describe_comparison(assertion, name, result, value)
             self._add(compared, _recording_of(value))
-            if value is self._tree:
-                self._tree = None
 
     def _add(self, compared: Compared, recording: Recording | None) -> None:
         if recording is not None:
             self._recordings.append(recording)
             compared = replace(compared, timelines=(timeline_of(recording),))
         self._compared.append(compared)
-
-    def note_tree(self, tree: ShardTree) -> None:
-        """Keep the last tree in case no comparison follows."""
-        self._tree = tree
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
@@ -130,9 +123,6 @@ class Notes:
         if recording is not None and not any(recording is one for one in self._recordings):
             text = _write(fold(recording)) if is_lowest else ""
             self._add(replace(_UNCOMPARED, new=text), recording)
-        if self._tree is not None and all(one.tree is None for one in self._compared):
-            tree = self._tree if is_lowest else None
-            self._add(replace(_UNCOMPARED, kind="tree", tree=tree), None)
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Leave the writing to the pytest process."""
@@ -146,7 +136,7 @@ class Notes:
         return record
 
     def _forget(self) -> None:
-        self._compared, self._recordings, self._tree = [], [], None
+        self._compared, self._recordings = [], []
 
     # In the pytest process.
 

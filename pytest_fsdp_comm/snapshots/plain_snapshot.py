@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Final, cast
 
@@ -48,8 +47,8 @@ def _refused_in(value: object, depth: int = _DEPTH) -> str:
     """How a test writes what is refused in a value, or in a dict or list of values; else empty."""
     # By type(), since isinstance() runs the code of proxies.
     kind = type(value)
-    for cls, name in _loaded().items():
-        if issubclass(kind, cls):
+    for cls in kind.__mro__:
+        if name := _REFUSED.get((cls.__module__.removeprefix("pytest_fsdp_comm."), cls.__name__)):
             return name
     within: Iterable[object] = ()
     if depth and issubclass(kind, dict):
@@ -57,12 +56,3 @@ def _refused_in(value: object, depth: int = _DEPTH) -> str:
     elif depth and issubclass(kind, (list, tuple)):
         within = cast("list[object]", value)
     return next(filter(None, (_refused_in(one, depth - 1) for one in within)), "")
-
-
-def _loaded() -> dict[type, str]:
-    # A class that is not imported has no values in this process.
-    return {
-        getattr(sys.modules[module], name): shown
-        for (room, name), shown in _REFUSED.items()
-        if (module := f"pytest_fsdp_comm.{room}") in sys.modules
-    }

@@ -39,8 +39,8 @@ def test_dies(dist_info):
     if "CHANGED" in os.environ and dist_info.rank == 1:
         os._exit(3)
 
-def test_in_this_process(fsdp_tree):
-    assert fsdp_tree(nn.Linear(2, 2)).units == ()
+def test_in_this_process(fsdp_tree, comm_snapshot):
+    assert fsdp_tree(nn.Linear(2, 2)) == comm_snapshot(allow_empty=True)
 
 def test_of_others():
     pass
@@ -100,7 +100,7 @@ def test_the_index_lists_each_test_once_failures_first(reported, directory):
         "test_dies": "failed",
         "test_step[same]": "as reviewed",
         "test_uncompared": "not compared",
-        "test_in_this_process": "not compared",
+        "test_in_this_process": "no snapshot",
     }
     assert list(rows)[:2] == [HOSTILE, "test_dies"]
     text = (path / directory / "index.html").read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def test_a_failed_comparison_reads_as_on_the_terminal(reported, directory):
 
 
 @DIRECTORIES
-def test_recordings_that_were_not_compared_have_a_page_too(reported, directory):
+def test_each_kind_of_test_has_a_page_of_its_own(reported, directory):
     path, _ = reported
     rows = index_of(path / directory)
     recorded, tree, died = (
