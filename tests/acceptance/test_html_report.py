@@ -102,7 +102,7 @@ def test_the_index_lists_each_test_once_failures_first(reported, directory):
         "test_uncompared": "not compared",
         "test_in_this_process": "no snapshot",
     }
-    assert list(rows)[:2] == [HOSTILE, "test_dies"]
+    assert list(rows)[:3] == [HOSTILE, "test_in_this_process", "test_dies"]
     text = (path / directory / "index.html").read_text(encoding="utf-8")
     assert ("The session was stopped" in text) == (directory == "alone")
 
