@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.profile import CommProfile, ranks_of
+from pytest_fsdp_comm.comm.profile import CommProfile
 
 # Note [Cost by rank]: a cost is that of one rank, so that its parts add up, and the rank is the one
 # whose bytes change most, so that no other hides a difference. Thousands of ranks share a few lists
@@ -128,7 +128,8 @@ def _alike_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
         for rank in ranks:
             signatures[rank].append(number)
     groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank in sorted(ranks_of(old) & ranks_of(new)):
+    before, after = (set(one.recorded_ranks or range(one.world_size)) for one in (old, new))
+    for rank in sorted(before & after):
         groups[tuple(signatures[rank])].append(rank)
     return {group[0]: group for group in groups.values()}
 

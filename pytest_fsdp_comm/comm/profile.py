@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from operator import attrgetter
 from typing import (
@@ -13,7 +14,6 @@ from typing import (
     Final,
     Literal,
     NamedTuple,
-    Protocol,
     TypeAlias,
     TypeVar,
     get_args,
@@ -208,28 +208,6 @@ class CommProfile:
         )
 
 
-class OnRanks(Protocol):
-    """What profiles of recordings and of trees have in common."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the default group."""
-
-    @property
-    def recorded_ranks(self) -> tuple[int, ...]:
-        """The ranks that were recorded, ascending; empty for all ranks."""
-
-
-def ranks_of(profile: OnRanks) -> frozenset[int]:
-    """The ranks that were recorded, where all of them are listed too."""
-    return frozenset(profile.recorded_ranks or range(profile.world_size))
-
-
-def has_further_ranks(profile: OnRanks, other: OnRanks) -> bool:
-    """Whether a profile has ranks that another one lacks, which thus must not replace it."""
-    return not ranks_of(profile) <= ranks_of(other)
-
-
 _OfRanks = TypeVar("_OfRanks", Row, GatheredPeak, Gap)
 """What holds for some of the recorded ranks, or for all where it has none."""
 
@@ -295,17 +273,39 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
     """Merge the profiles of ranks in order; ascending `ranks` name them. See Note [Merging]."""
     # One process alone is all ranks.
     ranks = ranks or [(profile.recorded_ranks or (0,))[0] for profile in profiles]
-    groups = _Groups(profiles, ranks)
-    first, alike = profiles[0], groups.profiles
-    fields = attrgetter("subject", "phase", "owner", "what", "axis", "calls")
+    groups: dict[int, tuple[CommProfile, list[int]]] = {}
+    for rank, profile in zip(ranks, profiles, strict=True):
+        groups.setdefault(id(profile), (profile, []))[1].append(rank)
+    # One of each group, in the order of the groups' lowest ranks.
+    alike = [profile for profile, _ in groups.values()]
+
+    @cache
+    def ranks_at(places: frozenset[int]) -> tuple[int, ...]:
+        held = [having for _, having in groups.values()]
+        listed = sorted(chain.from_iterable(held[place] for place in places))
+        return ranks_or_empty_if_all(listed, len(ranks))
+
+    def merged(
+        values_of: Iterable[Sequence[_OfRanks]], fields: Callable[[_OfRanks], object]
+    ) -> Iterator[_OfRanks]:
+        """Make one of equal values, in the order of their lowest ranks."""
+        having: dict[object, tuple[_OfRanks, list[int]]] = {}
+        for place, values in enumerate(values_of):
+            for value in values:
+                having.setdefault(fields(value), (value, []))[1].append(place)
+        for value, places in having.values():
+            yield replace(value, ranks=ranks_at(frozenset(places)))
+
+    # By some fields, where the hash of all takes longer.
+    of_row = attrgetter("subject", "phase", "owner", "what", "axis", "calls")
     return replace(
-        first,
+        profiles[0],
         mesh_axes=merge_axes(axis for profile in alike for axis in profile.mesh_axes),
-        rows=sort_rows(_merge_alike(groups, [profile.rows for profile in alike], fields)),
-        peaks=_merge_alike(groups, [profile.peaks for profile in alike]),
-        recorded_ranks=ranks_or_empty_if_all(ranks, first.world_size),
+        rows=sort_rows(merged((profile.rows for profile in alike), of_row)),
+        peaks=tuple(merged((profile.peaks for profile in alike), attrgetter("nbytes"))),
+        recorded_ranks=ranks_or_empty_if_all(ranks, profiles[0].world_size),
         notes=tuple(dict.fromkeys(note for profile in alike for note in profile.notes)),
-        gaps=_merge_alike(groups, [profile.gaps for profile in alike]),
+        gaps=tuple(merged((profile.gaps for profile in alike), attrgetter("kind", "text"))),
         answers=tuple(sorted({one for profile in alike for one in profile.answers})),
     )
 
@@ -314,41 +314,6 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
 # out one object for equal ones. So profiles are grouped by identity, which costs nothing, where
 # comparing them takes longer than merging them, and many ranks cost as few as there are groups.
 # Lists of ranks are made once, and rows hold one object for each.
-
-
-class _Groups:
-    """Ranks that share a profile, together; see Note [Merging]."""
-
-    def __init__(self, profiles: Sequence[CommProfile], ranks: Sequence[int]) -> None:
-        self._num_ranks = len(ranks)
-        groups: dict[int, tuple[CommProfile, list[int]]] = {}
-        for rank, profile in zip(ranks, profiles, strict=True):
-            groups.setdefault(id(profile), (profile, []))[1].append(rank)
-        self.profiles = [profile for profile, _ in groups.values()]
-        """One of each group, in the order of the groups' lowest ranks."""
-        self._ranks = [held for _, held in groups.values()]
-        self._lists: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def ranks(self, places: Iterable[int]) -> tuple[int, ...]:
-        key = tuple(sorted(set(places)))
-        if key not in self._lists:
-            listed = sorted(chain.from_iterable(self._ranks[place] for place in key))
-            self._lists[key] = ranks_or_empty_if_all(listed, self._num_ranks)
-        return self._lists[key]
-
-
-def _merge_alike(
-    groups: _Groups,
-    values_of: Sequence[Sequence[_OfRanks]],
-    fields: Callable[[_OfRanks], object] | None = None,
-) -> tuple[_OfRanks, ...]:
-    """Make one of equal values, in the order of their lowest ranks."""
-    # By some fields, where the hash of all takes longer.
-    having: dict[object, tuple[_OfRanks, list[int]]] = {}
-    for place, values in enumerate(values_of):
-        for value in values:
-            having.setdefault(fields(value) if fields else value, (value, []))[1].append(place)
-    return tuple(replace(value, ranks=groups.ranks(places)) for value, places in having.values())
 
 
 def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:

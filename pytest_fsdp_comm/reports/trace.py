@@ -8,18 +8,11 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from pytest_fsdp_comm.comm.events import (
-    Collective,
-    HostDeviceCopy,
-    Recording,
-    Redistribution,
-    Reshard,
-)
+from pytest_fsdp_comm.comm.events import Collective, Recording, Reshard
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape
 
 # An event as the format has it.
 Event: TypeAlias = dict[str, Any]
-_Sent: TypeAlias = Collective | Redistribution | HostDeviceCopy
 
 # Note [Time in a trace]
 # Ranks are processes, axes their threads. What a unit gathers is an asynchronous span from unshard
@@ -32,8 +25,6 @@ STEP_US: Final = 1_000
 _DURATION_US: Final = 800
 
 _PHASES: Final = "phases"
-_REDISTRIBUTIONS: Final = "redistributions"
-_COPIES: Final = "host-device copies"
 _ABOUT: Final = "the order in which a rank issued its records, 1 ms for each; no durations"
 _BEFORE: Final = -1
 """The place of what was there before the first record, whose place is 0."""
@@ -48,23 +39,17 @@ def dump_trace(recordings: Sequence[Recording]) -> str:
 
 def _rank_events(recording: Recording) -> Iterator[Event]:
     rank = recording.rank
-    sent: list[_Sent] = [*recording.collectives, *recording.redistributions, *recording.copies]
-    records: list[_Sent | Reshard] = sorted([*sent, *recording.reshards], key=attrgetter("index"))
-    axes = sorted({one.axis for one in recording.collectives})
+    records: list[Collective | Reshard] = [*recording.collectives, *recording.reshards]
+    records.sort(key=attrgetter("index"))
     # In the order in which Perfetto shows them.
-    threads = [
-        _PHASES,
-        *axes,
-        *([_REDISTRIBUTIONS] if recording.redistributions else []),
-        *([_COPIES] if recording.copies else []),
-    ]
+    threads = [_PHASES, *sorted({one.axis for one in recording.collectives})]
     yield from _named("process", f"rank {rank} of {recording.world_size}", rank, pid=rank, tid=0)
     layouts = {axis.name: f" ({axis.layout})" for axis in recording.mesh_axes}
     for number, name in enumerate(threads):
         yield from _named("thread", name + layouts.get(name, ""), number, pid=rank, tid=number)
     events = [
         {**event, "pid": rank, "tid": threads.index(thread)}
-        for thread, event in (*_phase_spans(records), *map(_sent_span, sent))
+        for thread, event in (*_phase_spans(records), *map(_sent_span, recording.collectives))
     ]
     end = 1 + records[-1].index if records else 0
     events += _gathered_events(recording, end=end)
@@ -91,50 +76,34 @@ def _time_of(place: int) -> int:
     return (place - _BEFORE) * STEP_US
 
 
-def _phase_spans(records: Sequence[_Sent | Reshard]) -> Iterator[tuple[str, Event]]:
+def _phase_spans(records: Sequence[Collective | Reshard]) -> Iterator[tuple[str, Event]]:
     """Each phase from its first to its last record, as often as it comes."""
     for phase, run in groupby(records, key=attrgetter("phase")):
         indices = [record.index for record in run]
         yield _PHASES, _span(str(phase), "phase", indices[0], indices[-1])
 
 
-def _sent_span(one: _Sent) -> tuple[str, Event]:
+def _sent_span(one: Collective) -> tuple[str, Event]:
     """The thread and the span of a record, without the arguments that are not known."""
-    match one:
-        case Collective():
-            thread, name = one.axis, f"{one.kind} {_name(one.owner)}"
-            arguments = {
-                "owner": _name(one.owner),
-                "issued in": None if one.issued_in == one.owner else _name(one.issued_in),
-                "bytes": None if one.is_unsized else one.nbytes,
-                "dtype": one.dtype,
-                "carries": None if one.role is None else str(one.role),
-                "ranks of the group": one.group_size,
-                "async": one.is_async,
-                "units ahead of use": one.ahead,
-                "peer": one.peer,
-                "root": one.root_rank,
-                "reduction": one.reduce_op,
-                "by": str(one.source),
-            }
-        case Redistribution():
-            placements = map(", ".join, (one.source_placements, one.target_placements))
-            thread, name = _REDISTRIBUTIONS, " -> ".join(placements)
-            arguments = {
-                "owner": _name(one.owner),
-                "axes": ", ".join(one.mesh_axes),
-                "bytes before": one.nbytes,
-            }
-        case HostDeviceCopy():
-            thread, name = _COPIES, one.direction
-            arguments = {"owner": _name(one.owner), "bytes": one.nbytes}
-    phase = str(one.phase)
-    known = {
-        key: value
-        for key, value in {"phase": phase, **arguments, "at": one.call_site}.items()
-        if value not in {None, ""}
+    arguments = {
+        "phase": str(one.phase),
+        "owner": _name(one.owner),
+        "issued in": None if one.issued_in == one.owner else _name(one.issued_in),
+        "bytes": None if one.is_unsized else one.nbytes,
+        "dtype": one.dtype,
+        "carries": None if one.role is None else str(one.role),
+        "ranks of the group": one.group_size,
+        "async": one.is_async,
+        "units ahead of use": one.ahead,
+        "peer": one.peer,
+        "root": one.root_rank,
+        "reduction": one.reduce_op,
+        "by": str(one.source),
+        "at": one.call_site,
     }
-    return thread, {**_span(name, phase, one.index, one.index), "args": known}
+    known = {key: value for key, value in arguments.items() if value not in {None, ""}}
+    span = _span(f"{one.kind} {_name(one.owner)}", str(one.phase), one.index, one.index)
+    return one.axis, {**span, "args": known}
 
 
 def _name(fqn: str | None) -> str:

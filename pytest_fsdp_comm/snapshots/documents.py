@@ -46,6 +46,12 @@ class SnapshotText(str):
         return read(self.lines)
 
 
+def has_further_ranks(profile: Profile, other: Profile) -> bool:
+    """Whether a profile has ranks that another one lacks, which thus must not replace it."""
+    one, two = (set(side.recorded_ranks or range(side.world_size)) for side in (profile, other))
+    return not one <= two
+
+
 def body(text: str) -> str:
     """All of a snapshot but its first line, which names versions and is not compared."""
     return text.partition("\n")[2]

@@ -15,7 +15,6 @@ import pytest
 from syrupy.assertion import AssertionResult
 from syrupy.terminal import disable_color
 
-from pytest_fsdp_comm.comm.profile import has_further_ranks
 from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
@@ -27,7 +26,7 @@ from pytest_fsdp_comm.snapshots.differences import (
     head_of,
     headline_of_values,
 )
-from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
+from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText, has_further_ranks
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot, CommSnapshotExtension
 from pytest_fsdp_comm.snapshots.failed_comparison import (
     FAILED_COMPARISON,

@@ -16,7 +16,7 @@ from syrupy.assertion import SnapshotAssertion
 from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
-from pytest_fsdp_comm.comm.profile import CommProfile, has_further_ranks, without_activation_sizes
+from pytest_fsdp_comm.comm.profile import CommProfile, without_activation_sizes
 from pytest_fsdp_comm.errors import (
     EmptyRecordingError,
     FsdpCommError,
@@ -27,7 +27,7 @@ from pytest_fsdp_comm.errors import (
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
-from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, differs
+from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, differs, has_further_ranks
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.files import keep_artifacts, read_snapshot
 from pytest_fsdp_comm.snapshots.lines import REMEDY

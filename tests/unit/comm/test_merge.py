@@ -23,13 +23,13 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
 from pytest_fsdp_comm.comm.profile import (
     GatheredPeak,
     fold,
-    has_further_ranks,
     merge,
     restrict,
     sort_rows,
 )
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
+from pytest_fsdp_comm.snapshots.documents import has_further_ranks
 
 WORLD = 6
 RANKS = st.sets(st.integers(0, WORLD - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
