@@ -190,8 +190,8 @@ class Witness:
         self._begin = mark()
         self._threads = {threading.get_ident()}
         self._running: set[int | None] = set()
-        # What only the flight recorder has; with it what was recorded instead, but never sent.
-        self._unseen: list[tuple[Flight, _Sent | None]] = []
+        # What only the flight recorder has.
+        self._unseen: list[Flight] = []
         self.notes: list[str] = []
         """What could not be checked."""
 
@@ -217,7 +217,7 @@ class Witness:
             if flight.backend == "gloo":
                 flown[flight.group].append(flight)
             elif flight.thread_id not in self._threads:
-                self._unseen.append((flight, None))
+                self._unseen.append(flight)
         if flown.pop("", ()):
             self.notes.append(
                 "nothing was checked against torch's flight recorder, which names no groups under "
@@ -227,7 +227,7 @@ class Witness:
             own = [call for call in recorded if call.group == group and _kind(call)]
             self._compare(own, entries)
         count = len(self._unseen)
-        self._unseen = [own for own in self._unseen if own[0].thread_id not in self._running]
+        self._unseen = [own for own in self._unseen if own.thread_id not in self._running]
         if len(self._unseen) < count:
             self.notes.append(
                 "a thread of the block was still sending when it ended, and is recorded up to then"
@@ -240,39 +240,36 @@ class Witness:
             left[_sent(flight)].append(flight)
         for equal in left.values():
             equal.sort(key=lambda flight: flight.thread_id not in self._threads)
-        unsent = [call for call in issued if not any(_take(way, left) for way in _ways(call))]
-        for sent, equal in left.items():
-            for flight in equal:
-                # What was recorded was sent by a thread that was.
-                is_watched = flight.thread_id in self._threads
-                call = next((c for c in unsent if is_watched and _may_be(c, sent)), None)
-                if call is not None:
-                    unsent.remove(call)
-                    # Of an operation that no table knows, only the size can be compared.
-                    if _kind(call).startswith(UNKNOWN):
-                        continue
-                self._unseen.append((flight, None if call is None else _whole(call)))
+        unknown = []
+        for call in issued:
+            if _kind(call).startswith(UNKNOWN):
+                unknown.append(call.fields["nbytes_sent"])
+            for sent in _sent_by(call):
+                del left[sent][:1]
+        for flight in (flight for equal in left.values() for flight in equal):
+            # Of an operation that no table knows, only the size can be compared.
+            nbytes = _sent(flight).nbytes
+            if nbytes in unknown and flight.thread_id in self._threads:
+                unknown.remove(nbytes)
+            else:
+                self._unseen.append(flight)
 
     def gaps(self, axes: Callable[[], Mapping[str, str]]) -> tuple[Gap, ...]:
-        """What was sent and not recorded, or not as it was sent, with the name of each group."""
+        """What was sent and not recorded as it was sent, with the name of each group."""
         if not self._unseen:
             return ()
         names = axes()
         whys: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for flight, recorded in self._unseen:
+        for flight in self._unseen:
             sent = _sent(flight)
             described = flight.description if flight.description != "undefined" else ""
             over = names.get(flight.group) or described or "a group that is gone"
-            if recorded is not None:
-                whys["not sent as recorded"][f"{recorded} over {over} was {sent}"] += 1
-            else:
-                is_watched = flight.thread_id in self._threads
-                why = (
-                    "sent below torch's dispatcher (by a backend's own method, or from C++)"
-                    if is_watched
-                    else "of other threads, of which nothing was recorded"
-                )
-                whys[why][f"{sent} over {over}"] += 1
+            why = (
+                "sent below torch's dispatcher (by a backend's own method, or from C++)"
+                if flight.thread_id in self._threads
+                else "of other threads, of which nothing was recorded"
+            )
+            whys[why][f"{sent} over {over}"] += 1
         return tuple(
             Gap(
                 kind="unseen",
@@ -288,38 +285,14 @@ def _kind(call: Pending[Collective]) -> str:
     return "" if kind in {"send", "recv"} else _RUN_AS.get(kind, kind)
 
 
-def _whole(call: Pending[Collective]) -> _Sent:
-    """What a recorded collective sends, if it does so at once."""
+def _sent_by(call: Pending[Collective]) -> list[_Sent]:
+    """What gloo makes of a recorded collective."""
+    if call.parts:
+        return [_Sent(_kind(call), _alike([dtype]), nbytes) for dtype, nbytes in call.parts]
     dtype, nbytes = call.fields["dtype"], call.fields["nbytes_sent"]
     if call.fields["kind"] in {"broadcast", "scatter"} and not nbytes:  # most ranks only receive
         nbytes = call.fields["nbytes_received"]
-    return _Sent(_kind(call), _alike(dtype.split("+") if dtype else ()), nbytes)
-
-
-def _ways(call: Pending[Collective]) -> tuple[tuple[_Sent, ...], ...]:
-    """What the backend may have made of a recorded collective, the likelier first."""
-    whole = (_whole(call),)
-    if not call.parts:
-        return (whole,)
-    parts = tuple(_Sent(_kind(call), _alike([dtype]), nbytes) for dtype, nbytes in call.parts)
-    # gloo runs a reduce-scatter tensor by tensor, other kinds at once.
-    return (parts, whole) if call.fields["kind"] == "reduce_scatter" else (whole, parts)
-
-
-def _may_be(call: Pending[Collective], sent: _Sent) -> bool:
-    """Whether a recorded collective is what was sent, though not as it was recorded."""
-    if _kind(call).startswith(UNKNOWN):
-        return _whole(call).nbytes == sent.nbytes
-    return _kind(call) == sent.kind
-
-
-def _take(way: tuple[_Sent, ...], left: dict[_Sent, list[Flight]]) -> bool:
-    """Remove the flights that one recorded collective made; none unless all of them are there."""
-    if any(len(left.get(sent, ())) < count for sent, count in Counter(way).items()):
-        return False
-    for sent in way:
-        left[sent].pop(0)
-    return True
+    return [_Sent(_kind(call), _alike(dtype.split("+") if dtype else ()), nbytes)]
 
 
 def _sent(flight: Flight) -> _Sent:

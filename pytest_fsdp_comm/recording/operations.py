@@ -300,9 +300,10 @@ def messages(
 
 
 def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[str, int], ...]:
-    """Dtype and bytes of each tensor of a call that sends several; empty for one that does not."""
-    tensors = [] if operation.sent is Place.ALL else operation.tensors_sent(bound)
-    return tuple((_dtype([own]), _nbytes([own])) for own in tensors) if len(tensors) > 1 else ()
+    """Dtype and bytes of each tensor, if gloo sends one after the other; else empty."""
+    if operation.kind != "reduce_scatter":
+        return ()
+    return tuple((_dtype([own]), _nbytes([own])) for own in operation.tensors_sent(bound))
 
 
 def _sent_and_received(
