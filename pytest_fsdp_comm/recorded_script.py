@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -51,9 +50,7 @@ class RecordedScript:
             self._files.clear()
             self._tree_files.clear()
         self._mode = CommMode(trace_operations=False)
-        self._recorder = StepRecorder(
-            self._mode, run.first_step, run.last_step, ended=self._ended, progress=self._show
-        )
+        self._recorder = StepRecorder(self._mode, run.first_step, run.last_step, ended=self._ended)
         self._writing: threading.Thread | None = None
         self._problem: FsdpCommError | None = None
 
@@ -118,11 +115,6 @@ class RecordedScript:
         text = SnapshotText.of(profile, where=str(self._tree))
         self._tree.write_text(text, encoding="utf-8")
         return [self._tree]
-
-    def _show(self, count: int) -> None:
-        if self._is_writer and sys.stderr.isatty():
-            sys.stderr.write(f"\rfsdp-comm: step {count} of {self._run.last_step}\r")
-            sys.stderr.flush()
 
     def _say(self, text: str) -> None:
         # At once: a launcher may end this process. Standard output is the script's, and past

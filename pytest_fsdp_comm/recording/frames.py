@@ -19,7 +19,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Final, Literal
 
 from pytest_fsdp_comm.text.words import show_path
@@ -71,25 +71,13 @@ def find_caller() -> FrameType | None:
     """
     library, frame = None, sys._getframe(1).f_back
     while frame is not None:
-        # By identity, since code objects hash slowly, and this runs for every collective.
-        owner = _known.get(id(frame.f_code)) or _whose_code(frame.f_code)
+        owner = whose(frame.f_code.co_filename)
         if owner == "user":
             return frame
         if owner == "library":
             library = library or frame
         frame = frame.f_back
     return library
-
-
-_known: dict[int, Whose] = {}
-_codes: list[CodeType] = []
-"""The code objects of `_known`, kept so that no other one gets their identity."""
-
-
-def _whose_code(code: CodeType) -> Whose:
-    _codes.append(code)
-    owner = _known[id(code)] = whose(code.co_filename)
-    return owner
 
 
 def find_call_site() -> str:
@@ -101,13 +89,7 @@ def call_site_of(frame: FrameType | None) -> str:
     """Write a frame as ``path:line``; empty for None."""
     if frame is None:
         return ""
-    place = id(frame.f_code), frame.f_lasti
-    if place not in _call_sites:
-        _codes.append(frame.f_code)
-        _call_sites[place] = f"{_show_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return _call_sites[place]
+    return f"{_show_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-# A training step sends from the same few places and files each time.
-_call_sites: dict[tuple[int, int], str] = {}
 _show_path = functools.cache(show_path)

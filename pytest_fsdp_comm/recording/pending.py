@@ -51,7 +51,7 @@ class Pending(Generic[Event]):
     group: str | None = None
     """The key of a collective's group in `GroupNames`; None if the operation shows none."""
     parts: tuple[tuple[str, int], ...] = ()
-    """Of a collective that sends several tensors, dtype and bytes of each; empty for any other."""
+    """As of `parts_sent`."""
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
         """Make the record, with axes by the keys of their groups."""
@@ -81,7 +81,7 @@ class OwnerNames:
     def __init__(self, roots: Sequence[nn.Module], *, are_parts: bool) -> None:
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._roots = roots
-        self._replicas: ReplicaOwners | None = None
+        self._replica_of: dict[int, nn.Module] | None = None
         self._registering: dict[int, dict[int, nn.Module]] | None = None
 
     def owner(self, attribution: Attribution) -> str | None:
@@ -90,14 +90,25 @@ class OwnerNames:
         if label is not None:
             return self.modules.joined(self._modules_of(label.parameter))
         if attribution.source is Source.DDP:
-            self._replicas = self._replicas or ReplicaOwners(self._roots)
-            return self.modules.joined(self._replicas.owner(attribution.issued_in))
+            return self.modules.joined(self._replica_around(attribution.issued_in))
         return self.modules.joined(attribution.owner)
 
     def issued_in(self, attribution: Attribution) -> str | None:
         """The FQN of the module that was running; None as in `owner`."""
         running = attribution.issued_in
         return self.modules.fqn(running[0]) if running else None
+
+    def _replica_around(self, running: Modules) -> Modules:
+        """Find the replicated module around `running`; else the first of the model, or its root."""
+        if self._replica_of is None:
+            self._replica_of = {}
+            # Parents come first, so that an inner replica overrides the outer one.
+            for module in (module for root in self._roots for module in root.modules()):
+                if replicated_over(module) is not None:
+                    self._replica_of.update((id(child), module) for child in module.modules())
+        owners = self._replica_of
+        known = [owners[id(module)] for module in running if id(module) in owners]
+        return tuple((known or [*owners.values()] or self._roots)[:1])
 
     def _modules_of(self, parameter: torch.Tensor | None) -> Modules:
         if self._registering is None:
@@ -107,26 +118,6 @@ class OwnerNames:
         return tuple(self._registering.get(id(parameter), {}).values())
 
 
-class ReplicaOwners:
-    """The replicated modules below the roots of a recording."""
-
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self._fallback: Modules = tuple(roots[:1])
-        self._owner_of: dict[int, nn.Module] = {}
-        self._replicas: list[nn.Module] = []
-        for root in roots:
-            # Parents come first, so that an inner replica overrides the outer one.
-            for module in root.modules():
-                if replicated_over(module) is not None:
-                    self._replicas.append(module)
-                    self._owner_of.update((id(child), module) for child in module.modules())
-
-    def owner(self, running: Modules) -> Modules:
-        """Find the replicated module around `running`; else the first of the model, or its root."""
-        known = [self._owner_of[id(module)] for module in running if id(module) in self._owner_of]
-        return tuple((known or self._replicas)[:1]) or self._fallback
-
-
 def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
     if attribution.label is not None:
         return attribution.label.role
@@ -134,17 +125,13 @@ def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
         reduces = kind in REDUCING and attribution.gather is None
         return Role.GRADIENTS if reduces else Role.PARAMETERS
     if attribution.source is Source.DDP:
-        return _role_of_ddp(kind, dtype, is_from_hook=attribution.is_from_hook)
+        # Its broadcasts carry buffers, and how it has rebuilt its buckets.
+        # An int32 is the reducer's map of which parameters were used; gradients are no integers.
+        is_map = dtype == "int32" and not attribution.is_from_hook
+        reduced = Role.UNUSED_PARAMETERS if is_map else Role.GRADIENTS
+        return reduced if kind in REDUCING else None
     if attribution.source is Source.OBJECT or attribution.phase not in IN_MODULES:
         return None
     if attribution.adds_gradient:
         return Role.GRADIENTS
     return Role.ACTIVATIONS if attribution.owner else None
-
-
-def _role_of_ddp(kind: str, dtype: str, *, is_from_hook: bool) -> Role | None:
-    # Its broadcasts carry buffers, and how it has rebuilt its buckets.
-    if kind not in REDUCING:
-        return None
-    # The reducer's map of which parameters were used; gradients are no integers.
-    return Role.UNUSED_PARAMETERS if dtype == "int32" and not is_from_hook else Role.GRADIENTS

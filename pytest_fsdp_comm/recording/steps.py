@@ -49,11 +49,10 @@ class StepRecorder:
         last: int,
         *,
         ended: Callable[[], None],
-        progress: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Prepare to record from step `first` to `last`, to call `ended` then, which may raise."""
         self._mode, self._first, self._last = mode, first, last
-        self._ended, self._progress = ended, progress
+        self._ended = ended
         self.models: list[nn.Module] = []
         """Whose steps were recorded."""
         self.notes: list[str] = []
@@ -93,7 +92,6 @@ class StepRecorder:
         self.count = (
             self._first - 1 if is_skipped and self._is_recording else self.count + (not is_skipped)
         )
-        self._progress(self.count)
         if self._is_recording and (is_skipped or self.count == self._last):
             self.close()
             if is_skipped:

@@ -145,9 +145,9 @@ class UnitWatch:
     def _kept_nbytes(self, group: Any, used: int) -> int:
         """What of it is there although it is not used."""
         # Of a unit that never ran, the dtypes are not settled.
-        if not _may_keep_storage() or (used and used == self._nbytes_of(group)):
+        if used and used == self._nbytes_of(group):
             return 0
-        # Gathered again, into the same storage.
+        # Gathered again, into the same storage; new in torch 2.15.
         return _gathered_nbytes_of(
             param
             for param in group.fsdp_params
@@ -431,12 +431,6 @@ def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
     """Bytes of a unit's parameters in FSDP1, without padding, in the dtype of what gathers them."""
     numel: int = sum(handle.flat_param._numels)
     return numel * padded.element_size()
-
-
-@functools.cache
-def _may_keep_storage() -> bool:
-    """Whether units may keep storage that they do not use, new in torch 2.15."""
-    return hasattr(sys.modules["torch.distributed.fsdp"].FSDPModule, "set_keep_unsharded_storage")
 
 
 def _gathered_nbytes_of(params: Iterable[Any]) -> int:

@@ -65,17 +65,6 @@ class Extent(NamedTuple):
     end: int
 
 
-class _Held(NamedTuple):
-    """What the model held in some storage when the table was made."""
-
-    label: Label
-
-    def now(self) -> object:
-        """What is there at this moment."""
-        own: Any = self.label.parameter
-        return own if self.label.role is Role.PARAMETERS else own.grad
-
-
 class _Result(NamedTuple):
     """What an unnamed collective has received."""
 
@@ -96,7 +85,7 @@ class TensorOwners:
         self._current_node: Callable[[], Any] = _look_up("torch._C", "_current_autograd_node")
         self._next_number: Callable[[], int] = _look_up("torch.autograd", "_get_sequence_nr")
         # By the address of a storage.
-        self._table: dict[int, list[_Held]] = {}
+        self._table: dict[int, list[Label]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
         # Since the table was made: for which roots, at which number of the next autograd node, and
         # how many tensors were not found.
@@ -231,10 +220,10 @@ class TensorOwners:
             return None
         found, is_within = [], False
         for held in known:
-            places = [place for place in map(extent_of, _plain(held.now())) if place is not None]
+            places = [place for place in map(extent_of, _plain(_now(held))) if place is not None]
             places = [place for place in places if _overlap(place, extent)]
             if places:
-                found.append(held.label)
+                found.append(held)
             for place in places:
                 is_within |= place.start <= extent.start and extent.end <= place.end
         label = merged(found)
@@ -256,8 +245,8 @@ class TensorOwners:
         self._made_at, self._misses = self._next_number(), 0
 
     def _hold(self, parameter: torch.Tensor, role: Role) -> None:
-        held = _Held(Label(parameter=parameter, role=role))
-        for tensor in _plain(held.now()):
+        held = Label(parameter=parameter, role=role)
+        for tensor in _plain(_now(held)):
             if _has_bytes(tensor):
                 known = self._table.setdefault(tensor.untyped_storage()._cdata, [])
                 if not known or known[-1] is not held:  # one may have several tensors there
@@ -269,6 +258,12 @@ class TensorOwners:
             if id(parameter) not in self._parameters:
                 self._parameters[id(parameter)] = parameter
                 self._hold(parameter, Role.PARAMETERS)
+
+
+def _now(label: Label) -> object:
+    """What the model holds there at this moment."""
+    own: Any = label.parameter
+    return own if label.role is Role.PARAMETERS else own.grad
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
