@@ -210,9 +210,11 @@ class LaunchedRanks:
         own, self.pids = self.pids, {}
         if 0 in stuck:
             kill(own.values())
-        left = {rank: pid for rank, pid in own.items() if _await(pid, within_s) is None}
+        left = {rank: pid for rank, pid in own.items() if await_end(pid, within_s=within_s) is None}
         kill(left.values())
-        left = {rank: pid for rank, pid in left.items() if _await(pid, within_s) is None}
+        left = {
+            rank: pid for rank, pid in left.items() if await_end(pid, within_s=within_s) is None
+        }
         for pair in self._connections.values():
             for connection in pair:
                 connection.close()  # which ends a rank that is stuck
@@ -222,7 +224,7 @@ class LaunchedRanks:
     def exit_statuses(self) -> dict[int, int | str]:
         for rank, channel in self._channels.items():
             if rank not in self._exited and channel.is_hung_up():
-                status = _await(self.pids[rank], _POLL_S) if rank in self.pids else None
+                status = await_end(self.pids[rank], within_s=_POLL_S) if rank in self.pids else None
                 self._exited[rank] = (
                     f"was lost on {self._hosts[rank]}: its process has ended (killed, perhaps for "
                     "memory, or crashed), or its machine or network failed"
@@ -242,13 +244,6 @@ class LaunchedRanks:
 
     def close(self) -> None:
         self._end_all(PATIENCE_S / 2)
-
-
-def _await(pid: int, within_s: float) -> int | None:
-    try:
-        return await_end(pid, within_s=within_s)
-    except ChildProcessError:
-        return 0  # reaped before
 
 
 _USUAL_REASONS = (

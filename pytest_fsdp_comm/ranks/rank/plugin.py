@@ -302,7 +302,9 @@ class RankPlugin:
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_set_timer(self, settings: Any) -> bool:
         """Leave the timeout of pytest-timeout to the supervisor, which knows every rank."""
-        self._channel.send(TimerSet(timeout_s=settings.timeout, set_at=time.monotonic()))
+        self._channel.send(
+            TimerSet(timeout_s=settings.timeout, runs_out_at=time.monotonic() + settings.timeout)
+        )
         return True
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import fcntl
 import gc
 import importlib
 import ipaddress
@@ -233,30 +234,21 @@ def interface_towards(host: str, port: int) -> str | None:
     return None
 
 
-def _interface_with(name: str) -> str | None:
-    wanted = ipaddress.ip_address(name.partition("%")[0])
+def _interface_with(address: str) -> str | None:
+    wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.is_loopback:
         return "lo"
     if wanted.version == 4:  # noqa: PLR2004  # IPv4
-        # These bytes of the answer are the address.
-        answers = ((name, _ask(name, _SIOCGIFADDR)[20:24]) for name in _names())
-        return next((name for name, address in answers if address == wanted.packed), None)
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])  # `struct ifreq`
+            with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if answer[20:24] == wanted.packed:
+                    return name
+        return None
     lines = _IF_INET6.read_text().splitlines() if _IF_INET6.exists() else []
     owners = {line.split()[0]: line.split()[-1] for line in lines}
     return owners.get(wanted.packed.hex())
-
-
-def _names() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]
-
-
-def _ask(name: str, request: int) -> bytes:
-    """The kernel's answer about an interface (`struct ifreq`); empty if it gives none."""
-    import fcntl  # noqa: PLC0415  # not on every system
-
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
-    return b""
 
 
 # Parts of torch's texts (read in 2.6, 2.13 and 2.15).

@@ -12,7 +12,6 @@ import pytest
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
-from pytest_fsdp_comm.ranks.rank.kept_output import KEPT_NBYTES, read_kept
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import Activity, Position
 from pytest_fsdp_comm.text.rank_lists import name_equal
@@ -40,18 +39,12 @@ class Echo:
         if path.stat().st_size <= offset:
             return
         with path.open("rb") as file:
-            end = path.stat().st_size
-            if end - offset > KEPT_NBYTES:
-                # Shown text takes no room, so that only its speed is limited.
-                text = read_kept(file.fileno(), [(offset, end)])
-            else:
-                file.seek(offset)
-                data = file.read()
-                # The rest of the last line is still to come.
-                whole = data[: data.rfind(b"\n") + 1]
-                text, end = whole.decode("utf-8", "backslashreplace"), offset + len(whole)
-        self._offsets[rank, stream] = end
-        for line in text.splitlines():
+            file.seek(offset)
+            data = file.read()
+        # The rest of the last line is still to come.
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[rank, stream] = offset + len(whole)
+        for line in whole.decode("utf-8", "backslashreplace").splitlines():
             sys.stdout.write(f"[rank {rank}] {line}\n")
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
 
 # Note [Reruns]: a rank that ran its test again on its own would meet collectives of ranks that did
@@ -33,13 +32,6 @@ def run_with_reruns(
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
     if plugin is None:
         return False
-    if not hasattr(plugin, "runtestprotocol"):
-        raise upstream.moved_error(
-            "pytest-rerunfailures",
-            "runtestprotocol",
-            "reruns of distributed tests rely on",
-            remedy="turn the plugin off with -p no:rerunfailures",
-        )
 
     def run_once(item: pytest.Item, **_: Any) -> list[pytest.TestReport]:
         reports = attempt()

@@ -164,7 +164,7 @@ class RankRunner:
         """Start a fork server in place of one that has died; say how that ended."""
         status = self._close_base()
         self._start_base()
-        if status is None:
+        if not status:  # also where a test waited for any child
             return "has ended"
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 

@@ -89,7 +89,7 @@ def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
         else:
             kill(left - cleaning or left)
         for pid in left:
-            is_gone(pid)
+            await_end(pid)
         time.sleep(_PAUSE_S)
     return left
 
@@ -103,23 +103,17 @@ def _cleans_up(pid: int) -> bool:
     return not command or any(name in command for name in _CLEANERS)
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a child has ended; it is reaped then."""
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        return True  # reaped by somebody else
+def await_end(pid: int, *, within_s: float = 0.0) -> int | None:
+    """Reap a child; return its exit status, or minus the signal that ended it.
 
-
-def await_end(pid: int, *, within_s: float) -> int | None:
-    """Return a child's exit status, or minus the signal that ended it; None if it still runs.
-
-    Raises:
-        ChildProcessError: Somebody else has reaped it.
+    Returns None if it still runs, and 0 if somebody else has reaped it.
     """
     until = time.monotonic() + within_s
     while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
+        try:
+            done, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            return 0
         if done:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() >= until:
@@ -141,7 +135,6 @@ KEEP_VARIABLE: Final = "PYTEST_FSDP_COMM_KEEP"
 """Environment variable with a directory in which sessions leave theirs: logs, stacks, stores."""
 
 _REMOVED_WITHIN_S = 1.0
-_PAUSE_S = 0.02
 
 
 def make_session_directory() -> Path:

@@ -28,7 +28,6 @@ from pytest_fsdp_comm.ranks.start.ending import (
     adopt_orphans,
     await_end,
     end_with_parent,
-    is_gone,
     kill,
     kill_children,
     kill_groups,
@@ -275,7 +274,7 @@ class _Server:
     def _await_ends(self, pids: Mapping[int, int], within_s: float) -> dict[int, int]:
         began_at = time.monotonic()
         while True:
-            left = {rank: pid for rank, pid in pids.items() if not is_gone(pid)}
+            left = {rank: pid for rank, pid in pids.items() if await_end(pid) is None}
             # Each time: one that is killed closes its files a moment before its children lose it.
             limit_s = self._patience_s() if self._channel.is_hung_up() else within_s
             if not left or time.monotonic() > began_at + min(limit_s, within_s):
@@ -366,7 +365,6 @@ class ForkServer:
         self._exited: dict[int, int] = {}
         self._connections: list[Connection] = []
         self._status: int | None = None
-        self._is_reaped = False
 
     def start_ranks(self, spec: RankSetSpec) -> dict[int, tuple[Connection, Connection]]:
         self._exited.clear()
@@ -462,13 +460,10 @@ class ForkServer:
     @property
     def has_died(self) -> bool:
         self._reap(0.0)
-        return self._is_reaped
+        return self._status is not None
 
     def close(self) -> int | None:
-        """End the server and every rank, and remove the directory.
-
-        Returns its exit status, or minus the signal that ended it; None if somebody else took it.
-        """
+        """End the server and every rank, and remove the directory; return what `await_end` did."""
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)
@@ -481,12 +476,8 @@ class ForkServer:
         return self._status
 
     def _reap(self, within_s: float) -> None:
-        if not self._is_reaped:
-            try:
-                self._status = await_end(self._pid, within_s=within_s)
-                self._is_reaped = self._status is not None
-            except ChildProcessError:
-                self._is_reaped = True  # by a test that waits for any child
+        if self._status is None:
+            self._status = await_end(self._pid, within_s=within_s)
 
 
 def fork_server(

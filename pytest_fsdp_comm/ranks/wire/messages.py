@@ -64,12 +64,8 @@ class TimerSet:
     """pytest-timeout began to limit something."""
 
     timeout_s: float
-    set_at: float
+    runs_out_at: float
     """`time.monotonic`, which all processes of a machine share."""
-
-    @property
-    def runs_out_at(self) -> float:
-        return self.set_at + self.timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

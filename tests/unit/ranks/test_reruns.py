@@ -4,8 +4,7 @@ import types
 
 import pytest
 
-from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.ranks.session.reruns import rebuilt_error, run_with_reruns
+from pytest_fsdp_comm.ranks.session.reruns import rebuilt_error
 
 
 def report(message, *, outcome="failed", crashed=True):
@@ -61,14 +60,3 @@ def test_rerunfailures_has_the_names_that_are_replaced():
     assert callable(plugin.runtestprotocol)
     assert plugin.pytest_runtest_protocol.__code__.co_names.count("runtestprotocol") == 1
     assert plugin.pytest_runtest_makereport.__code__.co_varnames[:2] == ("item", "call")
-
-
-def test_a_moved_name_is_reported():
-    manager = types.SimpleNamespace(get_plugin=lambda _: types.SimpleNamespace())
-    item = types.SimpleNamespace(config=types.SimpleNamespace(pluginmanager=manager))
-    with pytest.raises(
-        UpstreamChangedError, match=r"pytest-rerunfailures [\d.]+ no longer has runtestprot"
-    ):
-        run_with_reruns(item, None, list)
-    manager.get_plugin = lambda _: None
-    assert not run_with_reruns(item, None, list)
