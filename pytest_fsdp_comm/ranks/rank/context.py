@@ -19,7 +19,6 @@ class RankContext:
     """One rank of one test."""
 
     rank: int
-    """This rank, from 0."""
     local_rank: int
     """This rank on its machine, from 0."""
     local_world_size: int

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened, shortened_texts
@@ -44,7 +45,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     TimerSet,
 )
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
-from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_subtest
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
@@ -154,33 +154,9 @@ class RankPlugin:
         """Run what the rank registered with `atexit`; warn of what raised."""
         # Past every filter: Python, too, only prints it.
         for text in run_exit_functions():
-            self._send_warning(
-                text,
-                pytest.PytestUnraisableExceptionWarning,
-                (str(item.path), (item.location[1] or 0) + 1),
-                item.nodeid,
-            )
-
-    def _send_warning(
-        self,
-        text: str,
-        category: type[Warning],
-        place: tuple[str, int],
-        nodeid: str,
-        location: tuple[str, int, str] | None = None,
-    ) -> None:
-        self._channel.send(
-            WarningSeen(
-                text=shortened(text),
-                category_module=category.__module__,
-                category_name=category.__qualname__,
-                filename=place[0],
-                lineno=place[1],
-                when="runtest",
-                nodeid=nodeid,
-                location=location,
-            )
-        )
+            category, line = pytest.PytestUnraisableExceptionWarning, (item.location[1] or 0) + 1
+            warning = warnings.WarningMessage(text, category, str(item.path), line)
+            self.pytest_warning_recorded(warning, "runtest", item.nodeid, None)
 
     # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
     # fixtures are set up by a hook that was registered before this one, and so runs after it.
@@ -328,9 +304,17 @@ class RankPlugin:
         # Of collection or, before `bind`, of tests that ran before a fork server was replaced, the
         # pytest process has it, and pytest repeats it to every new plugin.
         if when == "runtest" and self._logs:
-            text, place = str(warning_message.message), warning_message.filename
-            self._send_warning(
-                text, warning_message.category, (place, warning_message.lineno), nodeid, location
+            self._channel.send(
+                WarningSeen(
+                    text=shortened(str(warning_message.message)),
+                    category_module=warning_message.category.__module__,
+                    category_name=warning_message.category.__qualname__,
+                    filename=warning_message.filename,
+                    lineno=warning_message.lineno,
+                    when=when,
+                    nodeid=nodeid,
+                    location=location,
+                )
             )
 
 
@@ -349,6 +333,46 @@ def _shortened_value(value: object) -> object:
     text = value if isinstance(value, str) else repr(value)
     short = shortened(text)
     return value if short == text else short
+
+
+# Private names of pytest 9 and pytest-subtests (read in pytest 8.4 to 9.2, pytest-subtests 0.15):
+# ``capturing_output(request)`` gives a ``Captured`` with ``out`` and ``err``.
+_SUBTEST_MODULES = ("_pytest.subtests", "pytest_subtests.plugin")
+
+
+def is_subtest(report: pytest.TestReport) -> bool:
+    """Whether a report is a subtest's, after which the test goes on."""
+    return type(report).__name__.lower() == "subtestreport"
+
+
+def capture_subtests(capture: Callable[[Any], Any]) -> None:
+    """Make subtests take their output from this rank's logs, which survive a crash.
+
+    A context manager of `capture` gives its argument ``out`` and ``err``.
+    """
+    for name in _SUBTEST_MODULES:
+        module: Any = sys.modules.get(name)
+        if module is None:
+            continue
+        for needed in ("capturing_output", "Captured"):
+            if not hasattr(module, needed):
+                raise upstream.moved_error("pytest", f"{name}.{needed}", "running ranks relies on")
+        module.capturing_output = _capturing_output(module.Captured, capture)
+
+
+def _capturing_output(make_captured: Callable[[], Any], capture: Callable[[Any], Any]) -> Any:
+    @contextlib.contextmanager
+    def capturing_output(request: pytest.FixtureRequest) -> Iterator[Any]:
+        captured = make_captured()
+        manager: Any = request.config.pluginmanager.getplugin("capturemanager")
+        test_captures = getattr(manager, "_capture_fixture", None) is not None
+        if request.config.getoption("capture", "no") == "no" or test_captures:
+            yield captured
+        else:
+            with capture(captured):
+                yield captured
+
+    return capturing_output
 
 
 class _Log:

@@ -201,7 +201,10 @@ class _Server:
         started = self._set
         if started is None:
             raise RuntimeError("StartSet comes before StartRank")
-        descriptors = self._take_ends()
+        byte, ends, *_ = socket.recv_fds(self._socket, 1, 2)
+        if not byte:
+            raise EOFError
+        descriptors = (ends[0], ends[1])
         try:
             run = partial(self._run_rank, started.spec, rank, descriptors)
             started.pids[rank] = self._fork(run)
@@ -212,13 +215,6 @@ class _Server:
         started.groups[rank] = started.pids[rank]
         if len(started.groups) == len(started.spec.settings.ranks):
             self._channel.send(SetStarted(pids=dict(started.groups)))
-
-    def _take_ends(self) -> tuple[int, int]:
-        byte, ends, *_ = socket.recv_fds(self._socket, 1, 2)
-        if not byte:
-            raise EOFError
-        rank, watchdog = ends
-        return rank, watchdog
 
     def _fork(self, run: Callable[[], NoReturn]) -> int:
         flush_streams()

@@ -104,7 +104,6 @@ class PositionAnswer:
     """A watchdog's answer to `PositionQuestion`."""
 
     number: int
-    """The question's."""
     position: Position
 
 
@@ -127,7 +126,6 @@ class RunTest:
     """Kept ranks are to run another test."""
 
     item_index: int
-    """The test, by its index in the session's items."""
     next_test: NextTest
 
 
@@ -180,7 +178,6 @@ class SetStarted:
     """Answers the last `StartRank`."""
 
     pids: dict[int, int]
-    """Process ids by rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

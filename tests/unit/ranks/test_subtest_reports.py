@@ -7,7 +7,8 @@ import types
 import pytest
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_subtest, name_subtest
+from pytest_fsdp_comm.ranks.rank.plugin import capture_subtests, is_subtest
+from pytest_fsdp_comm.ranks.session.verdict import name_subtest
 
 subtests_of_pytest = pytest.importorskip("_pytest.subtests", reason="pytest 9 has subtests")
 
