@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import unquote
 
@@ -137,12 +138,10 @@ class UnusedSnapshots:
         report = yield
         # Not by `pytest_runtest_logreport`, which plugins that run tests again call too late.
         self._phases = [*([] if report.when == "setup" else self._phases), report.passed]
-        if report.when == "teardown" and _EXTENSION in sys.modules:
-            from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
-
-            if problems := replay.settle_updates(item, has_passed=all(self._phases)):
-                report.outcome = "failed"
-                report.longrepr = "\n\n".join(problems)
+        is_over = report.when == "teardown" and _EXTENSION in sys.modules
+        if is_over and (problems := _replay().settle_updates(item, has_passed=all(self._phases))):
+            report.outcome = "failed"
+            report.longrepr = "\n\n".join(problems)
         return report
 
     @pytest.hookimpl(optionalhook=True)
@@ -172,9 +171,7 @@ class UnusedSnapshots:
         passed = self._called - self._unpassed
         compared: set[str] = set()
         if _EXTENSION in sys.modules:
-            from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
-
-            compared.update(replay.compared_files(self._config))
+            compared.update(_replay().compared_files(self._config))
         if hasattr(self._config, "workeroutput"):
             output = {"whole": self._whole, "ours": self._ours, "compared": [*compared]}
             self._config.workeroutput[_OUTPUT] = output
@@ -186,9 +183,7 @@ class UnusedSnapshots:
         has_lost = len(self._of_workers) < self._started_workers
         kept = [nodeid for nodeid in self._ours if has_lost or nodeid not in passed]
         if kept:
-            from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
-
-            replay.keep_plain_snapshots(self._config, kept)
+            _replay().keep_plain_snapshots(self._config, kept)
         has_ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not (
             session.shouldstop or session.shouldfail or has_lost
         )
@@ -235,6 +230,12 @@ class UnusedSnapshots:
         # To git, the brackets of parameters match other names too.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
         write(f"If they are not needed: git {literal}rm {' '.join(map(shell_word, paths))}")
+
+
+def _replay() -> ModuleType:
+    from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
+
+    return replay
 
 
 def selects_tests(config: pytest.Config) -> bool:
@@ -285,24 +286,23 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
         if size == variant and _is_gone(item, path, test):
             orphans.append(path)
 
-    def move(path: Path) -> str:
-        directory, old, new = (
-            shell_word(_from(item.config, one)) for one in (missing.parent, path, missing)
-        )
-        # git makes no directories.
-        return f"{'' if missing.parent.is_dir() else f'mkdir -p {directory} && '}git mv {old} {new}"
-
-    identical = [path for path in orphans if _body(path) == text.partition("\n")[2]]
-    if identical:
-        # That of a test of this name, or of this module, if there are several.
-        source = min(
-            identical, key=lambda path: (path.name != missing.name, path.parent != missing.parent)
-        )
-        return f"the same, of a test that is gone: {move(source)}"
-    similar = [
-        path for path in orphans if missing.name == path.name or missing.parent == path.parent
-    ]
-    return f"was the test renamed? {move(similar[0])}" if len(similar) == 1 else ""
+    # First those of a test of this name, then those of this module.
+    orphans.sort(key=lambda path: (path.name != missing.name, path.parent != missing.parent))
+    found = [path for path in orphans if _text(path).partition("\n")[2] == text.partition("\n")[2]]
+    lead = "the same, of a test that is gone:"
+    if not found:
+        lead = "was the test renamed?"
+        found = [
+            path for path in orphans if path.name == missing.name or path.parent == missing.parent
+        ]
+        if len(found) != 1:
+            return ""
+    directory, old, new = (
+        shell_word(_from(item.config, one)) for one in (missing.parent, found[0], missing)
+    )
+    # git makes no directories.
+    make = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
+    return f"{lead} {make}git mv {old} {new}"
 
 
 def _is_gone(item: pytest.Item, path: Path, test: str) -> bool:
@@ -316,14 +316,13 @@ def _is_gone(item: pytest.Item, path: Path, test: str) -> bool:
         names = {snapshot_test_name(one) for one in item.session.items if one.path == module}
         return test not in map(written_test, names)
     function = unquote(function_of(test)).rpartition(".")[2]
-    try:
-        return "~" not in function and function not in module.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
+    # Of a long name there is only a part.
+    return "~" not in function and function not in (_text(module) or function)
 
 
-def _body(path: Path) -> str:
+def _text(path: Path) -> str:
+    """Empty if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8").partition("\n")[2]
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
