@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,6 +19,7 @@ from pytest_fsdp_comm.sharding.capture import (
     list_handles,
     list_states,
 )
+from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import compares_ranks, find_between_ranks
@@ -127,9 +127,7 @@ class TreeFactory:
                     "one of these extensions"
                 )
         # Where every rank writes the same file, each replaces it as a whole.
-        unfinished = Path(path).with_name(f".{Path(path).name[:200]}.{getpid()}")
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        write_atomically(Path(path), text)
 
     def states(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
         """All FSDP states below the model, of FSDP1 and FSDP2, each once."""

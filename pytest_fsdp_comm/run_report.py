@@ -187,8 +187,8 @@ def _describe_comparison(
         kind="tree" if isinstance(value, ShardTree) else "comm",
         verdict=verdict,
         file=show_path(Path(result.snapshot_location), item.config.rootpath),
-        old=_text(result.recalled_data),
-        new=_text(result.asserted_data),
+        old=str(result.recalled_data or ""),
+        new=str(result.asserted_data or ""),
         text=text,
         accept=accept,
         headline=headline,
@@ -212,10 +212,6 @@ def _write(profile: CommProfile) -> str:
         return str(SnapshotText.of(profile, where="the recording"))
     except FsdpCommError:
         return ""
-
-
-def _text(data: Any) -> str:
-    return data if isinstance(data, str) else ""
 
 
 def _merged(payloads: Mapping[int, Record]) -> Iterator[Compared]:
@@ -280,7 +276,10 @@ class SessionReport:
         if result is None or (report.when == "setup" and report.nodeid in self._finished):
             # Begins, or is run again.
             self._finished.discard(report.nodeid)
-            address = self._address_of(report)
+            file, line, _ = report.location
+            root = self._config.rootpath
+            place = None if line is None else self._origin.place(root / file, line + 1, root=root)
+            address = self._origin.line_address(place)
             result = Result(nodeid=report.nodeid, outcome="unfinished", address=address)
         outcome = _outcome(report) or result.outcome
         is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}
@@ -301,12 +300,6 @@ class SessionReport:
             result = replace(result, record=record)
         seconds = result.seconds + getattr(report, "duration", 0.0)
         self._results[report.nodeid] = replace(result, seconds=seconds)
-
-    def _address_of(self, report: pytest.TestReport) -> str:
-        file, line, _ = report.location
-        root = self._config.rootpath
-        place = None if line is None else self._origin.place(root / file, line + 1, root=root)
-        return self._origin.line_address(place)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

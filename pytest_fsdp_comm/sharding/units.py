@@ -77,12 +77,6 @@ def dtensor_meshes(visit: Visit) -> Iterator[DeviceMesh]:
                 yield parameter.device_mesh
 
 
-def _local_tensor(tensor: DTensor) -> torch.Tensor:
-    # The public to_local() dispatches a view, which a recorder that is running would see. Private,
-    # the same in torch 2.7, 2.13 and 2.15.
-    return tensor._local_tensor
-
-
 def read_placements(tensor: DTensor, axes: AxisNames) -> tuple[AxisPlacement, ...]:
     """What each axis of a DTensor's mesh does to it."""
     mesh = tensor.device_mesh
@@ -160,7 +154,9 @@ def hold(
     origin: object = None,
 ) -> HeldParameter:
     """Describe a parameter that is a plain tensor or a DTensor."""
-    local = _local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    # The public to_local() dispatches a view, which a recorder that is running would see. Private,
+    # the same in torch 2.7, 2.13 and 2.15.
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     node = ParameterNode(
         module=0,
         name="",

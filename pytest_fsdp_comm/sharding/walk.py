@@ -116,21 +116,17 @@ def _primary_registrations(roots: Sequence[nn.Module]) -> dict[int, _Registratio
         _, inner = _unwrap(outer)
         if id(inner) in primary:
             continue
-        _check_built(inner, registration[1])
+        missing = [name for name in ("_modules", "_parameters") if name not in vars(inner)]
+        if missing:
+            raise RecordingError(
+                f"fsdp_tree found a half-built module: {registration[1] or ROOT_TEXT} "
+                f"({class_name(inner)}) has no {missing[0]}; call super().__init__() first in its "
+                "__init__"
+            )
         primary[id(inner)] = registration
         children = sorted(_children(inner), key=lambda child: natural_key(child[0]), reverse=True)
         pending += [(child, (id(inner), name)) for name, child in children]
     return primary
-
-
-def _check_built(module: nn.Module, name: str) -> None:
-    needed = ("_modules", "_parameters")
-    missing = [attribute for attribute in needed if attribute not in module.__dict__]
-    if missing:
-        raise RecordingError(
-            f"fsdp_tree found a half-built module: {name or ROOT_TEXT} ({class_name(module)}) has "
-            f"no {missing[0]}; call super().__init__() first in its __init__"
-        )
 
 
 def _unwrap(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:

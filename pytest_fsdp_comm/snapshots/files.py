@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
 from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large
 
@@ -23,7 +22,8 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise _no_file(where, f"cannot be read ({error.strerror or error})") from None
+        came = f"it cannot be read ({error.strerror or error})"
+        raise line_error(where, 1, came, "a regular file") from None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -39,21 +39,13 @@ def _read_regular(path: Path, where: str) -> bytes:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise _no_file(where, "is not a regular file")
+            raise line_error(where, 1, "it is not a regular file", "a regular file")
         if found.st_size > MAX_BYTES:
             raise too_large(where, found.st_size)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(MAX_BYTES + 1)
     finally:
         os.close(descriptor)
-
-
-def _no_file(where: str, problem: str) -> SnapshotFormatError:
-    return SnapshotFormatError(
-        f"{where}, line 1: it {problem}; expected a regular file. Nothing was overwritten: move it "
-        "away or make it readable, then restore the file with `git checkout`, or record it again "
-        "with --snapshot-update"
-    )
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -87,7 +87,18 @@ class SnapshotLines:
             raise self.error(1, "the file is empty", "a snapshot")
         if len(text) > MAX_BYTES:
             raise too_large(where, len(text))
-        self._check_conflicts(text)
+        conflict = _CONFLICT.search(text)
+        if conflict is not None:
+            number = 1 + text.count("\n", 0, conflict.start())
+            line = text[conflict.start() :].partition("\n")[0]
+            raise SnapshotFormatError(
+                f"{where}, line {number}: it reads {quoted(line)}, a marker of a merge "
+                "conflict; expected one side of the conflict. Nothing was overwritten: take either "
+                f"side with `git checkout --ours {where}` or `git checkout --theirs {where}` (if "
+                "the markers were committed, from the commit that had it right: "
+                f"`git checkout COMMIT -- {where}`), then run the test; --snapshot-update if "
+                "the change is intended"
+            )
         self.lines: list[str] = text.split("\n")
         """From the first, whose number is 1, to the last, which is `END`."""
         self.torch_version = ""
@@ -102,20 +113,6 @@ class SnapshotLines:
                 f"{END!r} as the last line, with a newline after it",
             )
         self.lines.pop()
-
-    def _check_conflicts(self, text: str) -> None:
-        conflict = _CONFLICT.search(text)
-        if conflict is not None:
-            number = 1 + text.count("\n", 0, conflict.start())
-            line = text[conflict.start() :].partition("\n")[0]
-            raise SnapshotFormatError(
-                f"{self.where}, line {number}: it reads {quoted(line)}, a marker of a merge "
-                "conflict; expected one side of the conflict. Nothing was overwritten: take either "
-                f"side with `git checkout --ours {self.where}` or `git checkout --theirs "
-                f"{self.where}` (if the markers were committed, from the commit that had it right: "
-                f"`git checkout COMMIT -- {self.where}`), then run the test; --snapshot-update if "
-                "the change is intended"
-            )
 
     def _read_first(self, line: str) -> str:
         match = _HEADER.fullmatch(line)

@@ -71,7 +71,14 @@ def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]
     )
     mesh_changes = _frame_change("mesh", was, now, show_mesh)
     yield from mesh_changes
-    before, after = ({rank: id(tree) for rank, tree in _by_rank(at)} for at in (old, new))
+    before, after = (
+        {
+            rank: id(tree)
+            for ranks, tree in at.trees.items()
+            for rank in ranks or at.recorded_ranks or range(at.world_size)
+        }
+        for at in (old, new)
+    )
     trees = {
         id(tree): replace(tree, mesh_axes=()) if mesh_changes else tree
         for at in (old, new)
@@ -88,12 +95,6 @@ def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]
         is_everywhere = len(ranks) == len(before.keys() & after.keys())
         where = "" if is_everywhere else f", on {name_ranks(ranks)}"
         yield replace(change, what=f"{change.what}{where}")
-
-
-def _by_rank(profile: TreeProfile) -> Iterator[tuple[int, TreeFacts]]:
-    everyone = profile.recorded_ranks or range(profile.world_size)
-    for ranks, tree in profile.trees.items():
-        yield from ((rank, tree) for rank in ranks or everyone)
 
 
 def _frame_change(

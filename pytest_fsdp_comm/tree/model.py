@@ -127,7 +127,14 @@ class ParameterNode:
     @property
     def local_numels(self) -> tuple[int, ...]:
         """Elements that each rank of its mesh keeps, the last mesh axis running fastest."""
-        return local_numels(self.shape, self.placements, self.flat)
+        coordinates = product(*(range(placement.size) for placement in self.placements))
+        if self.flat is None:
+            return tuple(_local_numel(self.shape, self.placements, place) for place in coordinates)
+        start, numel = self.flat.start, self.flat.shard_numel
+        axis = [placement.kind for placement in self.placements].index("flat_shard")
+        firsts = (place[axis] * numel for place in coordinates)
+        end = start + self.numel
+        return tuple(max(0, min(end, first + numel) - max(start, first)) for first in firsts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,21 +324,6 @@ class ShardTree:
             if node.alias_of is not None:
                 shown += f" is {self.module_fqn(node.alias_of) or '(root)'}"
             yield printable(shown)
-
-
-def local_numels(
-    shape: Sequence[int], placements: Sequence[AxisPlacement], flat: FlatRange | None
-) -> tuple[int, ...]:
-    """Elements that each rank keeps, without padding; the last axis runs fastest."""
-    coordinates = product(*(range(placement.size) for placement in placements))
-    if flat is None:
-        return tuple(_local_numel(shape, placements, place) for place in coordinates)
-    end = flat.start + math.prod(shape)
-    axis = [placement.kind for placement in placements].index("flat_shard")
-    shards = [(place[axis] * flat.shard_numel, flat.shard_numel) for place in coordinates]
-    return tuple(
-        max(0, min(end, first + numel) - max(flat.start, first)) for first, numel in shards
-    )
 
 
 def _local_numel(

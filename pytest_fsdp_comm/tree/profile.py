@@ -9,7 +9,7 @@ from itertools import chain
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
-from pytest_fsdp_comm.tree.model import ParameterNode, Precision, ShardTree, ShardUnit, UnitKind
+from pytest_fsdp_comm.tree.model import Precision, ShardTree, ShardUnit, UnitKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,14 @@ def tree_facts(tree: ShardTree) -> TreeFacts:
         seen[name] += 1
         units[seen[name]][name] = _unit_facts(unit, names)
     parameters = {
-        fqn: _parameter_facts(parameter, tree.tied_fqns(index))
+        fqn: ParameterFacts(
+            shape=parameter.shape,
+            dtype=parameter.dtype,
+            trainable=parameter.trainable,
+            managed=parameter.unit is not None,
+            placements=tuple((entry.axis, entry.text) for entry in parameter.placements),
+            tied=tree.tied_fqns(index),
+        )
         for index, (fqn, parameter) in enumerate(tree.named_parameters())
     }
     return TreeFacts(
@@ -113,17 +120,6 @@ def _unit_facts(unit: ShardUnit, names: list[str]) -> UnitFacts:
         forward_prefetch=tuple(names[index] for index in unit.forward_prefetch),
         backward_prefetch=tuple(names[index] for index in unit.backward_prefetch),
         prefetch=tuple(unit.prefetch.split()),
-    )
-
-
-def _parameter_facts(parameter: ParameterNode, tied: tuple[str, ...]) -> ParameterFacts:
-    return ParameterFacts(
-        shape=parameter.shape,
-        dtype=parameter.dtype,
-        trainable=parameter.trainable,
-        managed=parameter.unit is not None,
-        placements=tuple((entry.axis, entry.text) for entry in parameter.placements),
-        tied=tied,
     )
 
 
@@ -185,7 +181,8 @@ def merge(
 ) -> TreeProfile:
     """Merge the trees of the recorded ranks, which ascend; equal ones become one."""
     # Ranks with the same tree may share one object, which is then looked at once.
-    contents = {key: _content(facts) for key, facts in _distinct(trees).items()}
+    distinct = {id(facts): facts for facts in trees.values()}
+    contents = {key: _content(facts) for key, facts in distinct.items()}
     groups: dict[Hashable, tuple[TreeFacts, list[int]]] = {}
     for rank, facts in trees.items():
         groups.setdefault(contents[id(facts)], (facts, []))[1].append(rank)
@@ -195,10 +192,6 @@ def merge(
         backend=backend,
         torch_version=torch_version,
     )
-
-
-def _distinct(trees: Mapping[int, TreeFacts]) -> dict[int, TreeFacts]:
-    return {id(facts): facts for facts in trees.values()}
 
 
 def _content(facts: TreeFacts) -> Hashable:
@@ -215,7 +208,8 @@ def ranks_of_stages(trees: Mapping[int, TreeFacts]) -> list[list[int]]:
     """Group ranks by the pipeline stage that they run; without a pipeline there is one group."""
     # Ranks of a stage have a parameter name in common, or are linked by others that do. Both ranks
     # and groups ascend.
-    names_of = {key: frozenset(facts.parameters) for key, facts in _distinct(trees).items()}
+    distinct = {id(facts): facts for facts in trees.values()}
+    names_of = {key: frozenset(facts.parameters) for key, facts in distinct.items()}
     alike: dict[frozenset[str], list[int]] = {}
     for rank, facts in trees.items():
         alike.setdefault(names_of[id(facts)], []).append(rank)
