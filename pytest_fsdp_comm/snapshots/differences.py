@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pytest_fsdp_comm.comm import diff as comm_diff
@@ -56,15 +56,8 @@ def explain_profiles(
             changes = tree_diff.compare(old, new)
             explanation = render_tree_changes(changes, snapshot=where)
             return Difference(explanation=_within_scope(explanation, old, new), changes=changes)
-    compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
     text = f"a snapshot of kind {kind_of(old)!r}, not {kind_of(new)!r}"
-    explanation = FailureText(
-        head=f"{compared} differs from {where}",
-        compared=compared,
-        snapshot=where,
-        changes=(text,),
-    )
-    return Difference(explanation=explanation, text=text)
+    return Difference(explanation=replace(head_of(sides, where=where), changes=(text,)), text=text)
 
 
 def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
@@ -124,14 +117,11 @@ def _within_sizes(explanation: FailureText, was: CommProfile, now: CommProfile) 
         return explanation
     if not (was.sizes_activations or now.sizes_activations):
         return explanation.within(f"activation sizes not compared ({option})")
-    if now.sizes_activations:
-        return explanation.within(
-            f"which was written with {option} and is compared without",
-            f"compare as the file was written: comm_snapshot({option})",
-        )
+    written, compared = ("with", "without") if now.sizes_activations else ("without", "with")
+    cure = f"comm_snapshot({option})" if now.sizes_activations else f"without {option}"
     return explanation.within(
-        f"which was written without {option} and is compared with it",
-        f"compare as the file was written: without {option}",
+        f"which was written {written} {option} and is compared {compared} it",
+        f"compare as the file was written: {cure}",
     )
 
 

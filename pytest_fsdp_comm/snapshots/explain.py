@@ -60,7 +60,8 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
     texts = {name: one.explanation for name, one in differences.items()}
     accept, beside = _accept_command(item, list(results.values())), _unreached(assertion)
     everything = failure_lines(texts, accept=accept, beside=beside, everything=True)
-    is_verbose = _is_verbose(item.config)
+    is_ci = any(os.environ.get(name) for name in ("CI", "BUILD_NUMBER"))
+    is_verbose = is_ci or item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS) > 1
     shown = everything if is_verbose else failure_lines(texts, accept=accept, beside=beside)
     item.stash[FAILED_COMPARISON] = FailedComparison(
         first_line=shown[0],
@@ -113,9 +114,15 @@ def _explain(
             text = describe_problem(result.exception, where=where)
             differences[name] = Difference(explanation=explanation, text=text)
         elif result.recalled_data is None:
+            # The file that a renamed test left, or that of another world size.
+            neighbour = assertion.explains and describe_neighbour(
+                assertion.test_location.item,
+                Path(result.snapshot_location),
+                str(result.asserted_data),
+            )
             explanation = FailureText(
                 head=f"there is no snapshot {where} yet",
-                changes=tuple(_neighbours(assertion, result)),
+                changes=(f"  {neighbour}",) if neighbour else (),
                 is_missing=True,
             )
             differences[name] = Difference(explanation=explanation, text="no snapshot yet")
@@ -139,14 +146,6 @@ def _difference(
     return assertion.differences[name]
 
 
-def _neighbours(assertion: CommSnapshot, result: AssertionResult) -> Iterator[str]:
-    """Name the file that a renamed test left, or that of another world size."""
-    item, path = assertion.test_location.item, Path(result.snapshot_location)
-    if assertion.explains:
-        neighbour = describe_neighbour(item, path, str(result.asserted_data))
-        yield from [f"  {neighbour}"] if neighbour else []
-
-
 def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
     """Yield the lines of the files that differ, below the name of each if there are several."""
     root = assertion.test_location.item.config.rootpath
@@ -158,11 +157,6 @@ def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult])
                 yield from assertion.extension.diff_lines(
                     result.asserted_data, result.recalled_data
                 )
-
-
-def _is_verbose(config: pytest.Config) -> bool:
-    is_ci = any(os.environ.get(name) for name in ("CI", "BUILD_NUMBER"))
-    return is_ci or config.get_verbosity(config.VERBOSITY_ASSERTIONS) > 1
 
 
 def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +16,7 @@ from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from syrupy.assertion import AssertionResult
 
@@ -143,13 +142,13 @@ def painted(reporter: pytest.TerminalReporter) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for report in chain.from_iterable(reporter.stats.values()):
             if hasattr(report, _HEADLINE):
-                print_report = partial(_print_painted, report.toterminal)
-                patch.setitem(vars(report), "toterminal", print_report)
+                print_report = report.toterminal
+                patch.setitem(
+                    vars(report),
+                    "toterminal",
+                    lambda writer, print_report=print_report: print_report(Painter(writer)),
+                )
         yield
-
-
-def _print_painted(print_report: Callable[[Painter], None], writer: Any) -> None:
-    print_report(Painter(writer))
 
 
 def describe_error(result: AssertionResult, rootdir: Path) -> str:

@@ -163,7 +163,7 @@ def test_a_file_is_compared_as_it_was_written_or_fails(recorded):
     result.assert_outcomes(passed=1, failed=1)
     first = (
         "comm_mode differs from snapshots/test_it/test_step.ws4.comm, which was written with "
-        "activation_nbytes=False and is compared without"
+        "activation_nbytes=False and is compared without it"
     )
     shown = [line.removeprefix("E").strip() for line in result.outlines if line.startswith("E ")]
     assert shown == [
