@@ -51,6 +51,7 @@ def test_saving_and_loading_sends_objects_only(comm_mode, device_mesh, folder):
     assert {(event.phase.value, event.owner) for event in comm_mode.events} == {("outside", None)}
 
 
+@pytest.mark.upstream
 def test_a_save_on_another_thread_is_recorded(comm_mode, device_mesh, folder):
     model = shard(Model(), device_mesh())
     group = dist.new_group(backend="gloo")

@@ -1,9 +1,7 @@
-"""An all-gather has no more models, from the call to the failure text, than the page lists."""
+"""An all-gather has few models, from the call to the failure text."""
 
-import re
 import sys
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +13,12 @@ from pytest_fsdp_comm.comm.profile import fold, merge
 from pytest_fsdp_comm.reports.changes import render_comparison
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+# As it was issued, with its names, of an owner, and where both sides differ.
+MODELS = {"Pending", "Collective", "Calls", "Row", "Change"}
 # Gathered in bfloat16 and reduced in float32, with widths that are prime: what is sent of one unit
 # and of the other has four sizes.
 NBYTES = 2 * 4 * 7919
 OTHER_NBYTES = {4 * 4 * 7919, 2 * 4 * 6131, 4 * 4 * 6131}
-MOST = 6
 
 
 class Models:
@@ -64,7 +62,7 @@ class Models:
 
 
 @pytest.mark.distributed(world_size=4, backend="fake")
-def test_an_all_gather_has_the_models_that_the_page_lists(device_mesh, comm_mode):
+def test_an_all_gather_has_no_further_models(device_mesh, comm_mode):
     mesh = device_mesh()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = [nn.Linear(7919, 4, bias=False), nn.Linear(4, 6131, bias=False)]
@@ -88,8 +86,5 @@ def test_an_all_gather_has_the_models_that_the_page_lists(device_mesh, comm_mode
         sys.setprofile(None)
     assert f"all_gather[dp] x1 of {NBYTES:_} B" in reviewed
     assert "  every count x2" in text.body
-    listed = re.search(r"\n\| model \|.*?\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
-    named = re.findall(r"^\| [^|]*?`(\w+)`", listed, re.MULTILINE)
-    assert len(named) <= MOST
     # Of a unit, not of a call: when it is gathered and freed; of a kind and axis: their sums.
-    assert models.names - {"Reshard", "Volume"} == {*named, "Calls"}
+    assert models.names - {"Reshard", "Volume"} == MODELS
