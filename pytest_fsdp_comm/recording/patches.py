@@ -195,8 +195,11 @@ def _engine(original: Any) -> Any:
         depths = [(recorder, recorder.backward.enter(None)) for recorder in recorders]
         makes_nodes = len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]
         try:
+            if not makes_nodes:
+                # Without a stack of contexts, whose frames the compiler would look at.
+                return original(outputs, *args, **kwargs)
             with contextlib.ExitStack() as modes:
-                for recorder in recorders if makes_nodes else ():
+                for recorder in recorders:
                     modes.enter_context(_Noting(recorder.backward.note_nodes))
                 return original(outputs, *args, **kwargs)
         finally:
