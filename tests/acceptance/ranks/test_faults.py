@@ -42,7 +42,6 @@ class Fault:
     timeout_s: float = 60.0
 
 
-WAIT = "dist.barrier()"
 FAULTS = {
     "exception": Fault(
         body="if rank() == 2: raise LookupError('nothing here')\n    dist.barrier()",
