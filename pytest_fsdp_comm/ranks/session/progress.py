@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import Activity, Position
@@ -48,35 +48,22 @@ class Echo:
             sys.stdout.write(f"[rank {rank}] {line}\n")
 
 
-class Progress:
-    """Writes to the terminal that a test still runs: after a while, then at each doubling."""
-
-    def __init__(self, item: pytest.Item, reporter: Any) -> None:
-        self._item = item
-        self._reporter = reporter
-        self.first_after_s = item.config.stash[OPTIONS].progress_s
-        """Seconds after the test's start until the first line."""
-
-    def show(self, positions: Mapping[int, Position], *, after_s: float) -> None:
-        """Write one line, given where the ranks are that answered."""
-        sites = {
-            rank: "done"
-            if position.activity is Activity.HAS_ENDED
-            else f"at {with_code(position.site, position.code) or 'unknown'}"
-            for rank, position in positions.items()
-        }
-        where = "; ".join(name_equal(sites))
-        deadline = self._item.stash[SETTINGS].timeout_s
-        self._reporter.ensure_newline()
-        self._reporter.write_line(
-            f"fsdp-comm: {printable(self._item.nodeid)} is still running after {after_s:.0f} s "
-            f"(deadline {deadline:g} s): {where or 'no rank responds'}"
-        )
-
-
-def progress_on_terminal(item: pytest.Item) -> Progress | None:
-    """Show a test's progress on the terminal; None where there is none, as in an xdist worker."""
-    reporter = item.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or hasattr(item.config, "workerinput"):
-        return None
-    return Progress(item, reporter)
+def show_progress(
+    item: pytest.Item, locate: Callable[[], Mapping[int, Position]], after_s: float
+) -> None:
+    """Write that a test still runs, and where its ranks are that answered."""
+    reporter: Any = item.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(item.config, "workerinput"):  # an xdist worker has no terminal
+        return
+    sites = {
+        rank: "done"
+        if position.activity is Activity.HAS_ENDED
+        else f"at {with_code(position.site, position.code) or 'unknown'}"
+        for rank, position in locate().items()
+    }
+    where = "; ".join(name_equal(sites))
+    reporter.ensure_newline()
+    reporter.write_line(
+        f"fsdp-comm: {printable(item.nodeid)} is still running after {after_s:.0f} s "
+        f"(deadline {item.stash[SETTINGS].timeout_s:g} s): {where or 'no rank responds'}"
+    )

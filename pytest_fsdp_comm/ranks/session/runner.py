@@ -8,7 +8,6 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from pytest_fsdp_comm.ranks.rank.gpus import (
 from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
-from pytest_fsdp_comm.ranks.session.progress import progress_on_terminal
+from pytest_fsdp_comm.ranks.session.progress import show_progress
 from pytest_fsdp_comm.ranks.session.recorded import (
     merge_user_properties,
     replay_warnings,
@@ -66,20 +65,16 @@ from pytest_fsdp_comm.ranks.wire.results import RankResult
 from pytest_fsdp_comm.text.codec import load_tagged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Base:
-    directory: Path
-    """Holds a directory for each rank set."""
-    slots: Slots
-    server: RankServer
-
-
 class _NotStartedError(Exception):
     """The system did not let ranks be started; the text says why."""
 
 
 class RankRunner:
     """Starts ranks, supervises them and reports for them; one in each pytest process."""
+
+    _directory: Path
+    """Holds a directory for each rank set."""
+    _slots: Slots
 
     def __init__(
         self,
@@ -101,7 +96,7 @@ class RankRunner:
         # Where xdist's workers share ranks and GPUs; None if this is the only process.
         self._shared_slots = _shared_slots(session.config)
         self._indices = {item: index for index, item in enumerate(session.items)}
-        self._base: _Base | None = None
+        self._server: RankServer | None = None  # with what `_start_server` makes beside it
         self._terminal: tuple[int, ...] = ()
         self._set_count = 0
         self._kept: Supervision | None = None
@@ -116,31 +111,30 @@ class RankRunner:
         """Fork the fork server, unless the process is unsafe to fork."""
         self._terminal = copied_terminal(self._session.config)
         self._random_state = random.getstate()
-        self._start_base()
+        self._start_server()
 
-    def _start_base(self) -> None:
+    def _start_server(self) -> None:
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = self._launched is None
         gpus = self._gpus() if is_bounded else ()
         with contextlib.ExitStack() as undo:
             directory = make_session_directory()
             undo.callback(remove_directory, directory)
-            slots = Slots(
+            self._slots = Slots(
                 self._shared_slots or directory / "slots",
                 ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
                 gpus=gpus,
             )
             self._fallback_reason = "" if self._launched else unsafe_to_fork()
-            server: RankServer
             if self._launched:
-                server = self._launched
+                self._server = self._launched
             elif self._fallback_reason:
-                server = spawn_server(self._session.config, directory, self._terminal)
+                self._server = spawn_server(self._session.config, directory, self._terminal)
             else:
                 end_openmp_threads()
-                server = fork_server(self._prepare_ranks, directory, self._preloaded)
+                self._server = fork_server(self._prepare_ranks, directory, self._preloaded)
             undo.pop_all()
-        self._base = _Base(directory=directory, slots=slots, server=server)
+        self._directory = directory
         reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
         if self._fallback_reason and reporter is not None:
             reporter.write_line(
@@ -150,20 +144,20 @@ class RankRunner:
                 yellow=True,
             )
 
-    def _close_base(self) -> int | None:
+    def _close_server(self) -> int | None:
         """End the fork server; return how, as `ForkServer.close`."""
-        base, self._base = self._base, None
-        if base is None:
+        server, self._server = self._server, None
+        if server is None:
             return None
         try:
-            return base.server.close()
+            return server.close()
         finally:
-            remove_directory(base.directory)
+            remove_directory(self._directory)
 
     def _replace_server(self) -> str:
         """Start a fork server in place of one that has died; say how that ended."""
-        status = self._close_base()
-        self._start_base()
+        status = self._close_server()
+        self._start_server()
         if not status:  # also where a test waited for any child
             return "has ended"
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
@@ -213,7 +207,7 @@ class RankRunner:
         finally:
             # Also where xdist interrupts a worker whose session has ended; the server cannot do it
             # while this process still counts as a user of what it would remove.
-            self._close_base()
+            self._close_server()
         # What no test's report can hold.
         for problem in self._problems:
             shown = printable(problem, "\n")
@@ -269,7 +263,8 @@ class RankRunner:
                     results = ranks.run(
                         # From here on: waiting for slots was not the test's fault.
                         started_at=time.monotonic(),
-                        progress=progress_on_terminal(item),
+                        progress_after_s=item.config.stash[OPTIONS].progress_s,
+                        show_progress=partial(show_progress, item),
                     )
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
@@ -295,11 +290,9 @@ class RankRunner:
 
     def _gives_up_slots(self, kept: Supervision, nextitem: pytest.Item | None) -> bool:
         """Whether other processes could use the slots of ranks that are kept; see Note [Slots]."""
-        if self._base is None or self._shared_slots is None:
+        if self._shared_slots is None or not self._is_bounded(kept.spec.settings):
             return False
-        if not self._is_bounded(kept.spec.settings):
-            return False
-        return not self._suits(kept, nextitem) or self._base.slots.are_wanted()
+        return not self._suits(kept, nextitem) or self._slots.are_wanted()
 
     def _suits(self, kept: Supervision, item: pytest.Item | None) -> bool:
         return (
@@ -327,7 +320,7 @@ class RankRunner:
             return kept
         # Before waiting for slots: kept ranks hold some.
         self._end_ranks()
-        if self._base is not None and self._base.server.has_died:
+        if self._server is not None and self._server.has_died:
             if self._launched:
                 raise _NotStartedError("a rank was lost before")
             self._replace_server()
@@ -335,8 +328,8 @@ class RankRunner:
             self._kept = self._start_ranks(item, nextitem)
         except OSError as error:
             # A server that cannot prepare ranks says why, and removes the directory.
-            if self._base is not None:
-                self._base.server.exit_statuses()
+            if self._server is not None:
+                self._server.exit_statuses()
             raise _NotStartedError(str(error)) from None
         return self._kept
 
@@ -356,17 +349,17 @@ class RankRunner:
         return {rank: RankResult(rank=rank, lost=text) for rank in item.stash[SETTINGS].ranks}
 
     def _start_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
-        if self._base is None:
+        if self._server is None:
             raise RuntimeError("start() comes before run()")
         self._set_count += 1
-        directory = self._base.directory / str(self._set_count)
+        directory = self._directory / str(self._set_count)
         # A test, or a cleaner of the temporary directory, may have removed it.
-        self._base.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir()
         config, settings = self._session.config, item.stash[SETTINGS]
         debugged = config.stash[OPTIONS].pdb_rank
         next_test = NextTest() if self._fallback_reason else self._next_test(nextitem, item)
-        with self._base.slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
+        with self._slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
             spec = RankSetSpec(
                 item_index=self._indices[item],
                 nodeid=item.nodeid,
@@ -382,8 +375,8 @@ class RankRunner:
                 slots=grant.files,
                 gpus=grant.gpus,
             )
-            connections = self._base.server.start_ranks(spec)
-        return Supervision(spec, self._base.server, connections)
+            connections = self._server.start_ranks(spec)
+        return Supervision(spec, self._server, connections)
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
         """End the rank set; unless hurried, the next report names ranks that do not go."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
-from pytest_fsdp_comm.ranks.session.progress import Echo, Progress
+from pytest_fsdp_comm.ranks.session.progress import Echo
 from pytest_fsdp_comm.ranks.start.ending import remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -117,15 +118,16 @@ class Supervision:
         self,
         *,
         started_at: float,
-        progress: Progress | None = None,
+        progress_after_s: float = math.inf,
+        show_progress: Callable[[Callable[[], Mapping[int, Position]], float], None] | None = None,
     ) -> dict[int, RankResult]:
         """Return what each rank did, once all finished, one failed a while ago, or time ran out.
 
-        The test began at `started_at` (`time.monotonic`).
+        The test began at `started_at` (`time.monotonic`). Progress is shown after a while, and then
+        at each doubling.
         """
         results = self._results.values()
         deadline = started_at + self.spec.settings.timeout_s
-        progress_after_s = progress.first_after_s if progress else None
         grace_ends_at: float | None = None
         was_debugged = False
         while not all(result.is_over for result in results):
@@ -155,8 +157,8 @@ class Supervision:
                     break
                 grace_ends_at = time.monotonic() + GRACE_S
             after_s = now - started_at
-            if progress and progress_after_s is not None and after_s > progress_after_s:
-                progress.show(self._positions(), after_s=after_s)
+            if show_progress and after_s > progress_after_s:
+                show_progress(self._positions, after_s)
                 progress_after_s = 2 * after_s
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
         # Once more: a rank may have failed and ended in one turn, and others wait for it. Those
