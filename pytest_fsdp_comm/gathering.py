@@ -114,7 +114,7 @@ class Exchange:
             with contextlib.suppress(FsdpCommError):
                 self._texts.put(f"left.{self._rank}", "")
 
-    # `ranks.hangs.position` reads its name and locals to find which rank this one waits for.
+    # `ranks.hangs.position` looks for its code to tell whether a rank waits for others.
     def _await(self, name: str, rank: int, complaint: str) -> str:
         pause_s = _FIRST_PAUSE_S
         # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.

@@ -23,12 +23,10 @@ from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import (
-    PEER_ROLES,
     Activity,
     GroupPosition,
     IssuedCollective,
     Position,
-    UnrecordedCall,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +48,15 @@ _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
 """Methods that wait for what was started before, without a frame of Python."""
-_MAKING_GROUPS: Final = ("new_group", "split_group", "init_process_group")
+_UNRECORDED: Final = (
+    "new_group",
+    "split_group",
+    "init_process_group",
+    "monitored_barrier",
+    "send",
+    "recv",
+)
+"""Functions that wait for other ranks, unknown to the flight recorder."""
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
@@ -60,17 +66,17 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     frames = [frame for frame, _ in traceback.walk_stack(main)] if main else []
     raised = _reported_exception(frames)
     stack = _stack(frames) if raised is None else _raising_frames(raised)
-    user, call = _users(stack), _unrecorded_call(frames)
-    waits = is_waiting(stack) and call is None
+    user, is_recorded = _users(stack), not any(map(_is_unrecorded, frames))
     return Position(
         site=user.site if user else "",
         code=user.code if user and raised is None else "",
         stack=show_stack(stack),
         module=_module(frames),
-        groups=_groups(since_ns, frames, waits=waits) if with_groups else (),
-        call=call,
+        groups=_groups(since_ns, frames, waits=is_recorded and is_waiting(stack))
+        if with_groups
+        else (),
         activity=Activity.RUNS if raised is None else Activity.REPORTS,
-        is_reporting=raised is not None or (call is None and any(map(_is_comparing, frames))),
+        is_reporting=raised is not None or (is_recorded and any(map(_is_comparing, frames))),
     )
 
 
@@ -132,42 +138,10 @@ def _is_c10d(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith("distributed_c10d.py")
 
 
-def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
-    """The call in which the main thread waits unknown to the flight recorder; None if in none."""
-    with contextlib.suppress(Exception):  # see Note [Reading a stuck rank]
-        for frame in frames:
-            name, own = frame.f_code.co_name, frame.f_locals
-            if frame.f_code is Exchange._await.__code__:  # of this package
-                number, _, _ = own["name"].partition(".")
-                what = f"comparison {number} of comm_mode or fsdp_tree"
-                if not number.isdecimal():
-                    what = "the making of the process group"
-                return UnrecordedCall(name=what, ranks=(own["rank"],), is_mutual=False)
-            if not _is_c10d(frame):
-                continue
-            if name in _MAKING_GROUPS or name == "monitored_barrier":
-                # The arguments name the ranks of the new group, unless it has all.
-                ranks = own.get("ranks") or _ranks_of(own.get("group"))
-                return UnrecordedCall(name=name, ranks=tuple(sorted(ranks)), is_mutual=True)
-            if name in PEER_ROLES:
-                peer = _peer(own, PEER_ROLES[name])
-                ranks = () if peer is None else (peer,)
-                return UnrecordedCall(name=name, ranks=ranks, is_mutual=False)
-    return None
-
-
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    import torch.distributed as dist  # noqa: PLC0415  # loaded: the rank is inside of it
-
-    return tuple(sorted(dist.get_process_group_ranks(group)))
-
-
-def _peer(own: dict[str, Any], role: str) -> int | None:
-    """The default group's rank that a call names; None for any."""
-    peer = own[role]
-    if peer is None and own[f"group_{role}"] is not None:
-        peer = _ranks_of(own["group"])[own[f"group_{role}"]]
-    return None if peer is None else int(peer)
+def _is_unrecorded(frame: FrameType) -> bool:
+    """Whether a call waits for other ranks, but in no collective of the flight recorder."""
+    code = frame.f_code
+    return code is Exchange._await.__code__ or (_is_c10d(frame) and code.co_name in _UNRECORDED)
 
 
 def _module(frames: Sequence[FrameType]) -> str:

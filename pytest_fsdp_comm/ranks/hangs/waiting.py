@@ -9,7 +9,6 @@ from typing import Final, TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.wire.results import (
-    PEER_ROLES,
     Activity,
     GroupPosition,
     IssuedCollective,
@@ -22,7 +21,6 @@ from pytest_fsdp_comm.text.words import show_nbytes
 # the rarest are shown, since the rank that all wait for is mostly alone.
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
-_PEER_WORDS: Final = {"src": "from", "dst": "to"}
 # Their inputs must have one shape on every rank; those of scatter, gather and all-to-all need not.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
 
@@ -55,7 +53,7 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
     Lines such as ``all wait for rank 3, at model.py:90 in forward`` and ``rank 3 never issued it``.
     Empty if no rank waits, or some wait for blamed ones.
     """
-    stalls = [*_stalls(positions), *_call_stalls(positions)]
+    stalls = [*_stalls(positions)]
     reached = _reached(stalls)
     guilty = set().union(*reached.values()) - reached.keys()
     if guilty & {*blamed}:
@@ -131,7 +129,7 @@ def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stall:
-    """What ranks wait in together: a collective of a group, or a call."""
+    """A collective of a group that ranks wait in together."""
 
     what: str
     """In words; of parallel groups the same."""
@@ -144,10 +142,10 @@ class _Stall:
     """What must be equal and differs; empty if nothing does."""
 
 
-# Note [Who waits for whom]: a rank points to those that are missing where it waits, in a collective
-# or a call. Following these arrows leads to ranks that wait for nobody: they are guilty, and every
-# other wait is their echo. Ranks from which no guilty one is reached, but they themselves are, wait
-# for each other in a circle.
+# Note [Who waits for whom]: a rank points to those that are missing in the collective that it waits
+# in. Following these arrows leads to ranks that wait for nobody: they are guilty, and every other
+# wait is their echo. Ranks from which no guilty one is reached, but they themselves are, wait for
+# each other in a circle.
 
 
 def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
@@ -155,7 +153,7 @@ def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
     reached: defaultdict[int, set[int]] = defaultdict(set)
     for stall in stalls:
         for rank in stall.waiting:
-            reached[rank] |= stall.missing - {rank}
+            reached[rank] |= stall.missing
     for via, further in reached.items():
         for found in reached.values():
             found.update(further if via in found else ())
@@ -181,7 +179,7 @@ def _cause(
 
 
 def _say(template: str, ranks: Sequence[int]) -> str:
-    """Fill in a template, such as ``{ranks} {waits} in recv``, with verbs for one or several."""
+    """Fill in a template, such as ``{ranks} {waits} in #2``, with verbs for one or several."""
     # Not str.format: paths and code may hold braces.
     for singular, plural in _PLURALS.items():
         template = template.replace(f"{{{singular}}}", singular if len(ranks) == 1 else plural)
@@ -263,16 +261,18 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
     what = f"#{seq} of {group.label}"
     waiting = {}
     for rank in inside:
-        one, module = own[rank], positions[rank].module
-        serving = f" for {module}" if module else ""
-        text = f"{one.kind} {what}{serving} ({show_nbytes(one.nbytes)})"
-        waiting[rank] = _waits(text, positions[rank].site)
+        one, module, site = own[rank], positions[rank].module, positions[rank].site
+        serving, at = f" for {module}" if module else "", f" at {site}" if site else ""
+        size = show_nbytes(one.nbytes)
+        waiting[rank] = f"{{waits}} in {one.kind} {what}{serving} ({size}){at}"
     note = _unequal(what, own)
     elsewhere = [rank for rank in group.ranks if rank not in waiting]
     never = frozenset(rank for rank in elsewhere if rank not in own)
     gone_on = frozenset(rank for rank in elsewhere if rank in own and own[rank].is_done)
     absent = {}
-    for rank in _answering(elsewhere, positions):
+    for rank in elsewhere:
+        if rank not in positions or not positions[rank].activity.is_known:
+            continue
         before, more = group.issued.get(rank, {}), ""
         if issued := own.get(rank):
             text = "finished it" if issued.is_done else "issued it"
@@ -294,14 +294,6 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
     )
 
 
-def _answering(ranks: Iterable[int], positions: _Positions) -> Iterator[int]:
-    return (rank for rank in ranks if rank in positions and positions[rank].activity.is_known)
-
-
-def _waits(text: str, site: str) -> str:
-    return f"{{waits}} in {text}{f' at {site}' if site else ''}"
-
-
 def _place(position: Position) -> str:
     """Where a rank is that does not wait with others, as part of a template."""
     if position.activity is Activity.HAS_ENDED:
@@ -321,30 +313,6 @@ def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> str:
     if len(sizes) > 1 and next(iter(kinds)).lstrip("_").startswith(_EQUAL_SIZES):
         return f"  the sizes differ: {what} must have the same shape on every rank"
     return ""
-
-
-def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
-    calls = {
-        rank: position.call
-        for rank, position in positions.items()
-        if position.call is not None and position.activity is Activity.RUNS
-    }
-    for call in dict.fromkeys(calls.values()):
-        inside = [rank for rank, other in calls.items() if other == call]
-        missing = frozenset(call.ranks).difference(inside)
-        what = text = f"{call.name} of {name_ranks(call.ranks)}" if call.is_mutual else call.name
-        if call.name in PEER_ROLES and call.ranks:
-            text = f"{call.name} {_PEER_WORDS[PEER_ROLES[call.name]]} rank {call.ranks[0]}"
-        yield _Stall(
-            # Sends and receives are explained together: they may be links of a chain.
-            what=what,
-            waiting={rank: _waits(text, positions[rank].site) for rank in inside},
-            missing=missing,
-            absent={
-                rank: ("{has} not called it", _place(positions[rank]))
-                for rank in _answering(missing if call.is_mutual else (), positions)
-            },
-        )
 
 
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
-
-PEER_ROLES: Final = {"recv": "src", "send": "dst"}
-"""How torch calls the other rank of a call between two."""
+from typing import Any
 
 
 class Activity(StrEnum):
@@ -66,18 +63,6 @@ class GroupPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnrecordedCall:
-    """A call that waits for other ranks, and is no collective that the flight recorder knows."""
-
-    name: str
-    """What the rank waits in, such as ``new_group`` or ``recv``."""
-    ranks: tuple[int, ...]
-    """The ranks that it may wait for, itself not left out; empty if any."""
-    is_mutual: bool
-    """Whether these ranks have to make the same call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """Where one rank is."""
 
@@ -91,8 +76,6 @@ class Position:
     """FQN of the module or FSDP unit that runs; empty for the root or none."""
     groups: tuple[GroupPosition, ...] = ()
     """Each process group of the rank; empty if only the place was read."""
-    call: UnrecordedCall | None = None
-    """What the main thread waits in, if not in a collective."""
     activity: Activity = Activity.RUNS
     is_reporting: bool = False
     """Whether it compares with a snapshot or formats a failure, and so waits for no other rank."""

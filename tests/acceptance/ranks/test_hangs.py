@@ -89,10 +89,6 @@ def test_new_group(dist_info):
     elif dist_info.rank == 1:
         dist.all_reduce(torch.ones(4))
 
-def test_monitored(dist_info):
-    if dist_info.rank != 2:
-        dist.monitored_barrier()
-
 def test_stopped(dist_info):
     if dist_info.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -148,9 +144,6 @@ def test_point_to_point(dist_info):
 
 def test_sizes(dist_info):
     dist.all_reduce(torch.ones(8 if dist_info.rank == 3 else 4))
-
-def test_ring(dist_info):
-    dist.recv(torch.ones(1), (dist_info.rank - 1) % 4)
 
 def test_a_failure_does_not_mention_those_that_follow_from_it(dist_info):
     if dist_info.rank == 1:
@@ -253,19 +246,11 @@ rank 3 never issued it, and is at test_it.py:N in test_post_forward: time.sleep(
 """,
     "new_group": """\
 ranks 1-2 did not finish within 4 s, and every rank was ended.
-all wait for ranks 0, 3, which have finished the test
+rank 1 waits for ranks 0, 3, which have finished the test
+  and for rank 2, at test_it.py:N in test_new_group: dist.new_group([0, 1, 2])
 rank 1 waits in all_reduce #1 of world (16 B) at test_it.py:N in test_new_group
 ranks 0, 3 never issued it, and have finished the test
-rank 2 never issued it
-rank 2 waits in new_group of ranks 0-2 at test_it.py:N in test_new_group
-rank 0 has not called it, and has finished the test
-rank 1 has not called it
-""",
-    "monitored": """\
-ranks 0-1, 3 did not finish within 4 s, and every rank was ended.
-all wait for rank 2, which has finished the test
-ranks 0-1, 3 wait in monitored_barrier of ranks 0-3 at test_it.py:N in test_monitored
-rank 2 has not called it, and has finished the test
+rank 2 never issued it, and is at test_it.py:N in test_new_group: dist.new_group([0, 1, 2])
 """,
     "stopped": """\
 all wait for rank 1, which does not respond
@@ -296,9 +281,9 @@ rank 2 issued it, and is at test_it.py:N in test_background: time.sleep(60)
 rank 3 never issued it, and is at test_it.py:N in test_background: time.sleep(60)
 """,
     "comparison": """\
-all wait for rank 3, at test_it.py:N in test_comparison: time.sleep(60)
-ranks 0-2 wait in comparison 1 of comm_mode or fsdp_tree at test_it.py:N in test_comparison
-ranks 0-2 are at""",
+ranks 0-3 did not finish within 4 s, and every rank was ended.
+ranks 0-2 are at (innermost frame first):
+    test_it.py:N in test_comparison: assert fsdp_tree(""",
     "died": """\
 rank 3 ended with exit status 7 (os._exit, or a crash) during call
 ranks 0-1 were still running and were ended at:
@@ -311,17 +296,8 @@ rank 3 waits in all_reduce #1 of world (32 B) at test_it.py:N in test_sizes
   the sizes differ: #1 of world must have the same shape on every rank
 ranks 0-2 finished it (all_reduce, 16 B), and have finished the test
 """,
-    "ring": """\
-ranks 0-3 wait for each other
-rank 0 waits in recv from rank 3 at test_it.py:N in test_ring
-rank 1 waits in recv from rank 0 at test_it.py:N in test_ring
-rank 2 waits in recv from rank 1 at test_it.py:N in test_ring
-rank 3 waits in recv from rank 2 at test_it.py:N in test_ring
-ranks 0-3 are at""",
     "point_to_point": """\
 rank 1 did not finish within 4 s, and every rank was ended.
-rank 1 waits for rank 0, which has finished the test
-rank 1 waits in recv from rank 0 at test_it.py:N in test_point_to_point
 rank 1 is at (innermost frame first):
     test_it.py:N in test_point_to_point: dist.recv(torch.ones(1), 0)
     inside recv (""",

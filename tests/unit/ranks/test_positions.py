@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+from torch.distributed import FileStore
+
 from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.ranks.hangs.position import _stack, is_waiting, read_position
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
@@ -107,28 +109,6 @@ def test_a_position_names_what_the_user_called():
     assert not read_during(wait_for_the_lock, read_it=waits_for_torch)
 
 
-def test_who_waits_for_the_group_to_be_made_names_the_ranks_that_are_missing(tmp_path):
-    from torch.distributed import FileStore
-
-    ends = [
-        Exchange(TextStore(FileStore(str(tmp_path / "store"), -1)), rank, range(3))
-        for rank in range(3)
-    ]
-
-    def meet(event):
-        late = threading.Thread(target=lambda: event.wait(5) and ends[1].share("joined"))
-        others = [late, threading.Thread(target=lambda: ends[2].share("joined"))]
-        for thread in others:
-            thread.start()
-        ends[0].share("joined")
-        for thread in others:
-            thread.join()
-
-    call = read_during(meet, after_s=0.3).call
-    assert call is not None
-    assert (call.name, call.ranks) == ("the making of the process group", (1,))
-
-
 def test_what_waits_for_torch_is_told_from_what_does_not():
     class Work:
         def __init__(self, event):
@@ -180,6 +160,19 @@ def test_rank_that_explains_a_comparison_is_reporting():
         event.wait(5)
 
     assert read_during(pytest_assertrepr_compare).is_reporting
+
+
+def test_rank_in_a_comparison_that_waits_for_others_is_not_reporting(tmp_path):
+    store = TextStore(FileStore(str(tmp_path / "store"), -1))
+    ends = [Exchange(store, rank, range(2)) for rank in (0, 1)]
+
+    def pytest_assertrepr_compare(event):
+        late = threading.Thread(target=lambda: event.wait(5) and ends[1].share("name"))
+        late.start()
+        ends[0].share("name")
+        late.join()
+
+    assert not read_during(pytest_assertrepr_compare).is_reporting
 
 
 def frame(path, name="f"):

@@ -10,7 +10,6 @@ from pytest_fsdp_comm.ranks.wire.results import (
     GroupPosition,
     IssuedCollective,
     Position,
-    UnrecordedCall,
 )
 
 
@@ -203,26 +202,6 @@ def test_a_collective_in_the_background_keeps_nobody():
     ]
 
 
-def test_calls_that_are_no_collectives_keep_ranks_too():
-    making = UnrecordedCall(name="new_group", ranks=(0, 1), is_mutual=True)
-    making = Position(site="a.py:1 in f", call=making)
-    assert explain_waiting({0: making, 1: making, 2: making}) == [
-        "ranks 0-2 wait in new_group of ranks 0-1 at a.py:1 in f"
-    ]
-    gone = Position(site="", activity=Activity.HAS_ENDED)
-    assert explain_waiting({0: making, 1: gone, 2: gone}) == [
-        "rank 0 waits for rank 1, which has finished the test",
-        "rank 0 waits in new_group of ranks 0-1 at a.py:1 in f",
-        "rank 1 has not called it, and has finished the test",
-    ]
-    receives = UnrecordedCall(name="recv", ranks=(1,), is_mutual=False)
-    receives = Position(site="a.py:2 in f", call=receives)
-    assert explain_waiting({0: receives, 1: Position(site="b.py:1 in g")}) == [
-        "rank 0 waits for rank 1, at b.py:1 in g",
-        "rank 0 waits in recv from rank 1 at a.py:2 in f",
-    ]
-
-
 @pytest.mark.parametrize(
     ("kinds", "sizes", "says"),
     [
@@ -371,26 +350,3 @@ def test_many_sizes_are_counted():
         "rank 0 called all_reduce of 1 float32, rank 1 of 2 float32, rank 2 of 3 float32, "
         "ranks 3-7 in 5 other ways, in #1 of dp"
     )
-
-
-def chain(size):
-    return {
-        rank: Position(
-            site=f"a.py:{rank} in f",
-            call=UnrecordedCall(name="recv", ranks=((rank - 1) % size,), is_mutual=False),
-        )
-        for rank in range(size)
-    }
-
-
-def test_a_ring_is_listed_up_to_a_bound():
-    shown = [
-        f"rank {rank} waits in recv from rank {(rank - 1) % 16} at a.py:{rank} in f"
-        for rank in range(16)
-    ]
-    assert explain_waiting(chain(16)) == [
-        "ranks 0-15 wait for each other",
-        *shown[:3],
-        "ranks 3-15 wait in recv",
-    ]
-    assert len(explain_waiting(chain(3))) == 4
