@@ -22,12 +22,7 @@ from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack,
 from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
-from pytest_fsdp_comm.ranks.wire.results import (
-    Activity,
-    GroupPosition,
-    IssuedCollective,
-    Position,
-)
+from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.flight_recorder import Flight

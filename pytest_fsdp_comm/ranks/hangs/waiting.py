@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
-from pytest_fsdp_comm.ranks.wire.results import (
-    Activity,
-    GroupPosition,
-    IssuedCollective,
-    Position,
-)
+from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 from pytest_fsdp_comm.text.words import show_nbytes
 

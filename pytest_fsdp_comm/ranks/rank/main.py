@@ -135,12 +135,7 @@ class RankTemplate:
         if self._random_state is not None:
             # Python seeds a forked process anew.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
-        self._plugin.bind(
-            channel,
-            spec,
-            rank,
-            shares_random_states=self._random_state is not None,
-        )
+        self._plugin.bind(channel, spec, rank, shares_random_states=self._random_state is not None)
         rank_pid = getpid()
         command: RankCommand | None = RunTest(item_index=spec.item_index, next_test=spec.next_test)
         number = 0

@@ -24,9 +24,7 @@ _CRASH = re.compile(
 
 
 def run_with_reruns(
-    item: pytest.Item,
-    nextitem: pytest.Item | None,
-    attempt: Callable[[], list[pytest.TestReport]],
+    item: pytest.Item, nextitem: pytest.Item | None, attempt: Callable[[], list[pytest.TestReport]]
 ) -> bool:
     """Run and log a test by its attempts as the plugin decides; False if it leaves the test."""
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")

@@ -24,24 +24,13 @@ from pytest_fsdp_comm.options import (
     DistributedSettings,
 )
 from pytest_fsdp_comm.ranks.rank.context import RankExtension
-from pytest_fsdp_comm.ranks.rank.debugger import (
-    QUIT,
-    copied_terminal,
-    kept_foreground,
-)
-from pytest_fsdp_comm.ranks.rank.gpus import (
-    name_missing_gpu,
-    visible_gpu_count,
-    visible_gpu_names,
-)
+from pytest_fsdp_comm.ranks.rank.debugger import QUIT, copied_terminal, kept_foreground
+from pytest_fsdp_comm.ranks.rank.gpus import name_missing_gpu, visible_gpu_count, visible_gpu_names
 from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
 from pytest_fsdp_comm.ranks.session.progress import show_progress
-from pytest_fsdp_comm.ranks.session.recorded import (
-    merge_user_properties,
-    replay_warnings,
-)
+from pytest_fsdp_comm.ranks.session.recorded import merge_user_properties, replay_warnings
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
@@ -386,10 +375,7 @@ class RankRunner:
             self._problems += problems if is_hurried else [*problems, *unended]
 
     def _extended(
-        self,
-        item: pytest.Item,
-        results: Mapping[int, RankResult],
-        reports: list[pytest.TestReport],
+        self, item: pytest.Item, results: Mapping[int, RankResult], reports: list[pytest.TestReport]
     ) -> list[pytest.TestReport]:
         """Give the extensions what their ranks sent; their problems fail the test."""
         # As expected, too: a comparison is no news then either.

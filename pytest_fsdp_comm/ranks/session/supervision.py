@@ -188,9 +188,7 @@ class Supervision:
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
             unended = self.server.end_ranks(
-                within_s,
-                running=self._results.keys() - done,
-                ending=done - self._have_ended_tests,
+                within_s, running=self._results.keys() - done, ending=done - self._have_ended_tests
             )
         finally:
             self._selector.close()

@@ -95,11 +95,7 @@ def merge_reports(
     ]
     failures = sorted(
         # Deaths come before what came at the same time.
-        [
-            *_deaths(ranks),
-            *raised,
-            *_timeouts(ranks, timeout_s),
-        ],
+        [*_deaths(ranks), *raised, *_timeouts(ranks, timeout_s)],
         key=lambda one: (
             one.at == math.inf,
             one.is_echo,
@@ -302,10 +298,7 @@ def _timeouts(ranks: _Ranks, timeout_s: float) -> Iterable[_Failure]:
         f"did not finish within {within}, and every rank was ended.",
         *_waiting(ranks, blamed=()),
         *_unfailed_ranks({rank: own for rank, own in unlike.items() if own[0] != "passed"}),
-        *list_stacks(
-            _stacks(ranks, late),
-            "{ranks} {is} at (innermost frame first):",
-        ),
+        *list_stacks(_stacks(ranks, late), "{ranks} {is} at (innermost frame first):"),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
     ]
     for rank in late:
@@ -392,10 +385,7 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     failed = {failure.rank for failure in failures}
     lines = _later(failures)
     stopped = _stopped(ranks, Stopped.AFTER_FAILURE)
-    lines += list_stacks(
-        _stacks(ranks, stopped),
-        "{ranks} {was} still running and {was} ended at:",
-    )
+    lines += list_stacks(_stacks(ranks, stopped), "{ranks} {was} still running and {was} ended at:")
     lines += _waiting(ranks, blamed=[*failed]) if stopped else []
     if first.at < math.inf:
         lines += _unfailed_ranks(
@@ -507,9 +497,7 @@ def _folded(
 
 
 def _completed(
-    report: pytest.TestReport,
-    present: Sequence[pytest.TestReport],
-    sections: list[tuple[str, str]],
+    report: pytest.TestReport, present: Sequence[pytest.TestReport], sections: list[tuple[str, str]]
 ) -> pytest.TestReport:
     """Give a merged report the output of all ranks, and the time of the slowest."""
     report.sections = sections

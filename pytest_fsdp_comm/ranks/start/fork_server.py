@@ -477,9 +477,7 @@ class ForkServer:
 
 
 def fork_server(
-    prepare: Callable[[], RunRank],
-    directory: Path,
-    preloaded: Sequence[str] = (),
+    prepare: Callable[[], RunRank], directory: Path, preloaded: Sequence[str] = ()
 ) -> ForkServer:
     """Fork the server from this process, to `fork_server.serve`; torch is always preloaded."""
 
@@ -488,10 +486,7 @@ def fork_server(
         if pid == 0:
             ours.close()
             serve(
-                Channel(theirs, FORK_SERVER),
-                prepare,
-                directory,
-                preloaded=(*PRELOADED, *preloaded),
+                Channel(theirs, FORK_SERVER), prepare, directory, preloaded=(*PRELOADED, *preloaded)
             )
         return pid
 

@@ -88,8 +88,7 @@ FAULTS = {
         says=("ranks disagree", r"rank 0 failed as expected \(xfail\)", r"\(xpass\)"),
     ),
     "sys_exit": Fault(
-        body="if rank() == 1: sys.exit(4)\n    dist.barrier()",
-        says=("SystemExit: 4", "rank 1"),
+        body="if rank() == 1: sys.exit(4)\n    dist.barrier()", says=("SystemExit: 4", "rank 1")
     ),
     "os_exit": Fault(
         body="if rank() == 1: os._exit(4)\n    dist.barrier()",
@@ -109,10 +108,7 @@ FAULTS = {
     "skip_that_others_wait_for": Fault(
         body="if rank() == 1: pytest.skip('only')\n    dist.barrier()",
         timeout_s=2,
-        says=(
-            "all wait for rank 1, which has finished",
-            "\nrank 1 skipped the test\n",
-        ),
+        says=("all wait for rank 1, which has finished", "\nrank 1 skipped the test\n"),
     ),
     "skip_before_the_group": Fault(
         decorators="@pytest.mark.skipif('rank() == 1', reason='only others')",
@@ -173,8 +169,7 @@ FAULTS = {
         says=("AssertionError: still reported",),
     ),
     "output_that_is_no_text": Fault(
-        body=r"os.write(1, b'\xff\xfe raw \n')" + "\n    assert 0",
-        says=(r"\\xff\\xfe raw",),
+        body=r"os.write(1, b'\xff\xfe raw \n')" + "\n    assert 0", says=(r"\\xff\\xfe raw",)
     ),
     "strange_property": Fault(
         body="record_property('odd', object())", arguments="record_property", outcome="passed"

@@ -106,9 +106,7 @@ def test_ranks_of_a_process_that_is_being_killed_have_time_to_end(channels, monk
     # Its children lose it after its connection has ended.
     patience = iter([ending.HURRIED_S] * 2)
     server = SimpleNamespace(
-        _channel=theirs,
-        _wakeup=wakeup,
-        _patience_s=lambda: next(patience, ending.PATIENCE_S),
+        _channel=theirs, _wakeup=wakeup, _patience_s=lambda: next(patience, ending.PATIENCE_S)
     )
     gone_at = time.monotonic() + 3 * ending.HURRIED_S
     monkeypatch.setattr(
@@ -190,10 +188,6 @@ os._exit(0)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts orphans")
 def test_orphans_are_found_in_sessions_of_their_own():
     done = subprocess.run(
-        [sys.executable, "-c", ADOPTING],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+        [sys.executable, "-c", ADOPTING], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.stdout.split() == ["cleaned", "gone", "gone"], done.stderr

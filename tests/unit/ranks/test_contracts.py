@@ -9,10 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.errors import FsdpCommError, UpstreamChangedError
-from pytest_fsdp_comm.ranks.rank.process_group import (
-    join_fake_group,
-    join_group,
-)
+from pytest_fsdp_comm.ranks.rank.process_group import join_fake_group, join_group
 
 pytestmark = pytest.mark.upstream
 

@@ -134,18 +134,9 @@ def test_a_value_that_json_cannot_hold_does_not_lose_the_report():
     [
         (b"no json", "expected a message as JSON, but it does not parse: Expecting value"),
         (b"\xff", "expected a message as JSON, got other bytes: "),
-        (
-            b"[1]",
-            "message: expected one of RunTest, EndTests, Welcome, BeginSet,",
-        ),
-        (
-            b"{}",
-            "message: expected one of RunTest, EndTests, Welcome, BeginSet,",
-        ),
-        (
-            b'{"type": "PositionQuestion", "number": 1}',
-            "EndSession, got 'PositionQ",
-        ),
+        (b"[1]", "message: expected one of RunTest, EndTests, Welcome, BeginSet,"),
+        (b"{}", "message: expected one of RunTest, EndTests, Welcome, BeginSet,"),
+        (b'{"type": "PositionQuestion", "number": 1}', "EndSession, got 'PositionQ"),
         (b'{"type": "RunTest"}', "RunTest lacks 'item_index'"),
         (
             b'{"type": "RunTest", "item_index": "1", "next_test": {}}',

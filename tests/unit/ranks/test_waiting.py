@@ -5,12 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
-from pytest_fsdp_comm.ranks.wire.results import (
-    Activity,
-    GroupPosition,
-    IssuedCollective,
-    Position,
-)
+from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
 
 def position(
@@ -63,11 +58,7 @@ def test_a_rank_that_has_gone_on_is_waited_for():
 
 def test_sizes_that_differ_are_explained():
     found = explain_waiting(
-        {
-            0: position(waits(4)),
-            1: position(waits(4, nbytes=1024)),
-            2: position(waits(4)),
-        }
+        {0: position(waits(4)), 1: position(waits(4, nbytes=1024)), 2: position(waits(4))}
     )
     assert found == [
         "ranks 0, 2 wait in all_gather #4 of dp (8 B) at model.py:1 in forward",
@@ -156,8 +147,7 @@ def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
     found = explain_waiting(positions)
     stack = "\n".join(f"model.py:{{rank}} in f{n}" for n in range(5))
     found += list_stacks(
-        {rank: stack.replace("{rank}", str(rank)) for rank in positions},
-        "{ranks} {is} at:",
+        {rank: stack.replace("{rank}", str(rank)) for rank in positions}, "{ranks} {is} at:"
     )
     assert 20 < len(found) <= 38
     assert found[-1].startswith("ranks 3-63 are at 61 other places")
