@@ -1,29 +1,22 @@
-"""The most bytes of parameters that are gathered at once, against formulas derived by hand."""
+"""What counts among the bytes that are gathered at once; of each setting, see `test_prefetch`."""
 
 import pytest
 import torch
 from models import FLOAT, VOCABULARY, WIDTH, Block, TokenModel, UnevenModel, shard
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.checkpoint import checkpoint
 
-from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 from pytest_fsdp_comm.errors import RecordingError
 
 LAYERS = 4
 ROOT = 2 * VOCABULARY * WIDTH * FLOAT  # embed and head
 LAYER = (WIDTH * 2 * WIDTH + 2 * WIDTH + 2 * WIDTH * WIDTH + WIDTH) * FLOAT  # up and down
 fake = pytest.mark.distributed(world_size=4, backend="fake", scope="module")
-# torch itself warns of NO_SHARD, which is to be replaced by DDP.
-no_shard = pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
 
 
 def layered(device_mesh, **options):
@@ -39,126 +32,15 @@ def infer(model):
         model(torch.arange(4).view(1, 4))
 
 
-def prefetching(device_mesh, count):
-    model = layered(device_mesh)
-    layers = list(model.layers)
-    for n, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[n + 1 : n + 1 + count])
-        # Itself if none, since an empty list means torch's own order.
-        before = layers[max(0, n - count) : n][::-1] if count else [layer]
-        layer.set_modules_to_backward_prefetch(before)
-    return model
-
-
-def last_layer_kept(device_mesh):
-    model = layered(device_mesh)
-    model.layers[-1].set_reshard_after_forward(reshard_after_forward=False)
-    return model
-
-
-def checkpointed(device_mesh):
-    model = TokenModel(LAYERS)
-    for layer in model.layers:
-        layer.forward = lambda x, forward=layer.forward: checkpoint(forward, x, use_reentrant=False)
-    return shard(model, device_mesh())
-
-
-def pairs(device_mesh):
-    model = TokenModel(LAYERS)
-    for first in (0, 2):
-        fully_shard([*model.layers[first : first + 2]], mesh=device_mesh())
-    return fully_shard(model, mesh=device_mesh())
-
-
-def in_half_precision(device_mesh):
-    model, policy = TokenModel(LAYERS), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for unit in (*model.layers, model):
-        fully_shard(unit, mesh=device_mesh(), mp_policy=policy)
-    return model
-
-
-def wrapped(*, policy=None, **options):
+def wrapped(policy=None):
     model = FullyShardedDataParallel(
         TokenModel(LAYERS),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_id=torch.device("cpu"),
         mixed_precision=policy,
-        **options,
     )
     step(model)  # learns the order
     return model
-
-
-FSDP2 = {
-    # In backward, the root, the layer that runs and the one that comes next.
-    "by default": (layered, ROOT + 2 * LAYER),
-    "over two axes": (
-        lambda mesh: shard(TokenModel(LAYERS), mesh(replicate=2, shard=2)),
-        ROOT + 2 * LAYER,
-    ),
-    "the last layer kept": (last_layer_kept, ROOT + 2 * LAYER),
-    "checkpointed": (checkpointed, ROOT + 2 * LAYER),
-    "never resharded": (lambda m: layered(m, reshard_after_forward=False), ROOT + LAYERS * LAYER),
-    # Half of each layer stays, and two are whole as by default: 2 * 1/2 + 2.
-    "resharded to two ranks": (
-        lambda mesh: layered(mesh, reshard_after_forward=2),
-        ROOT + 2 * LAYER // 2 + 2 * LAYER,
-    ),
-    "two layers a unit": (pairs, ROOT + 2 * 2 * LAYER),
-    "one ahead": (lambda mesh: prefetching(mesh, 1), ROOT + 2 * LAYER),
-    "two ahead": (lambda mesh: prefetching(mesh, 2), ROOT + 3 * LAYER),
-    "none ahead": (lambda mesh: prefetching(mesh, 0), ROOT + LAYER),
-    "in half precision": (in_half_precision, (ROOT + 2 * LAYER) // 2),
-}
-FSDP1 = {
-    "FSDP1": (lambda _: wrapped(), ROOT + 2 * LAYER),
-    "FSDP1, after backward": (
-        lambda _: wrapped(backward_prefetch=BackwardPrefetch.BACKWARD_POST),
-        ROOT + LAYER,
-    ),
-    "FSDP1, none ahead": (lambda _: wrapped(backward_prefetch=None), ROOT + LAYER),
-    # The next layer is asked for before the last one is freed.
-    "FSDP1, forward too": (lambda _: wrapped(forward_prefetch=True), ROOT + 3 * LAYER),
-    "FSDP1, never resharded": (
-        lambda _: wrapped(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
-        ROOT + LAYERS * LAYER,
-    ),
-    "FSDP1, never sharded": (
-        lambda _: wrapped(sharding_strategy=ShardingStrategy.NO_SHARD),
-        0,
-    ),
-    "FSDP1, in half precision": (
-        lambda _: wrapped(policy=MixedPrecision(param_dtype=torch.bfloat16)),
-        (ROOT + 2 * LAYER) // 2,
-    ),
-}
-
-
-@fake
-@no_shard
-@pytest.mark.parametrize("name", [*FSDP2, *FSDP1])
-def test_each_setting_gathers_as_much_at_once_as_derived(comm_mode, device_mesh, name):
-    arrange, expected = (FSDP2 | FSDP1)[name]
-    model = arrange(device_mesh)
-    with comm_mode(model):
-        step(model)
-    assert comm_mode.peak_gathered_nbytes == expected
-    assert load_recordings(dump_recordings([comm_mode.recording]))[0] == comm_mode.recording
-    # Two steps have the peak of one, and the bare mode finds the same.
-    with comm_mode:
-        step(model)
-        step(model)
-    assert comm_mode.peak_gathered_nbytes == expected
-
-
-@pytest.mark.distributed(world_size=4)
-@no_shard
-def test_all_ranks_gather_as_much_as_simulated_ones(comm_mode, device_mesh):
-    for name, (arrange, expected) in (FSDP2 | FSDP1).items():
-        model = arrange(device_mesh)
-        with comm_mode(model):
-            step(model)
-        assert comm_mode.peak_gathered_nbytes == expected, name
 
 
 @fake
@@ -290,7 +172,7 @@ def test_a_state_dict_frees_what_is_gathered(comm_mode, device_mesh):
 
 @fake
 def test_full_parameters_are_held_in_full_precision(comm_mode):
-    model = wrapped(policy=MixedPrecision(param_dtype=torch.bfloat16))
+    model = wrapped(MixedPrecision(param_dtype=torch.bfloat16))
     with comm_mode(model), FullyShardedDataParallel.summon_full_params(model):
         pass
     assert comm_mode.peak_gathered_nbytes == ROOT + LAYERS * LAYER
