@@ -84,6 +84,12 @@ def test_coalesced_collectives_are_one_event(comm_mode):
         with dist._coalescing_manager():
             dist.all_reduce(x)
             dist.all_reduce(y)
+        with dist._coalescing_manager():
+            dist.all_gather_into_tensor(torch.ones(8), x)
+            dist.all_gather_into_tensor(data(), y)
+        with dist._coalescing_manager():
+            dist.reduce_scatter_tensor(y, data())
+            dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2))
 
     witnessed(comm_mode, None, send)
     both = NBYTES + NBYTES // 2
@@ -93,6 +99,8 @@ def test_coalesced_collectives_are_one_event(comm_mode):
         ("reduce_scatter", both, both // 2),
         ("all_reduce", both, both),
         ("all_reduce", both, both),
+        ("all_gather", both, 2 * both),
+        ("reduce_scatter", both, both // 2),
     ]
 
 

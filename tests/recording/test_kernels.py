@@ -169,23 +169,6 @@ def test_nested_recordings_have_the_events_of_their_own_time(comm_mode):
     assert first.recording.gaps == second.recording.gaps == comm_mode.recording.gaps == ()
 
 
-@gloo_and_fake(2)
-def test_overlapping_recordings_of_a_step_name_the_same_owners(device_mesh):
-    model = shard(Model(), device_mesh())
-    first, second = CommMode(), CommMode()
-    first(model).__enter__()
-    loss = model(torch.ones(2, WIDTH)).sum()
-    second(model).__enter__()
-    loss.backward()
-    first.__exit__(None, None, None)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    second.__exit__(None, None, None)
-    forward = [("forward", name) for name in ("", "layers.0", "layers.1")]
-    backward = [("backward", name) for name in ("layers.1", "layers.0", "layers.1", "layers.0", "")]
-    assert owners(first) == [*forward, *backward]
-    assert owners(second) == [*backward, *forward, *backward]
-
-
 @pytest.mark.distributed(world_size=2, backend="fake")
 def test_a_block_that_another_thread_leaves_takes_no_part_in_later_ones(older, device_mesh):
     model = shard(Model(blocks=1), device_mesh())

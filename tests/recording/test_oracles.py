@@ -1,7 +1,4 @@
-"""The recorded collectives equal what torch.profiler saw, and what was counted by hand.
-
-Each test runs on real gloo ranks and, where its marker says so, on the fake group.
-"""
+"""The recorded collectives equal what torch.profiler saw, and what was counted by hand."""
 
 import pytest
 import torch
@@ -77,30 +74,19 @@ def layers(phase, kind, axis, count, nbytes):
 
 @pytest.mark.upstream
 @pytest.mark.distributed(world_size=[2, 4])
-def test_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh):
-    model = shard(Model(BLOCKS), device_mesh())
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh, reshard):
+    model = shard(Model(BLOCKS), device_mesh(), reshard_after_forward=reshard)
     recorded, seen = profiled(comm_mode, model)
     assert recorded == seen
     # Forward: root and blocks; backward: blocks again, since the root does not reshard.
-    assert len(recorded) == (1 + BLOCKS) + BLOCKS + (1 + BLOCKS)
+    again = layers("backward", "all_gather", "dp", 1, BLOCK_NBYTES) if reshard else {}
+    assert len(recorded) == (1 + BLOCKS) + len(again) + (1 + BLOCKS)
     assert rows(comm_mode) == {
         ("forward", "", "all_gather", "dp"): (1, ROOT_NBYTES),
         ("backward", "", "reduce_scatter", "dp"): (1, ROOT_NBYTES),
         **layers("forward", "all_gather", "dp", 1, BLOCK_NBYTES),
-        **layers("backward", "all_gather", "dp", 1, BLOCK_NBYTES),
-        **layers("backward", "reduce_scatter", "dp", 1, BLOCK_NBYTES),
-    }
-
-
-@pytest.mark.distributed(world_size=[2, 4])
-def test_without_reshard_after_forward_nothing_is_gathered_again(comm_mode, device_mesh):
-    model = shard(Model(BLOCKS), device_mesh(), reshard_after_forward=False)
-    recorded, seen = profiled(comm_mode, model)
-    assert recorded == seen
-    assert rows(comm_mode) == {
-        ("forward", "", "all_gather", "dp"): (1, ROOT_NBYTES),
-        ("backward", "", "reduce_scatter", "dp"): (1, ROOT_NBYTES),
-        **layers("forward", "all_gather", "dp", 1, BLOCK_NBYTES),
+        **again,
         **layers("backward", "reduce_scatter", "dp", 1, BLOCK_NBYTES),
     }
 
@@ -162,23 +148,3 @@ def test_tensor_parallel_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh
         if dist_info.world_size == 4 or SENT_ON_ONE_RANK[row[2]]
     }
     assert rows(comm_mode) == tensor_parallel | sent
-
-
-@pytest.mark.distributed(world_size=4, backend="fake")
-@pytest.mark.parametrize("axes", [{"dp": 4}, {"replicate": 2, "shard": 2}], ids=["fsdp", "hsdp"])
-def test_the_fake_group_sends_the_same(comm_mode, device_mesh, axes):
-    model = shard(Model(BLOCKS), device_mesh(**axes))
-    recorded, seen = profiled(comm_mode, model)
-    assert recorded == seen
-    shape = [(event.kind, event.owner, event.phase.value) for event in comm_mode.events]
-    gathers = [("all_gather", "", "forward")]
-    gathers += [("all_gather", f"layers.{n}", "forward") for n in range(BLOCKS)]
-    assert shape[: len(gathers)] == gathers
-    # Backward prefetches the next block before it reduces the last one.
-    assert [owner for kind, owner, _ in shape[len(gathers) :] if kind == "all_gather"] == [
-        f"layers.{n}" for n in reversed(range(BLOCKS))
-    ]
-    assert [owner for kind, owner, _ in shape if kind == "reduce_scatter"] == [
-        *(f"layers.{n}" for n in reversed(range(BLOCKS))),
-        "",
-    ]

@@ -211,6 +211,8 @@ def test_recordings_that_overlap_watch_the_units_and_leave_nothing(device_mesh):
     run(model)
     second.__exit__(None, None, None)
     assert dict(vars(FSDPParamGroup)) == before
+    assert told(first) == SHARDED.all
+    assert told(second) == [*BACKWARD, *SHARDED.all]
     acts = [(event.action, event.module, event.ahead) for event in alone.reshards]
     assert [(event.action, event.module, event.ahead) for event in first.reshards] == acts
     assert [(event.action, event.module, event.ahead) for event in second.reshards] == [

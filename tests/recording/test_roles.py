@@ -166,27 +166,3 @@ def test_a_module_that_sends_itself_sends_activations(comm_mode):
         ("forward", "all_to_all[world]", "activations"),
         ("outside", "all_reduce[world]", None),
     ]
-
-
-def test_a_hook_that_averages_a_gradient_sends_gradients(comm_mode):
-    model = nn.Linear(WIDTH, WIDTH)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
-    assert recorded(comm_mode, model, lambda: model(torch.ones(1, WIDTH)).sum().backward()) == [
-        ("backward", "all_reduce[world]", "gradients")
-    ]
-
-
-def test_norms_have_no_role_and_a_gathered_parameter_has(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
-
-    def run():
-        step(model)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        model.embed.weight.full_tensor()
-
-    found = recorded(comm_mode, model, run)
-    assert [one for one in found if one[0] in {"optimizer", "outside"}] == [
-        ("optimizer", "all_reduce[dp]", None),
-        ("outside", "all_gather[dp]", "parameters"),
-    ]

@@ -3,7 +3,6 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.pool import ThreadPool
 
 import pytest
 import torch
@@ -67,11 +66,6 @@ def by_executor():
         pool.submit(dist.all_reduce, torch.ones(4)).result()
 
 
-def by_pool():
-    with ThreadPool(1) as pool:
-        pool.apply(dist.all_reduce, (torch.ones(4),))
-
-
 def by_timer():
     timer = threading.Timer(0, lambda: dist.all_reduce(torch.ones(4)))
     timer.start()
@@ -82,15 +76,6 @@ def by_own_run():
     thread = OwnRun()
     thread.start()
     thread.join()
-    assert "run" not in vars(thread)
-
-
-def by_patched_run():
-    thread = threading.Thread()
-    thread.run = run = lambda: dist.all_reduce(torch.ones(4))
-    thread.start()
-    thread.join()
-    assert thread.run is run
 
 
 def by_a_thread_of_a_thread():
@@ -100,7 +85,7 @@ def by_a_thread_of_a_thread():
 @gloo_and_fake(2)
 @pytest.mark.parametrize(
     "start",
-    [by_executor, by_pool, by_timer, by_own_run, by_patched_run, by_a_thread_of_a_thread],
+    [by_executor, by_timer, by_own_run, by_a_thread_of_a_thread],
 )
 def test_a_thread_is_followed_however_it_is_started(comm_mode, start):
     witnessed(comm_mode, None, start, profiler=False)
@@ -117,17 +102,6 @@ def test_nested_recordings_follow_a_thread_each(comm_mode):
         on_a_thread(lambda: dist.all_reduce(torch.ones(4)))
     assert len(inner.events) == 1
     assert len(comm_mode.events) == 3
-
-
-@ws2
-def test_a_thread_that_cannot_start_is_as_before(comm_mode):
-    thread = threading.Thread(target=lambda: None)
-    with comm_mode:
-        thread.start()
-        thread.join()
-        with pytest.raises(RuntimeError, match="once"):
-            thread.start()
-    assert "run" not in vars(thread)
 
 
 @ws2

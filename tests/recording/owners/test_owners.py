@@ -1,7 +1,7 @@
 """Who owns each collective, where it is issued, in which phase: a truth table made by hand.
 
 Each line is ``phase owner kind < issued_in``, in the order of issue. ``.`` is the root, ``-`` no
-module. The fake group is enough, since `test_oracles` shows that gloo sends the same.
+module. The fake group is enough, since `test_fsdp2` shows that gloo sends the same.
 """
 
 import pytest
@@ -78,17 +78,6 @@ def test_fsdp_names_its_units_where_backward_runs_alone(comm_mode, device_mesh):
 
 
 @fake
-def test_a_unit_of_two_modules_is_named_where_backward_runs_alone(comm_mode, device_mesh):
-    model = Model()
-    fully_shard([model.layers[0], model.layers[1]], mesh=device_mesh())
-    fully_shard(model, mesh=device_mesh())
-    loss = model(torch.randn(2, WIDTH)).sum()
-    with comm_mode:
-        loss.backward()
-    assert {event.owner for event in comm_mode.events} == {"", "layers.0+layers.1"}
-
-
-@fake
 def test_backward_alone_is_named_as_the_earlier_block_was(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     outer = nn.Sequential(model)
@@ -125,20 +114,6 @@ def test_a_unit_of_a_model_that_never_ran_has_no_name(comm_mode, device_mesh):
         model.layers[0].unshard()
     assert table(comm_mode) == ["outside - all_gather < -"]
     assert [event.module for event in comm_mode.reshards] == [None]
-
-
-@fake
-def test_several_outermost_modules_have_names_of_their_own(comm_mode, device_mesh):
-    first, second = (shard(Model(blocks=1), device_mesh()) for _ in range(2))
-    with comm_mode:
-        first(torch.randn(2, WIDTH))
-        second(torch.randn(2, WIDTH))
-    assert table(comm_mode) == [
-        "forward . all_gather < .",
-        "forward layers.0 all_gather < layers.0",
-        "forward @2 all_gather < @2",
-        "forward @2.layers.0 all_gather < @2.layers.0",
-    ]
 
 
 @fake
@@ -197,6 +172,11 @@ def test_a_unit_of_two_modules_is_named_after_both(comm_mode, device_mesh):
     model = Model()
     fully_shard([model.layers[0], model.layers[1]], mesh=device_mesh())
     fully_shard(model, mesh=device_mesh())
+    # Also where backward runs alone.
+    loss = model(torch.randn(2, WIDTH)).sum()
+    with comm_mode:
+        loss.backward()
+    assert {event.owner for event in comm_mode.events} == {"", "layers.0+layers.1"}
     with comm_mode(model):
         step(model)
     assert table(comm_mode) == [
@@ -269,19 +249,6 @@ def test_what_runs_outside_every_phase_is_recorded_as_outside(comm_mode, device_
         "outside head all_gather < -",
         "outside layers.0 all_gather < -",
     ]
-
-
-@fake
-def test_a_model_left_unsharded_is_noted(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
-    with torch.no_grad():
-        model(torch.randn(2, WIDTH))
-    with comm_mode(model):
-        step(model)
-    assert table(comm_mode) == [*FORWARD[1:], *BACKWARD_GATHERS, *REDUCES]
-    assert comm_mode.recording.notes == (
-        "already unsharded when the recording began, so their first all-gather is missing: (root)",
-    )
 
 
 @fake
