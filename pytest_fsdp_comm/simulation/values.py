@@ -115,8 +115,6 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         """Begin a test; `groups` are those whose ranks run, None if this rank runs alone."""
         self._groups = groups
         _awaited.clear()
-        # What to say where a value is missing that a rank should have sent which does not run.
-        self._received_nothing = ""
 
     def known(self, given: torch.Tensor) -> torch.Tensor:
         """A tensor with memory as one without, whose values are known unless it is large."""
@@ -260,9 +258,9 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         """Know what a collective leaves, if what is sent is known. See Note [Known values]."""
         call = _call(func)
         if call is None:  # it waits for one, or wraps its result
-            for own, other in zip(_made(result), tensors_in([*args, kwargs]), strict=False):
-                if _is_known(other):
-                    _keep([own], values_of(other), [other])
+            pairs = zip(_made(result), tensors_in([*args, kwargs]), strict=False)
+            for own, other in filter(lambda pair: _is_known(pair[1]), pairs):
+                _keep([own], values_of(other), [other])
             return
         bound, operation = call.bind(args, kwargs), call.operation
         group = group_of(bound)
@@ -273,38 +271,20 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             outputs += sent
         is_known = all(_is_known(own) and own.numel() <= _MAX_NUMEL for own in sent)
         held = [*map(values_of, sent)] if is_known else None
-        if group is not None:
-            if self._groups is not None and self._groups.has(group):
-                arrives = None
-                if _has_numbers([*sent, *outputs]):
-                    arrives = self._groups.exchange(operation, group, bound, held)
-                self._await_in(outputs, arrives)
-                return
-            self._note_missing(operation.kind, group.size(), outputs)
         values: list[torch.Tensor | None] = [None] * len(outputs)
-        if group is not None and held:
+        if group is not None and self._groups is not None and self._groups.has(group):
+            arrives = None
+            if _has_numbers([*sent, *outputs]):
+                arrives = self._groups.exchange(operation, group, bound, held)
+            if arrives is not None:
+                fill = functools.cache(functools.partial(_fill, outputs, arrives))
+                for own in outputs:
+                    _awaited.setdefault(own.untyped_storage()._cdata, []).append(fill)
+                return
+        elif group is not None and held:
             values = mirrored(operation.kind, group, bound, held, outputs)
         for output, value in zip(outputs, values, strict=True):
             _write(output, value, is_mirrored=group is not None and group.size() > 1)
-
-    def _note_missing(self, kind: str, size: int, outputs: Sequence[torch.Tensor]) -> None:
-        if kind == "recv" and _has_numbers(outputs):
-            self._received_nothing = (
-                f". {find_call_site()} received whole numbers from a rank that does not run: "
-                "where stages of a pipeline tell each other shapes, have them run, by the name "
-                f"of their axis, real={{'pp': {size}}}"
-            )
-
-    @staticmethod
-    def _await_in(
-        outputs: Sequence[torch.Tensor], arrives: Callable[[], Sequence[torch.Tensor] | None] | None
-    ) -> None:
-        if arrives is None:
-            _fill(outputs, lambda: None)
-            return
-        fill = functools.cache(functools.partial(_fill, outputs, arrives))
-        for own in outputs:
-            _awaited.setdefault(own.untyped_storage()._cdata, []).append(fill)
 
     def _answer(self, func: Any, args: Sequence[Any]) -> bool | float:
         if not (self._answers and _is_answered(func, args)):
@@ -312,8 +292,9 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 f"{find_call_site()} reads values of a tensor ({_how(func)}), which a simulated "
                 "rank does not have: let numbers of the configuration decide in their place, such "
                 "as a balanced routing; where scores choose experts, declare their shares, "
-                "simulation_splits='even'; or run the test on real ranks, without simulate="
-                f"{self._received_nothing}"
+                "simulation_splits='even'; where a rank that does not run should send them, as a "
+                "stage of a pipeline its shapes, have the ranks of that axis run, real={'pp': 4}; "
+                "or run the test on real ranks, without simulate="
             ) from None
         is_number = args[0].dtype != torch.bool and func is not torch.ops.aten.equal.default
         answer = 1.0 if is_number else False

@@ -54,10 +54,8 @@ def test_a_pipeline_without_its_other_stages_is_refused_with_the_cure(device_mes
         with pytest.raises(RuntimeError, match="Provide complete static metadata"):
             step()
         return
-    with pytest.raises(SimulationError, match=r"real=\{'pp': 4\}") as refused:
+    with pytest.raises(SimulationError, match=r"real=\{'pp': 4\}"):
         step()
-    assert "received whole numbers from a rank that does not run" in str(refused.value)
-    assert "tests/real_axes.py:" in str(refused.value)
 
 
 @pytest.mark.distributed(world_size=16, simulate=True, real={"pp": 2, "ep": (2, 1)})
@@ -110,7 +108,7 @@ def test_what_does_not_run_sends_nothing(device_mesh, dist_info):
     mesh = device_mesh(pp=2, dp=8)
     kept = torch.zeros(1, dtype=torch.int64)
     dist.recv(kept, dist_info.rank + 1, mesh["dp"].get_group())
-    with pytest.raises(SimulationError, match="received whole numbers"):
+    with pytest.raises(SimulationError, match="rank that does not run should send"):
         kept.item()
     with pytest.raises(FsdpCommError, match=r"receives from any rank.*: name the rank that sends"):
         dist.recv(kept, None, mesh["pp"].get_group())
