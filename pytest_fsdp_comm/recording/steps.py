@@ -154,9 +154,8 @@ def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
     """The outermost modules that hold parameters of optimizers, in the optimizers' order."""
     held = (one for own in optimizers for group in own.param_groups for one in group["params"])
     places = {id(one): place for place, one in enumerate(held)}
-    # By the type: what isinstance() asks of a proxy may run code, and a script has many objects.
-    kinds = _subclasses(nn.Module)
-    modules = [one for one in gc.get_objects() if type(one) in kinds]
+    # By the type: what isinstance() asks of a proxy may run code.
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     built = [module for module in modules if "_modules" in vars(module)]
     inner = {id(child) for module in built for child in module._modules.values()}
     first: dict[int, nn.Module] = {}
@@ -165,10 +164,6 @@ def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
         if found and id(module) not in inner:
             first.setdefault(min(found), module)
     return [module for _, module in sorted(first.items())]
-
-
-def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:
-    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 @contextlib.contextmanager

@@ -203,7 +203,7 @@ class WrapExpectation:
     """What a policy would wrap, and what is wrapped; the root is in neither."""
 
     expected: tuple[str, ...]
-    """FQNs that the policy would wrap, children before parents, as auto-wrap goes."""
+    """FQNs that the policy would wrap, in registration order."""
     wrapped: tuple[str, ...]
     """FQNs that are units, in the same order."""
 
@@ -241,10 +241,9 @@ def expect_units(model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExp
     roots = {index for index, node in enumerate(visit.nodes) if node.parent is None}
     chosen = _chosen(visit, tree.parameters, model, policy) - roots
     units = {module for unit in tree.units for module in unit.modules} - roots
-    order = list(_post_order(visit))
     return WrapExpectation(
-        expected=tuple(tree.module_fqn(index) for index in order if index in chosen),
-        wrapped=tuple(tree.module_fqn(index) for index in order if index in units),
+        expected=tuple(tree.module_fqn(index) for index in sorted(chosen)),
+        wrapped=tuple(tree.module_fqn(index) for index in sorted(units)),
     )
 
 
@@ -299,12 +298,3 @@ def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) ->
             wrapped_inside[index] = numels[index]
         wrapped_inside[parent] += wrapped_inside[index]
     return chosen
-
-
-def _post_order(visit: Visit) -> Iterator[int]:
-    above: list[int] = []
-    for index, node in enumerate(visit.nodes):
-        while len(above) > node.depth:
-            yield above.pop()
-        above.append(index)
-    yield from reversed(above)
