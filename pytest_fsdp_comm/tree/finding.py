@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from pytest_fsdp_comm.text.fqn import fold_fqns
@@ -97,9 +97,11 @@ def _wrap(text: str, *, indent: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """From which size on something is a finding."""
+class FindingSettings:
+    """What counts as a finding: levels, and from which size on."""
 
+    levels: Mapping[str, RuleLevel] = field(default_factory=dict)
+    """Code -> level, where that is not the rule's own."""
     small_nbytes: int = 1 << 20
     """What a collective costs, in bytes: its latency times the bandwidth of the link.
 
@@ -111,16 +113,11 @@ class Thresholds:
     """A larger unit is too large: 4 GiB by our choice, as prefetching holds two units at once."""
     replicated_nbytes: int = 16 << 20
     """A parameter that every rank holds whole is large from here on."""
-    padding_share: float = 0.1
-    """Padding of more than this share of a unit's all-gather is a finding."""
     padding_nbytes: int = 64 << 10
     """Padding of fewer bytes is none, whatever its share: 64 KiB by our choice."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FindingSettings:
-    """What counts as a finding."""
-
-    levels: Mapping[str, RuleLevel] = field(default_factory=dict)
-    """Code -> level, where that is not the rule's own."""
-    thresholds: Thresholds = field(default_factory=Thresholds)
+# The fields that the ini file sets by name, each a number of bytes.
+THRESHOLDS: Final = tuple(
+    entry.name for entry in fields(FindingSettings) if entry.name.endswith("_nbytes")
+)

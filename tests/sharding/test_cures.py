@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.sharding.capture import capture_tree
-from pytest_fsdp_comm.tree.finding import FindingSettings, Thresholds
+from pytest_fsdp_comm.tree.finding import FindingSettings
 
 CPU = torch.device("cpu")
 ws2 = pytest.mark.distributed(world_size=2)
@@ -28,7 +28,7 @@ def four_ranks():
 
 
 def count_bytes(**thresholds):
-    return FindingSettings(thresholds=Thresholds(**{"small_nbytes": 0, **thresholds}))
+    return FindingSettings(**{"small_nbytes": 0, **thresholds})
 
 
 class Sent:

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.tree.finding import FindingSettings, Thresholds
+from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import RULES
 
 CPU = torch.device("cpu")
@@ -173,9 +173,7 @@ def replicated_beside_tensor_parallel():
 
 
 LEVELS = {rule.code: rule.level for rule in RULES}
-TINY = FindingSettings(
-    thresholds=Thresholds(small_nbytes=10_000, replicated_nbytes=512, padding_nbytes=1)
-)
+TINY = FindingSettings(small_nbytes=10_000, replicated_nbytes=512, padding_nbytes=1)
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 WHOLE = (
     "embed.weight",
@@ -400,13 +398,13 @@ INNOCENT = {
     ("code", "build"), [(code, build) for code, builds in INNOCENT.items() for build in builds]
 )
 def test_what_is_next_to_a_mistake_is_none(code, build):
-    thresholds = Thresholds(
+    findings = FindingSettings(
         small_nbytes=10_000,
         replicated_nbytes=512,
         large_nbytes=1000 if code == "unit-too-large" else 1 << 30,
         padding_nbytes=1,
     )
-    tree = TreeFactory(findings=FindingSettings(thresholds=thresholds))(build())
+    tree = TreeFactory(findings=findings)(build())
     assert code not in [finding.code for finding in tree.findings], str(tree)
 
 
@@ -431,7 +429,7 @@ def test_blocks_of_fsdp1_need_a_root_too():
 
 
 def test_a_unit_above_the_threshold_is_too_large():
-    settings = FindingSettings(thresholds=Thresholds(large_nbytes=1000))
+    settings = FindingSettings(large_nbytes=1000)
     tree = TreeFactory(findings=settings)(fully_shard(make()))
     (finding,) = tree.findings
     assert (finding.code, finding.fqns) == ("unit-too-large", ("",))

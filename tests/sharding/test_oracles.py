@@ -14,7 +14,7 @@ from torch.distributed.fsdp import _wrap_utils, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_states
-from pytest_fsdp_comm.tree.finding import FindingSettings, Thresholds
+from pytest_fsdp_comm.tree.finding import FindingSettings
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,7 +25,7 @@ def _four_ranks():
 
 
 CPU = torch.device("cpu")
-EVERY_BYTE_COUNTS = FindingSettings(thresholds=Thresholds(small_nbytes=0))
+EVERY_BYTE_COUNTS = FindingSettings(small_nbytes=0)
 NAMES = [name for name, _ in TokenModel().named_parameters()]
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import Any, Final, cast, get_args
+from typing import Final, cast, get_args
 
-from pytest_fsdp_comm.tree.finding import Finding, FindingSettings, RuleLevel, Thresholds
+from pytest_fsdp_comm.tree.finding import THRESHOLDS, Finding, FindingSettings, RuleLevel
 from pytest_fsdp_comm.tree.findings import mistakes, waste
 from pytest_fsdp_comm.tree.findings.wrapping import Rule, Wrapping
 from pytest_fsdp_comm.tree.model import ShardTree
@@ -22,7 +21,7 @@ RULES: Final = tuple(
 
 def find(tree: ShardTree, settings: FindingSettings) -> tuple[Finding, ...]:
     """Find the wrapping mistakes of one rank's tree, errors first."""
-    wrapping = Wrapping(tree, settings.thresholds)
+    wrapping = Wrapping(tree, settings)
     found = [
         finding
         for rule in RULES
@@ -52,11 +51,15 @@ def parse_settings(lines: Iterable[str]) -> FindingSettings:
     # A line sets the level of a code, or of `all`, or a threshold; later lines win.
     codes = [rule.code for rule in RULES]
     levels: dict[str, RuleLevel] = {}
-    thresholds: dict[str, Any] = {entry.name: entry.default for entry in fields(Thresholds)}
+    thresholds: dict[str, int] = {}
     for line in filter(None, map(str.strip, lines)):
         name, equals, value = (word.strip() for word in line.partition("="))
-        if equals and name in thresholds:
-            thresholds[name] = _threshold(name, value)
+        if equals and name in THRESHOLDS:
+            if not value.isdecimal():
+                raise ValueError(
+                    f"fsdp_comm_findings: {name}: expected a whole number of bytes, got {value!r}"
+                )
+            thresholds[name] = int(value)
         elif equals and name in (*codes, "all"):
             if value not in get_args(RuleLevel):
                 raise ValueError(
@@ -69,18 +72,6 @@ def parse_settings(lines: Iterable[str]) -> FindingSettings:
             raise ValueError(
                 f"fsdp_comm_findings: cannot read {line!r}; expected '<code> = error|warning|off' "
                 f"with a code of {', '.join(codes)}, or all; or a threshold of "
-                f"{', '.join(thresholds)}, such as small_nbytes = 4096"
+                f"{', '.join(THRESHOLDS)}, such as small_nbytes = 4096"
             )
-    return FindingSettings(levels=levels, thresholds=Thresholds(**thresholds))
-
-
-def _threshold(name: str, value: str) -> int | float:
-    is_share = name == "padding_share"
-    try:
-        number = float(value) if is_share else int(value)
-    except ValueError:
-        number = -1
-    if number < 0:
-        kind = "a share such as 0.1" if is_share else "a whole number of bytes"
-        raise ValueError(f"fsdp_comm_findings: {name}: expected {kind}, got {value!r}")
-    return number
+    return FindingSettings(levels=levels, **thresholds)

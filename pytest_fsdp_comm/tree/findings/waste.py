@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Final
 
 from pytest_fsdp_comm.text.words import counted, show_nbytes
 from pytest_fsdp_comm.tree.findings.wrapping import (
@@ -18,6 +19,9 @@ from pytest_fsdp_comm.tree.findings.wrapping import (
     rule,
 )
 from pytest_fsdp_comm.tree.model import ShardUnit
+
+# Padding of more than this share of a unit's all-gather is a finding.
+_PADDING_SHARE: Final = 0.1
 
 
 @rule("partly-wrapped", "warning", cure="call fully_shard on each block of the stack")
@@ -72,7 +76,7 @@ def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
     # and for those that `unmanaged-parameter` names.
     tree, unmanaged = wrapping.tree, set(wrapping.unmanaged)
     for index, parameter in enumerate(tree.parameters if tree.is_sharded else ()):
-        is_large = parameter.nbytes >= wrapping.thresholds.replicated_nbytes
+        is_large = parameter.nbytes >= wrapping.settings.replicated_nbytes
         is_replicated = parameter.unit is None and not parameter.is_sharded
         if is_large and is_replicated and index not in unmanaged:
             reason = "every rank keeps all of it, while other parameters are sharded"
@@ -207,7 +211,7 @@ def unit_too_large(wrapping: Wrapping) -> Iterator[Case]:
             held[parameter.module] += parameter.numel
         numel, nbytes = sum(held.values()), unit.nbytes_gathered
         is_divisible = not is_negligible(numel - max(held.values()), numel)
-        if nbytes > wrapping.thresholds.large_nbytes and is_divisible:
+        if nbytes > wrapping.settings.large_nbytes and is_divisible:
             reason = f"it gathers {show_nbytes(nbytes)} at once, and nothing overlaps with that"
             yield Case((wrapping.tree.unit_name(index),), reason, nbytes)
 
@@ -223,11 +227,10 @@ def unit_too_large(wrapping: Wrapping) -> Iterator[Case]:
 def padding(wrapping: Wrapping) -> Iterator[Case]:
     """Units of FSDP2 that gather much padding; FSDP1's little padding is nothing a user shapes."""
     # Silent for padding that `dim-smaller-than-axis` names.
-    thresholds = wrapping.thresholds
     for index, unit in wrapping.sharded_units():
         nbytes = unit.nbytes_padding - sum(padded for *_, padded in _short(wrapping, unit))
-        is_much = nbytes > thresholds.padding_share * unit.nbytes_gathered
-        if unit.kind == "fsdp2" and is_much and nbytes >= thresholds.padding_nbytes:
+        is_much = nbytes > _PADDING_SHARE * unit.nbytes_gathered
+        if unit.kind == "fsdp2" and is_much and nbytes >= wrapping.settings.padding_nbytes:
             reason = (
                 f"{nbytes / unit.nbytes_gathered:.0%} of what it gathers is padding, since "
                 "dimensions are not divisible by "
@@ -284,7 +287,7 @@ def _short(wrapping: Wrapping, unit: ShardUnit) -> Iterator[tuple[str, int, int,
             elif placement.axis != axis.name and placement.dim is not None:
                 width //= placement.size
         nbytes = (axis.size - rows) * width * gathered_itemsize(parameter, unit)
-        if rows < axis.size and nbytes >= wrapping.thresholds.padding_nbytes:
+        if rows < axis.size and nbytes >= wrapping.settings.padding_nbytes:
             yield f"{axis.name}={axis.size}", index, rows, nbytes
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.words import itemsize
-from pytest_fsdp_comm.tree.finding import Finding, Level, Thresholds
+from pytest_fsdp_comm.tree.finding import Finding, FindingSettings, Level
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
 # Kinds of units that shard their parameters and gather them.
@@ -22,10 +22,10 @@ _SMALL_SHARE: Final = 16
 
 @dataclass(frozen=True)
 class Wrapping:
-    """A tree and the thresholds it is judged by; what several rules need is worked out once."""
+    """A tree and the settings it is judged by; what several rules need is worked out once."""
 
     tree: ShardTree
-    thresholds: Thresholds
+    settings: FindingSettings
 
     @cached_property
     def ends(self) -> list[int]:
@@ -146,18 +146,18 @@ class Wrapping:
         return found
 
     # Note [What a collective costs]: its latency, however little it carries, which is as much as
-    # the bytes that the link carries in that time. `Thresholds.small_nbytes` is this number of
+    # the bytes that the link carries in that time. `FindingSettings.small_nbytes` is this number of
     # bytes. So a change pays if it saves more bytes than the collectives that it adds would cost,
     # and a unit is too small if it gathers fewer bytes; but beside small units none is too small.
 
     def is_too_small(self, nbytes: int) -> bool:
         """Whether a unit that gathers so much costs latency (Note [What a collective costs])."""
-        is_small = nbytes < self.thresholds.small_nbytes
+        is_small = nbytes < self.settings.small_nbytes
         return is_small and is_negligible(nbytes, self.largest_gather)
 
     def gain(self, saved_nbytes: int, collectives: int) -> int:
         """Bytes saved in a step, less what the collectives that this adds cost."""
-        return saved_nbytes - collectives * self.thresholds.small_nbytes
+        return saved_nbytes - collectives * self.settings.small_nbytes
 
 
 def is_negligible(nbytes: int, among: int) -> bool:

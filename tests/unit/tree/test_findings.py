@@ -19,13 +19,13 @@ def test_levels_and_thresholds_are_read_in_order():
             "split-tie=error",
             "padding = warning",
             "small_nbytes = 7",
-            "padding_share=.5",
+            "padding_nbytes=5",
         ]
     )
     on = {code: level for code, level in settings.levels.items() if level != "off"}
     assert on == {"split-tie": "error", "padding": "warning"}
     assert set(settings.levels) == {rule.code for rule in RULES}
-    assert (settings.thresholds.small_nbytes, settings.thresholds.padding_share) == (7, 0.5)
+    assert (settings.small_nbytes, settings.padding_nbytes) == (7, 5)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_levels_and_thresholds_are_read_in_order():
             "fsdp_comm_findings: small_nbytes: expected a whole number of bytes, got '1 MiB'",
         ),
         (
-            "padding_share = -1",
-            "fsdp_comm_findings: padding_share: expected a share such as 0.1, got '-1'",
+            "padding_nbytes = -1",
+            "fsdp_comm_findings: padding_nbytes: expected a whole number of bytes, got '-1'",
         ),
         (
             "paddings = off",

@@ -1,11 +1,10 @@
 """The page about the tree names every code, level and threshold as they are."""
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.tree.finding import Thresholds
+from pytest_fsdp_comm.tree.finding import THRESHOLDS, FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import RULES, parse_settings
 from pytest_fsdp_comm.tree.model import ShardTree
 
@@ -19,7 +18,7 @@ def test_the_page_lists_all_codes_and_levels_in_order():
 
 def test_the_page_lists_all_thresholds_with_their_defaults():
     listed = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", PAGE, re.MULTILINE))
-    assert listed == {entry.name: str(entry.default) for entry in fields(Thresholds)}
+    assert listed == {name: str(getattr(FindingSettings(), name)) for name in THRESHOLDS}
 
 
 def test_the_ini_example_is_valid():
@@ -27,7 +26,7 @@ def test_the_ini_example_is_valid():
     settings = parse_settings(example.splitlines())
     assert settings.levels["unit-too-small"] == "off"
     assert settings.levels["mixed-frozen"] == "error"
-    assert settings.thresholds.padding_share == 0.25
+    assert settings.padding_nbytes == 1 << 20
 
 
 def test_every_name_on_the_page_exists():
