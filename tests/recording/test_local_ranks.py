@@ -95,17 +95,16 @@ def recorded_or_named(comm_mode, kinds):
 
 @pytest.mark.distributed(world_size=1)
 def test_a_group_written_in_python_is_recorded_or_named(comm_mode):
-    group = dist.new_group([0], backend="threaded")
-    with comm_mode:
-        dist.all_reduce(torch.ones(4), group=group)
-    recorded_or_named(comm_mode, ["all_reduce"])
-
-
-@pytest.mark.distributed(world_size=1)
-def test_a_group_written_in_python_and_made_in_the_block_is_recorded_or_named(comm_mode):
+    # The first one is made in its block.
     with comm_mode:
         group = dist.new_group([0], backend="threaded")
         dist.all_reduce(torch.ones(4), group=group)
+    recorded_or_named(comm_mode, ["all_reduce"])
+    with comm_mode:
+        dist.all_reduce(torch.ones(4), group=group)
+    recorded_or_named(comm_mode, ["all_reduce"])
+    with comm_mode:
+        funcol.all_reduce(torch.ones(4), "sum", group).wait()
     recorded_or_named(comm_mode, ["all_reduce"])
 
 
@@ -118,14 +117,6 @@ def test_torchs_own_groups_are_none_of_them(comm_mode, device_mesh):
             dist.all_reduce(torch.ones(4), group=group)
     assert len(comm_mode.events) == 3
     assert comm_mode.recording.gaps == ()
-
-
-@pytest.mark.distributed(world_size=1)
-def test_functional_collectives_of_a_group_written_in_python_are_recorded(comm_mode):
-    group = dist.new_group([0], backend="threaded")
-    with comm_mode:
-        funcol.all_reduce(torch.ones(4), "sum", group).wait()
-    recorded_or_named(comm_mode, ["all_reduce"])
 
 
 def test_each_of_the_threads_that_play_ranks_is_recorded_or_told():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from models import LINEAR_NBYTES, WIDTH, Model, shard, step
+from models import LINEAR_NBYTES, WIDTH, Block, Model, shard, step
 from oracle import lines, witnessed_twice
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -20,19 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 pytestmark = pytest.mark.distributed(world_size=4, backend="fake", scope="module")
-
-
-class Normed(nn.Module):
-    """A block whose input and output are parts of the sequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)))
 
 
 def roles(comm_mode):
@@ -121,7 +108,7 @@ def test_what_an_extension_sends_before_a_gather_carries_parameters(comm_mode, d
 
 def test_tensor_parallelism_sends_activations_and_gradients_of_its_norms(comm_mode, device_mesh):
     mesh = device_mesh(dp=2, tp=2)
-    model = nn.Sequential(Normed(), Normed())
+    model = nn.Sequential(*(Block(bias=True, norm=True) for _ in range(2)))
     for part in model:
         plan = {
             "norm": SequenceParallel(),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from derived import REDUCES_IN_OWN_TYPE
-from models import WIDTH, Model, step
+from models import WIDTH, Block, Model, step
 from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -22,19 +22,6 @@ from torch.distributed.tensor.parallel import (
 
 OWN = "float32" if REDUCES_IN_OWN_TYPE else "bfloat16"
 HALF = torch.bfloat16
-
-
-class Normed(nn.Module):
-    """A block whose input and output are parts of the sequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.down(self.up(self.norm(x)))
 
 
 def reduced(comm_mode):
@@ -98,7 +85,7 @@ def test_partial_gradients_over_other_axes_are_cast_first_since_2_15(
     comm_mode, device_mesh, reduce_dtype, partial
 ):
     mesh = device_mesh(dp=2, tp=2)
-    model = Normed()
+    model = Block(bias=True, norm=True)
     plan = {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),

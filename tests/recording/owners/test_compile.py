@@ -64,18 +64,6 @@ def test_compiled_blocks_send_what_eager_ones_send(comm_mode, device_mesh, kerne
     assert gathered(comm_mode) == expected
 
 
-def test_a_recording_recompiles_nothing(comm_mode, device_mesh, kernels):
-    expected = plain_step(device_mesh, comm_mode)
-    model = shard(Model(), device_mesh())
-    compiled = torch.compile(model)
-    step(compiled)
-    before = kernels()
-    witnessed(comm_mode, compiled, lambda: step(compiled))
-    # A recording makes nothing compile again.
-    assert kernels() == before > 0
-    assert gathered(comm_mode) == expected
-
-
 def parallel(device_mesh):
     model = Model()
     for layer in model.layers:
