@@ -136,11 +136,10 @@ class _Hook:
     def stepped(self, optimizer: Any) -> None:
         is_over = True
         try:
-            if self._recorded is None and self._problem is None:
+            if self._problem is None:
                 from pytest_fsdp_comm.recorded_script import RecordedScript  # noqa: PLC0415  # loads torch
 
-                self._recorded = RecordedScript(*self._given)
-            if self._recorded is not None and self._problem is None:
+                self._recorded = self._recorded or RecordedScript(*self._given)
                 is_over = self._recorded.has_ended_with(optimizer)
         except FsdpCommError as problem:
             self._problem = problem

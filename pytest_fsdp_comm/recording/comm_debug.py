@@ -118,9 +118,7 @@ class ModuleTracer:
         self._units = units
         use = "the recorder relies on to recognise operations on fake tensors"
         # Read in torch 2.13.
-        mode_of = upstream.look_up("torch", "torch._C", "_get_dispatch_mode", use)
-        key: Any = upstream.look_up("torch", "torch._C", "_TorchDispatchModeKey", use)
-        self._fake_mode: Callable[[], Any] = functools.partial(mode_of, key.FAKE)
+        self._fake_mode = upstream.look_up("torch", "torch._guards", "active_fake_mode", use)
         self._operations: list[tuple[TracedModule | None, dict[str, Any]]] = []
         self._seen: dict[int, TracedModule] = {}  # by identity, valid while the module lives
         self._called: dict[TracedModule, None] = {}

@@ -19,7 +19,8 @@ from typing import Self
 from torch import nn, optim
 
 from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
-from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.comm.json import dump_recordings, join_recordings
+from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge
 from pytest_fsdp_comm.comm.questions import Answer, Counted, Question, select
 from pytest_fsdp_comm.errors import (
     FsdpCommError,
@@ -29,7 +30,7 @@ from pytest_fsdp_comm.errors import (
 )
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers, RecordedBlock
-from pytest_fsdp_comm.recording.estimates import Estimate
+from pytest_fsdp_comm.recording.estimates import Estimate, estimating
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes, own_world
 from pytest_fsdp_comm.recording.operations import is_unknown_kind
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
@@ -78,7 +79,7 @@ class CommMode(CommDebugAnswers):
         # Blocks before the last one whose recording nobody looked at.
         self._is_read, self._unread_blocks = True, 0
         # What the blocks of one test share.
-        self._backward: BackwardMap | None = None
+        self._backward = BackwardMap()
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
     def __call__(
@@ -133,15 +134,12 @@ class CommMode(CommDebugAnswers):
                 "until the block is entered"
             )
         traces, self._traces = self._traces, self._traces_by_default
-        self._backward = self._backward or BackwardMap()
         recorder = Recorder(models, self._backward, self._roots, traces_operations=traces)
         estimated, self._estimated, self._estimate = self._estimated, False, None
         with contextlib.ExitStack() as block:
             block.enter_context(recorder.watching())
             # Within: the recorder must see what the tracker puts around FSDP's methods.
             if estimated is not False:
-                from pytest_fsdp_comm.recording.estimates import estimating  # noqa: PLC0415  # few need it
-
                 optimizer = None if estimated is True else estimated
                 self._estimate = block.enter_context(estimating(models, optimizer))
             watching = block.pop_all()
@@ -273,8 +271,6 @@ class CommMode(CommDebugAnswers):
     @property
     def profile(self) -> CommProfile:
         """This rank's counts and bytes."""
-        from pytest_fsdp_comm.comm.profile import fold  # noqa: PLC0415  # a rank that never compares needs none
-
         return fold(self.recording)
 
     def merged_profile(self) -> CommProfile:
@@ -284,8 +280,6 @@ class CommMode(CommDebugAnswers):
             RecordingError: The block still runs, or this rank had no process group in it; or there
                 were blocks before it that were neither compared nor queried.
         """
-        from pytest_fsdp_comm.comm.profile import merge  # noqa: PLC0415  # a rank that never compares needs none
-
         if self._running is not None:
             raise RecordingError(
                 "comm_mode was compared with a snapshot while it still records, so that the rest "
@@ -335,8 +329,7 @@ class CommMode(CommDebugAnswers):
             )
         recordings = gather_alike(self._gather, "comm_mode.save", self.recording)
         if self.recording.rank == min(recording.rank for recording in recordings):
-            from pytest_fsdp_comm.comm.json import dump_recordings  # noqa: PLC0415  # one rank alone
-            from pytest_fsdp_comm.reports.trace import dump_trace  # noqa: PLC0415  # as above
+            from pytest_fsdp_comm.reports.trace import dump_trace  # noqa: PLC0415  # one rank alone
 
             write = dump_trace if name.endswith(".trace.json") else dump_recordings
             Path(name).write_text(write(recordings), encoding="utf-8")
@@ -462,14 +455,10 @@ class CommMode(CommDebugAnswers):
 
 def publish(recording: Recording, files: RankFiles) -> None:
     """Leave a recording for the rank that writes those of all; the seconds are left out."""
-    from pytest_fsdp_comm.comm.json import dump_recordings  # noqa: PLC0415  # as in `save`
-
     files.publish(recording.rank, dump_recordings([replace(recording, rank=0, timings=())]))
 
 
 def _write_of_ranks(files: RankFiles, path: Path, num_ranks: int, timeout_s: float) -> None:
-    from pytest_fsdp_comm.comm.json import join_recordings  # noqa: PLC0415  # as in `save`
-
     with _warned(f"did not write {path}"):
         texts = files.collect(num_ranks, timeout_s=timeout_s)
         path.write_text(join_recordings(texts), encoding="utf-8")

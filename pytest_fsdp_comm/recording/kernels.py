@@ -75,6 +75,18 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """A dispatch mode under which a block may do what it may do without."""
+
+    # Without it a higher-order operator in the block raises.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep torch.compile on under this mode (torch 2.9.1 and newer)."""
+        return True
+
+
 def register_collectives() -> str:
     """Have each collective of the process seen from now on.
 
@@ -281,27 +293,15 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
-class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class WatchingMode(Mode):
     """See every operation of this thread below autograd. See Note [Subclasses pass through]."""
 
-    # Without it a higher-order operator in the block raises.
-    supports_higher_order_operators = True
-
-    def __init__(
-        self,
-        tracer: ModuleTracer | None,
-        calls: Iterable[Call] = (),
-    ) -> None:
+    def __init__(self, tracer: ModuleTracer | None, calls: Iterable[Call] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._tracer = tracer
         # By identity: torch's operations hash slowly.
         self._calls = {id(call.func): call for call in calls}
         self._subclasses = Subclasses()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep torch.compile on under this mode (torch 2.9.1 and newer)."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

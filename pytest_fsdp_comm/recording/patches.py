@@ -26,7 +26,6 @@ from typing import Any, Final
 import torch
 import torch.autograd.graph
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording import active, kernels
@@ -211,19 +210,12 @@ def _engine(original: Any) -> Any:
     return engine
 
 
-class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class _Noting(kernels.Mode):
     """Note nodes at each operation of a backward that makes some: no border lies between them."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, note: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._note = note
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep torch.compile on under this mode (torch 2.9.1 and newer)."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Final, Generic, TypeVar
 
-import torch
 from torch import nn
 
 from pytest_fsdp_comm.comm.events import (
@@ -81,14 +81,13 @@ class OwnerNames:
     def __init__(self, roots: Sequence[nn.Module], *, are_parts: bool) -> None:
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._roots = roots
-        self._replica_of: dict[int, nn.Module] | None = None
-        self._registering: dict[int, dict[int, nn.Module]] | None = None
 
     def owner(self, attribution: Attribution) -> str | None:
         """The FQN of the owner; None if there is none, or it is below no root."""
         label = attribution.label
         if label is not None:
-            return self.modules.joined(self._modules_of(label.parameter))
+            registering = self._registering.get(id(label.parameter), {})
+            return self.modules.joined(tuple(registering.values()))
         if attribution.source is Source.DDP:
             return self.modules.joined(self._replica_around(attribution.issued_in))
         return self.modules.joined(attribution.owner)
@@ -100,22 +99,23 @@ class OwnerNames:
 
     def _replica_around(self, running: Modules) -> Modules:
         """Find the replicated module around `running`; else the first of the model, or its root."""
-        if self._replica_of is None:
-            self._replica_of = {}
-            # Parents come first, so that an inner replica overrides the outer one.
-            for module in (module for root in self._roots for module in root.modules()):
-                if replicated_over(module) is not None:
-                    self._replica_of.update((id(child), module) for child in module.modules())
         owners = self._replica_of
         known = [owners[id(module)] for module in running if id(module) in owners]
         return tuple((known or [*owners.values()] or self._roots)[:1])
 
-    def _modules_of(self, parameter: torch.Tensor | None) -> Modules:
-        if self._registering is None:
-            self._registering = {}
-            for own, module in registered_parameters(self._roots):
-                self._registering.setdefault(id(own), {})[id(module)] = module
-        return tuple(self._registering.get(id(parameter), {}).values())
+    @cached_property
+    def _replica_of(self) -> dict[int, nn.Module]:
+        modules = (module for root in self._roots for module in root.modules())
+        replicas = (module for module in modules if replicated_over(module) is not None)
+        # Parents come first, so that an inner replica overrides the outer one.
+        return {id(child): replica for replica in replicas for child in replica.modules()}
+
+    @cached_property
+    def _registering(self) -> dict[int, dict[int, nn.Module]]:
+        found: dict[int, dict[int, nn.Module]] = {}
+        for own, module in registered_parameters(self._roots):
+            found.setdefault(id(own), {})[id(module)] = module
+        return found
 
 
 def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:

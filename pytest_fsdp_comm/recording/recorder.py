@@ -66,11 +66,7 @@ from pytest_fsdp_comm.recording.owners.fsdp import (
 )
 from pytest_fsdp_comm.recording.owners.stack import StackScan, running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
-from pytest_fsdp_comm.recording.pending import (
-    Event,
-    OwnerNames,
-    Pending,
-)
+from pytest_fsdp_comm.recording.pending import Event, OwnerNames, Pending
 from pytest_fsdp_comm.recording.value_dependence import (
     ValueReads,
     answers_of_process,
@@ -80,15 +76,6 @@ from pytest_fsdp_comm.text.fqn import escape
 from pytest_fsdp_comm.text.words import counted
 
 _numbers = itertools.count()
-
-
-def _has_any(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
-    # The model itself is nearly always the first to run, and its modules are many.
-    if not modules:
-        return False
-    return any(module is model for module in modules) or not {
-        id(module) for module in model.modules()
-    }.isdisjoint(map(id, modules))
 
 
 class Recorder:
@@ -287,7 +274,10 @@ class Recorder:
             )
 
     def _note_running(self, modules: Sequence[nn.Module]) -> None:
-        self.idle = [model for model in self.idle if not _has_any(model, modules)]
+        ran = set(map(id, modules))
+        if ran:
+            # Ends at the model itself, which is nearly always the first to run.
+            self.idle = [one for one in self.idle if ran.isdisjoint(map(id, one.modules()))]
 
     def _learn_roots(self) -> None:
         """Find the roots of modules whose forward did not run in the block."""

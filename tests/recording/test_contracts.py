@@ -34,7 +34,6 @@ pytestmark = pytest.mark.upstream
 def test_torch_has_the_names_that_the_stack_walk_looks_for():
     assert nn.Module._call_impl.__code__.co_name == "_call_impl"
     assert stack.engine_code().co_name == "_engine_run_backward"
-    assert stack._redistribute_code().co_name == "redistribute_local_tensor"
     assert sorted(code.co_name for code in stack._clipping_codes()) == [
         "_clip_grads_with_norm_",
         "_get_total_norm",
@@ -117,12 +116,13 @@ def test_storages_have_an_address_that_a_weak_reference_keeps():
 
 
 def test_a_redistribution_shows_the_tensor_that_it_was_asked_for():
-    code = tensors._forward_code()
+    code = stack.code_of("torch.distributed.tensor._redistribute", "Redistribute", "forward")
     assert code.co_varnames[:2] == ("ctx", "input")
 
 
 def test_torchs_loader_has_the_locals_that_are_read():
-    assert {"keys", "local_state"} <= set(tensors._load_code().co_varnames)
+    code = stack.code_of("torch.distributed._state_dict_utils", "_broadcast_tensors")
+    assert {"keys", "local_state"} <= set(code.co_varnames)
 
 
 def test_nodes_that_pass_on_a_gradient_have_the_names_that_are_looked_for():
@@ -143,7 +143,7 @@ def test_dispatch_modes_can_be_hidden_from():
 
 
 def test_a_redistribution_has_the_locals_that_are_read():
-    code = stack._redistribute_code()
+    code = stack.code_of("torch.distributed.tensor._redistribute", "redistribute_local_tensor")
     assert {"current_spec", "target_spec", "local_tensor"} <= set(code.co_varnames)
 
 
@@ -245,6 +245,7 @@ def test_a_method_that_moved_is_named(monkeypatch):
 )
 def test_a_clipping_function_that_moved_is_named(monkeypatch, owner, name):
     stack._clipping_codes.cache_clear()
+    stack.code_of.cache_clear()
     monkeypatch.delattr(owner, name)
     with pytest.raises(UpstreamChangedError, match=rf"longer has \S*{owner.__name__}\.{name},"):
         stack._clipping_codes()
@@ -271,7 +272,7 @@ def test_without_a_process_group_there_are_no_groups_and_no_axes():
 
 def test_a_function_that_moved_is_named():
     with pytest.raises(UpstreamChangedError, match=r"no longer has torch\.nn\.nonsense,"):
-        stack._code("torch.nn", "nonsense")
+        stack.code_of("torch.nn", "nonsense")
 
 
 def communicating_operations():

@@ -112,15 +112,13 @@ def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Mo
     """
     parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
     for part in parts:
-        if isinstance(part, type) and issubclass(part, nn.Module):
-            raise RecordingError(
-                f"{given_to}(model) expects a torch.nn.Module, or a list of them, got the class "
-                f"{printable(part.__name__)} itself; pass an instance{otherwise}"
-            )
         if not isinstance(part, nn.Module):
+            got = f"{printable(type(part).__name__)}; pass the model itself"
+            if isinstance(part, type) and issubclass(part, nn.Module):
+                got = f"the class {printable(part.__name__)} itself; pass an instance"
             raise RecordingError(
                 f"{given_to}(model) expects a torch.nn.Module, or a list of them, got "
-                f"{printable(type(part).__name__)}; pass the model itself{otherwise}"
+                f"{got}{otherwise}"
             )
     if not parts:
         raise RecordingError(

@@ -109,7 +109,7 @@ def _look_at(code: CodeType) -> _Code:
         return "engine"
     if code is _STEP or any(code is clipping for clipping in _clipping_codes()):
         return "step"
-    if code is _redistribute_code():
+    if code is code_of("torch.distributed.tensor._redistribute", "redistribute_local_tensor"):
         return "redistribute"
     owner = whose(code.co_filename)
     return _meaning_in_torch(code) if owner == "torch" else _MEANINGS[owner]
@@ -249,10 +249,9 @@ def is_graph(module: nn.Module | None) -> bool:
     return any(str(node.target).startswith("tangents_") for node in inputs)
 
 
-@functools.cache
 def engine_code() -> CodeType:
     """The code of torch's function that calls the autograd engine."""
-    return _code("torch.autograd.graph", "_engine_run_backward")
+    return code_of("torch.autograd.graph", "_engine_run_backward")
 
 
 @functools.cache
@@ -267,18 +266,13 @@ def graph_type() -> type[nn.Module]:
 def _forward_method_code() -> CodeType:
     # Around a method other than forward that is an entry of an FSDP2 unit.
     name = "register_fsdp_forward_method"
-    registering = _code("torch.distributed.fsdp", name)
+    registering = code_of("torch.distributed.fsdp", name)
     for constant in registering.co_consts:
         if isinstance(constant, CodeType) and constant.co_name == "wrapped_method":
             return constant
     raise upstream.moved_error(
         "torch", f"torch.distributed.fsdp.{name}.<locals>.wrapped_method", _USE
     )
-
-
-@functools.cache
-def _redistribute_code() -> CodeType:
-    return _code("torch.distributed.tensor._redistribute", "redistribute_local_tensor")
 
 
 @functools.cache
@@ -290,13 +284,16 @@ def _clipping_codes() -> list[CodeType]:
     fsdp1 = _look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
     if not hasattr(fsdp1, "clip_grad_norm_"):
         raise upstream.moved_error("torch", f"{fsdp1.__qualname__}.clip_grad_norm_", _USE)
-    codes = [_code("torch.nn.utils", name) for name in names]
+    codes = [code_of("torch.nn.utils", name) for name in names]
     codes.append(inspect.unwrap(fsdp1.clip_grad_norm_).__code__)
     return codes
 
 
-def _code(module: str, name: str) -> CodeType:
-    code: CodeType = inspect.unwrap(_look_up(module, name)).__code__
+@functools.cache
+def code_of(module: str, name: str, method: str = "") -> CodeType:
+    """The code of a function of torch, or of a class's method."""
+    found = _look_up(module, name)
+    code: CodeType = inspect.unwrap(getattr(found, method) if method else found).__code__
     return code
 
 

@@ -18,11 +18,10 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,11 +31,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
 from pytest_fsdp_comm.recording.dtensors import tensors_held
+from pytest_fsdp_comm.recording.frames import outwards
 from pytest_fsdp_comm.recording.operations import NOWHERE, REDUCING, Operation, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
 from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import Modules
-from pytest_fsdp_comm.recording.owners.stack import StackScan
+from pytest_fsdp_comm.recording.owners.stack import StackScan, code_of
 
 _USE: Final = "the recorder relies on to find the parameter that is sent"
 _NAMED_BY_UNITS: Final = frozenset({Source.FSDP, Source.DDP, Source.OBJECT})
@@ -325,7 +325,9 @@ def _label_of_node(node: Any, role: Role) -> Label | None:
 
 def redistributed(frame: FrameType | None) -> Any:
     """The DTensor that `redistribute_local_tensor` was asked for; None if an operator did."""
-    code = None if frame is None else _forward_code()
+    if frame is None:
+        return None
+    code = code_of("torch.distributed.tensor._redistribute", "Redistribute", "forward")
     for _ in range(3):  # what wraps either function lies between
         frame = None if frame is None else frame.f_back
         if frame is not None and frame.f_code is code:
@@ -356,26 +358,12 @@ def _overlap(one: Extent, other: Extent) -> bool:
 
 def _loaded() -> Any:
     """The tensor that torch's loader of full checkpoints broadcasts for; None if it does not."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _load_code():
-        frame = frame.f_back
+    code = code_of("torch.distributed._state_dict_utils", "_broadcast_tensors")
+    frame = next((one for one in outwards(sys._getframe(1)) if one.f_code is code), None)
     # One at a time (torch 2.6 to 2.13): what it copies the result to is the last that it read.
-    is_one = frame is not None and len(frame.f_locals["keys"]) == 1
-    return frame.f_locals["local_state"] if frame is not None and is_one else None
-
-
-@functools.cache
-def _load_code() -> CodeType:
-    function = _look_up("torch.distributed._state_dict_utils", "_broadcast_tensors")
-    code: CodeType = function.__code__
-    return code
-
-
-@functools.cache
-def _forward_code() -> CodeType:
-    function = _look_up("torch.distributed.tensor._redistribute", "Redistribute")
-    code: CodeType = function.forward.__code__
-    return code
+    if frame is None or len(frame.f_locals["keys"]) != 1:
+        return None
+    return frame.f_locals["local_state"]
 
 
 def _look_up(module: str, name: str) -> Any:
