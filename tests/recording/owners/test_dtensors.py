@@ -58,6 +58,12 @@ def simple_fsdp(model, mesh, *, dtype=None, placements=None):
     return model
 
 
+def sent_of(comm_mode, model, send):
+    with comm_mode(model):
+        send()
+    return lines(comm_mode)
+
+
 def gathers(nbytes=LINEAR_NBYTES, names=NAMES, phase="forward"):
     return [f"{phase} {name} parameters all_gather {nbytes}" for name in names]
 
@@ -69,9 +75,7 @@ def reductions(nbytes=LINEAR_NBYTES, names=NAMES):
 @pytest.mark.upstream
 def test_simple_fsdp_gathers_parameters_and_reduces_gradients(comm_mode, device_mesh):
     model = simple_fsdp(Model(), device_mesh())
-    with comm_mode(model):
-        step(model)
-    assert lines(comm_mode) == [*gathers(), *reductions()]
+    assert sent_of(comm_mode, model, lambda: step(model)) == [*gathers(), *reductions()]
 
 
 def test_a_cast_copy_is_its_parameter(comm_mode, device_mesh):
@@ -84,9 +88,7 @@ def test_a_cast_copy_is_its_parameter(comm_mode, device_mesh):
 
 def test_a_recomputation_gathers_parameters_again(comm_mode, device_mesh):
     model = simple_fsdp(Model(reentrant=False), device_mesh())
-    with comm_mode(model):
-        step(model)
-    assert lines(comm_mode) == [
+    assert sent_of(comm_mode, model, lambda: step(model)) == [
         *gathers(),
         *reductions(names=["head"]),
         *gathers(names=NAMES[3:5], phase="recompute"),
@@ -97,32 +99,29 @@ def test_a_recomputation_gathers_parameters_again(comm_mode, device_mesh):
     ]
 
 
-def test_compiled_code_gathers_parameters_and_makes_gradients(comm_mode, device_mesh):
-    model = simple_fsdp(Model(), device_mesh())
-    compiled = torch.compile(model, backend="aot_eager")
-    step(compiled)
-    model.zero_grad()
-    with comm_mode(model):
-        step(compiled)
-    assert sorted(lines(comm_mode)) == sorted([*gathers(), *reductions()])
-    assert {event.issued_in for event in comm_mode.events} == {""}
+def running_graphs(backward):
+    return aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=backward)
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 @pytest.mark.parametrize(
-    "made",
-    [lambda graph, _: graph, lambda graph, _: fx.GraphModule(graph, graph.graph)],
-    ids=["as it is", "another"],
+    "backend",
+    [
+        "aot_eager",
+        running_graphs(lambda graph, _: graph),
+        running_graphs(lambda graph, _: fx.GraphModule(graph, graph.graph)),
+    ],
+    ids=["aot_eager", "graph as it is", "another graph"],
 )
-def test_a_backend_that_runs_graphs_recomputes_nothing(comm_mode, device_mesh, made):
+def test_compiled_code_gathers_parameters_and_makes_gradients(comm_mode, device_mesh, backend):
     model = simple_fsdp(Model(), device_mesh())
-    backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=made)
     compiled = torch.compile(model, backend=backend)
     step(compiled)
     model.zero_grad()
-    with comm_mode(model):
-        step(compiled)
-    assert sorted(lines(comm_mode)) == sorted([*gathers(), *reductions()])
+    found = sent_of(comm_mode, model, lambda: step(compiled))
+    assert sorted(found) == sorted([*gathers(), *reductions()])
+    if backend == "aot_eager":
+        assert {event.issued_in for event in comm_mode.events} == {""}
 
 
 def test_gradients_of_compiled_code_are_named_before_the_next_take_their_place(
@@ -365,12 +364,6 @@ def test_muon_names_gradients_alone(comm_mode, device_mesh, send, sent):
 
 
 # What must not be taken for a parameter's.
-
-
-def sent_of(comm_mode, model, send):
-    with comm_mode(model):
-        send()
-    return lines(comm_mode)
 
 
 def all_reduced(tensor):
