@@ -1,6 +1,5 @@
 """The captured tree against hand-written expectations, on simulated ranks."""
 
-import contextlib
 import inspect
 
 import pytest
@@ -30,21 +29,6 @@ from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles
 from pytest_fsdp_comm.tree.model import Precision, dump_tree, load_tree
 from pytest_fsdp_comm.tree.profile import tree_facts
-
-
-@contextlib.contextmanager
-def simulated(world_size, rank=0):
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def four_ranks():
-    with simulated(4):
-        yield
 
 
 def sharded(model=None, **policy):
@@ -391,7 +375,6 @@ def test_units_have_the_names_of_owners_in_recordings():
     assert all(entry.nbytes == names[entry.owner].nbytes_gathered for entry in gathers)
 
 
-@pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("wrap", [lambda model: model, DistributedDataParallel])
 def test_odd_names_are_the_same_in_recordings_and_trees(wrap):
     model = nn.Module()

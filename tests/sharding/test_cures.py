@@ -2,26 +2,17 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import WIDTH, Model
 from oracle import witnessed
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.tree.finding import FindingSettings
 
 CPU = torch.device("cpu")
 ws2 = pytest.mark.distributed(world_size=2)
-
-
-@pytest.fixture
-def four_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
 
 
 # Measured: what a step sends before and after the cure, by the recorder and the flight recorder.

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import Block, TokenModel
 from torch import nn
 from torch.distributed._composable import replicate
@@ -19,30 +18,26 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import RULES
 
-CPU = torch.device("cpu")
+fsdp1 = functools.partial(Fsdp1, device_id=torch.device("cpu"), use_orig_params=True)
 
 
-@pytest.fixture(autouse=True)
-def _four_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
 def make(width=8):
     return TokenModel(3, width, norm=True)
 
 
-def shard_blocks(model, **policy):
-    for layer in model.layers:
-        fully_shard(layer, **policy)
+def shard_blocks(model, *, left_out=None, **policy):
+    for index, layer in enumerate(model.layers):
+        if index != left_out:
+            fully_shard(layer, **policy)
     return model
 
 
@@ -62,22 +57,15 @@ def grouped_without_root():
 
 def fsdp1_in_fsdp2():
     model = make()
-    model.layers[1] = Fsdp1(model.layers[1], device_id=CPU, use_orig_params=True)
+    model.layers[1] = fsdp1(model.layers[1])
     with torch.no_grad():
-        return fully_shard(shard_blocks_except(model, 1))
-
-
-def shard_blocks_except(model, left_out):
-    for index, layer in enumerate(model.layers):
-        if index != left_out:
-            fully_shard(layer)
-    return model
+        return fully_shard(shard_blocks(model, left_out=1))
 
 
 def fsdp1_parent_first():
-    model = Fsdp1(make(), device_id=CPU, use_orig_params=True)
+    model = fsdp1(make())
     inner = model.module
-    inner.layers[0] = Fsdp1(inner.layers[0], device_id=CPU, use_orig_params=True)
+    inner.layers[0] = fsdp1(inner.layers[0])
     return model
 
 
@@ -98,7 +86,7 @@ def forgotten_head():
 
 
 def one_block_forgotten():
-    return fully_shard(shard_blocks_except(make(), 1))
+    return fully_shard(shard_blocks(make(), left_out=1))
 
 
 def lora():
@@ -111,15 +99,14 @@ def lora():
 
 def fsdp1_blocks(model):
     for number, layer in enumerate(model.layers):
-        model.layers[number] = Fsdp1(layer, device_id=CPU, use_orig_params=True)
-    return Fsdp1(model, device_id=CPU, use_orig_params=True)
+        model.layers[number] = fsdp1(layer)
+    return fsdp1(model)
 
 
-def frozen_backbone():
-    model = make()
-    model.requires_grad_(requires_grad=False)
+def frozen_backbone(**policy):
+    model = make().requires_grad_(requires_grad=False)
     model.head.requires_grad_(requires_grad=True)
-    return fully_shard(shard_blocks(model))
+    return fully_shard(shard_blocks(model, **policy))
 
 
 def norm_on_its_own():
@@ -147,10 +134,8 @@ def kept_in_full_precision(ignored=(nn.LayerNorm,), norm=nn.LayerNorm):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says the same in its own words
-        return Fsdp1(
+        return fsdp1(
             Normed(),
-            device_id=CPU,
-            use_orig_params=True,
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             mixed_precision=MixedPrecision(
                 param_dtype=torch.bfloat16, _module_classes_to_ignore=ignored
@@ -263,7 +248,7 @@ def grouped_below_a_root():
 def both_kinds_side_by_side():
     model = nn.Module()
     model.first = fully_shard(make())
-    model.second = Fsdp1(make(), device_id=CPU, use_orig_params=True)
+    model.second = fsdp1(make())
     return model
 
 
@@ -297,18 +282,14 @@ def small_linear_left():
 def frozen_block_apart():
     model = make()
     model.layers[0].requires_grad_(requires_grad=False)
-    model.layers[0] = Fsdp1(model.layers[0], device_id=CPU, use_orig_params=True)
-    return Fsdp1(model, device_id=CPU, use_orig_params=True)
+    model.layers[0] = fsdp1(model.layers[0])
+    return fsdp1(model)
 
 
 def replicated_on_purpose():
     model = shard_blocks(make())
     replicate(model.head)
     return model
-
-
-def mixed_in_fsdp2():
-    return fully_shard(shard_blocks(lora()))
 
 
 def few_frozen():
@@ -331,42 +312,18 @@ def frozen_after_trainable():
     return fully_shard(shard_blocks(model))
 
 
-def frozen_and_kept():
-    model = make()
-    model.requires_grad_(requires_grad=False)
-    model.head.requires_grad_(requires_grad=True)
-    return fully_shard(shard_blocks(model, reshard_after_forward=False))
-
-
-def frozen_whole():
-    return fully_shard(shard_blocks(make().requires_grad_(requires_grad=False)))
-
-
-def norm_in_another_precision():
+def norms_apart(**policy):
     model = make(width=64)
     for layer in model.layers:
-        fully_shard(layer.norm, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
-    return fully_shard(shard_blocks(model))
-
-
-def norm_that_stays_gathered():
-    model = make(width=64)
-    for layer in model.layers:
-        fully_shard(layer.norm, reshard_after_forward=False)
+        fully_shard(layer.norm, **policy)
     return fully_shard(shard_blocks(model))
 
 
 def adapters_in_frozen_fsdp1():
     model = make(width=64).requires_grad_(requires_grad=False)
     for layer in model.layers:
-        layer.norm = Fsdp1(
-            layer.norm.requires_grad_(requires_grad=True), device_id=CPU, use_orig_params=True
-        )
+        layer.norm = fsdp1(layer.norm.requires_grad_(requires_grad=True))
     return fsdp1_blocks(model)
-
-
-def batch_norm():
-    return kept_in_full_precision((nn.BatchNorm1d,), nn.BatchNorm1d)
 
 
 INNOCENT = {
@@ -378,18 +335,22 @@ INNOCENT = {
     "unmanaged-parameter": (frozen_head_outside,),
     "partly-wrapped": (small_linear_left, frozen_block_apart),
     "large-replicated": (replicated_on_purpose, forgotten_head),
-    "mixed-frozen": (mixed_in_fsdp2, few_frozen, frozen_biases),
-    "frozen-gathered-in-backward": (frozen_after_trainable, frozen_and_kept, frozen_whole),
+    "mixed-frozen": (lambda: fully_shard(shard_blocks(lora())), few_frozen, frozen_biases),
+    "frozen-gathered-in-backward": (
+        frozen_after_trainable,
+        lambda: frozen_backbone(reshard_after_forward=False),
+        lambda: fully_shard(no_root()),
+    ),
     "unit-too-small": (
-        norm_in_another_precision,
-        norm_that_stays_gathered,
+        lambda: norms_apart(mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32)),
+        lambda: norms_apart(reshard_after_forward=False),
         adapters_in_frozen_fsdp1,
         healthy,
     ),
     "unit-too-large": (lambda: fully_shard(nn.Embedding(256, 64)),),
     "padding": (narrow,),
     "dim-smaller-than-axis": (odd_sizes,),
-    "precision-override": (batch_norm,),
+    "precision-override": (lambda: kept_in_full_precision((nn.BatchNorm1d,), nn.BatchNorm1d),),
     "mixed-dtypes": (lambda: two_dtypes(frozen=True),),
 }
 
@@ -408,24 +369,20 @@ def test_what_is_next_to_a_mistake_is_none(code, build):
     assert code not in [finding.code for finding in tree.findings], str(tree)
 
 
-def test_a_grouped_root_raises_in_torch_as_the_finding_says():
+def test_errors_raise_in_torch_as_the_findings_say():
     with pytest.raises(RuntimeError, match="requires a single root module"):
         grouped_without_root()(torch.ones(2, 8))
-
-
-def test_trainable_parameters_of_two_dtypes_raise_in_torch_as_the_finding_says():
     with pytest.raises(AssertionError, match="uniform original parameter dtype"):
         two_dtypes()(torch.zeros(2, 3, dtype=torch.int64))
 
 
 def test_blocks_of_fsdp1_need_a_root_too():
     model = make()
-    for number, layer in enumerate(model.layers):
-        model.layers[number] = Fsdp1(layer, device_id=CPU, use_orig_params=True)
+    with_root = fsdp1_blocks(model)
     finding = TreeFactory()(model).findings[0]
     assert (finding.code, finding.fqns) == ("no-root-unit", BLOCKS)
     assert finding.cure == "wrap the model itself in FullyShardedDataParallel too"
-    assert not TreeFactory()(Fsdp1(model, device_id=CPU, use_orig_params=True)).findings
+    assert not TreeFactory()(with_root).findings
 
 
 def test_a_unit_above_the_threshold_is_too_large():
@@ -501,7 +458,7 @@ def test_a_policy_wraps_what_auto_wrap_wraps(policy, expected):
     assert sorted(answer.expected) == sorted(expected)
     if policy == {Block}:
         policy = ModuleWrapPolicy(policy)
-    by_torch = Fsdp1(make(), auto_wrap_policy=policy, device_id=CPU, use_orig_params=True)
+    by_torch = fsdp1(make(), auto_wrap_policy=policy)
     assert set(TreeFactory()(by_torch).module_to_fqns) - {""} == set(expected)
     assert TreeFactory().expect(by_torch, policy)
 

@@ -29,15 +29,7 @@ CPU = torch.device("cpu")
 WORLD = 4
 
 
-def join(rank):
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
-
-
-@pytest.fixture(autouse=True)
-def _four_ranks():
-    join(0)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
 def wrapped(**options):
@@ -94,7 +86,7 @@ def test_local_numels_are_what_each_rank_keeps(use_orig_params):
     kept = []
     for rank in range(WORLD):
         dist.destroy_process_group()
-        join(rank)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
         tree = capture_tree(wrapped(use_orig_params=use_orig_params))
         kept.append({fqn: entry.local_numel for fqn, entry in tree.named_parameters()})
     for fqn, entry in tree.named_parameters():

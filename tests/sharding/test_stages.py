@@ -1,13 +1,11 @@
 """Parts of one model, such as the stages of a pipeline, make one tree with several roots."""
 
 import pytest
-import torch.distributed as dist
 from models import WIDTH, Block
 from texts import parse_trees
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm import RecordingError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
@@ -15,6 +13,8 @@ from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.tree.model import dump_tree, load_tree
 from pytest_fsdp_comm.tree.profile import fold, merge, ranks_of_stages, tree_facts
+
+pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
 class Stage(nn.Module):
@@ -38,13 +38,6 @@ def sharded(stage, *, root=True, **policy):
     for layer in stage.layers.values():
         fully_shard(layer, **policy)
     return fully_shard(stage, **policy) if root else stage
-
-
-@pytest.fixture(autouse=True)
-def four_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
