@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,11 @@ from pathlib import Path
 # What tests start sessions with that they do not signal; a warm one in acceptance/ (see warm.py).
 PYTHON = sys.executable
 QUICK_END = ("-p", "no:hypothesispytest")
+# A conftest.py with which ranks are new processes.
+UNSAFE_TO_FORK = """
+import threading
+threading.Thread(target=threading.Event().wait, name="poller", daemon=True).start()
+"""
 
 
 def command_lines():
@@ -41,3 +47,12 @@ def wait_for(condition, *, timeout_s):
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.05)
+
+
+def stories(output, title):
+    """What pytest writes under each title of a test that failed, or had an error."""
+    title = rf"^_+ (?:ERROR at \w+ of )?{re.escape(title)} _+$"
+    return [
+        re.split(r"^(?:_{3,} .* _{3,}|={3,} .* ={3,})$", part, flags=re.MULTILINE)[0]
+        for part in re.split(title, output, flags=re.MULTILINE)[1:]
+    ]

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from running import UNSAFE_TO_FORK
 
 SOURCE = """
 import pytest
@@ -134,12 +135,9 @@ def test_a_timeout_fails_only_its_own_test(run, method, func_only):
     assert "ranks 0-1 did not finish within 3 s (pytest-timeout), and every rank was ended." in (
         shown.replace("\n", " ")
     )
-    assert re.search(
-        r"rank 0 is at \(innermost frame first\):\s+\S*test_it.py:\d+ in test_hanging", shown
-    )
-    assert re.search(
-        r"rank 1 is at \(innermost frame first\):\s+\S*test_it.py:\d+ in test_hanging", shown
-    )
+    at = r"\(innermost frame first\):\s+\S*test_it.py:\d+ in test_hanging"
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} is at {at}", shown)
     # The plugin's own way to end a test.
     assert "+ Timeout +" not in shown
 
@@ -175,10 +173,6 @@ def test_it(n):
 def test_plain():
     print("drew plain", random.random())
 """
-THREAD = """
-import threading
-threading.Thread(target=threading.Event().wait, name='poller', daemon=True).start()
-"""
 
 
 def test_randomly_shuffles_and_seeds_all_ranks_alike(run):
@@ -195,7 +189,7 @@ def test_randomly_shuffles_and_seeds_all_ranks_alike(run):
 
 
 def test_randomly_seeds_spawned_ranks_alike(run, pytester):
-    pytester.makeconftest(THREAD)
+    pytester.makeconftest(UNSAFE_TO_FORK)
     result = run(RANDOM, "-k", "1", plugins=["randomly"])
     result.assert_outcomes(passed=1, deselected=6)
     assert "ranks are started as new pytest processes" in result.stdout.str()

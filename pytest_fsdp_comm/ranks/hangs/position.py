@@ -43,15 +43,8 @@ _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
 """Methods that wait for what was started before, without a frame of Python."""
-_UNRECORDED: Final = (
-    "new_group",
-    "split_group",
-    "init_process_group",
-    "monitored_barrier",
-    "send",
-    "recv",
-)
-"""Functions that wait for other ranks, unknown to the flight recorder."""
+_UNSEEN = ("new_group", "split_group", "init_process_group", "monitored_barrier", "send", "recv")
+"""Functions that wait for other ranks, of which the flight recorder knows nothing."""
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
@@ -136,7 +129,7 @@ def _is_c10d(frame: FrameType) -> bool:
 def _is_unrecorded(frame: FrameType) -> bool:
     """Whether a call waits for other ranks, but in no collective of the flight recorder."""
     code = frame.f_code
-    return code is Exchange._await.__code__ or (_is_c10d(frame) and code.co_name in _UNRECORDED)
+    return code is Exchange._await.__code__ or (_is_c10d(frame) and code.co_name in _UNSEEN)
 
 
 def _module(frames: Sequence[FrameType]) -> str:
@@ -230,8 +223,6 @@ def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, boo
     return ranks, {}
 
 
-# Made once in the process that ranks are forked from: it is an enumeration of 62 members.
-_ALL_SIGNALS: Final = signal.valid_signals()
 _LAST_S: Final = 1.0
 
 
@@ -246,7 +237,7 @@ class Watchdog:
         # A test must not notice the thread. It is not one of threading's, whose start takes 3 ms,
         # and which tests that list the threads would find. It inherits a mask that blocks every
         # signal: they are for the main thread, whose stack a signal dumps.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             _thread.start_new_thread(self._answer, ())
         finally:

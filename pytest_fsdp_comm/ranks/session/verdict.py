@@ -7,7 +7,7 @@ import math
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -195,10 +195,8 @@ def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
     return merged
 
 
-def _merged_subtest(
-    on_ranks: Mapping[int, _Subtest], may_have_begun: Mapping[int, bool]
-) -> pytest.TestReport:
-    """One report of a subtest, given which of the ranks that did not end it may have begun it."""
+def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -> pytest.TestReport:
+    """One report of a subtest, given which other ranks did not end it."""
     reports = {rank: report for rank, (_, report) in on_ranks.items()}
     failures = sorted(
         [_raised(rank, when, one) for rank, (when, one) in on_ranks.items() if one.failed],
@@ -207,15 +205,14 @@ def _merged_subtest(
     failures = _explained_first(failures)
     sections = _folded(
         {rank: report.sections for rank, report in reports.items()},
-        several=len(on_ranks) + len(may_have_begun) > 1,
+        several=len(on_ranks) + len(others) > 1,
     )
     outcomes = {rank: _outcome([report]) for rank, report in reports.items()}
     if failures and failures[0].report is not None:
         story = _later(failures)
         quiet = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
         story += _unfailed_ranks(quiet, skipped="this subtest")
-        verbs = {rank: "end" if has_begun else "run" for rank, has_begun in may_have_begun.items()}
-        story += name_equal({rank: f"did not {verb} this subtest" for rank, verb in verbs.items()})
+        story += name_equal(dict.fromkeys(others, "did not end this subtest"))
         report = _with_story(
             failures[0].report, _alike(failures), "\n".join(story), rank_count=len(on_ranks)
         )

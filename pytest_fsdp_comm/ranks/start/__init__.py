@@ -1,1 +1,1 @@
-"""Starts and ends the processes of a `wire.rank_set.RankSetSpec`, within bounds."""
+"""Starts and ends the processes of a `wire.messages.RankSetSpec`, within bounds."""

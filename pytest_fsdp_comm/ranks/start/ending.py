@@ -41,13 +41,8 @@ _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 # ranks, but not what these have started.
 
 
-def kill_groups(groups: Iterable[int]) -> None:
-    """Kill whole process groups, some of which may be gone."""
-    kill(-group for group in groups)
-
-
 def kill(pids: Iterable[int]) -> None:
-    """Kill processes that nobody has waited for yet, wherever they have moved."""
+    """Kill processes that nobody has waited for yet, or groups of them, by negative ids."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

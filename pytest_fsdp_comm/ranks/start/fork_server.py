@@ -30,7 +30,6 @@ from pytest_fsdp_comm.ranks.start.ending import (
     end_with_parent,
     kill,
     kill_children,
-    kill_groups,
     remove_directory,
 )
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots
@@ -261,7 +260,7 @@ class _Server:
         unended = self._await_ends(ended.pids, within_s)
         if unended or not self._adopts:
             # Of ranks that ended too: what a test started must not outlive it.
-            kill_groups(ended.groups.values())
+            kill(-group for group in ended.groups.values())
         self._unended += unended.values()
         self._unended += kill_children(self._unended, within_s=self._patience_s())
         ended.slots.release()
@@ -302,9 +301,6 @@ class ServerDiedError(Exception):
 
 class RankServer(Protocol):
     """What starts and ends ranks, as their supervisor sees it."""
-
-    pids: dict[int, int]
-    """The processes on this machine that it may signal, by rank; some may have ended."""
 
     @property
     def has_died(self) -> bool:
@@ -422,7 +418,7 @@ class ForkServer:
             return self._await(SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:
             # Its ranks died with it (`end_with_parent`), but not what they had forked.
-            kill_groups(self.pids.values())
+            kill(-pid for pid in self.pids.values())
             return {}
         finally:
             while self._connections:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from running import command_lines, start
+from running import command_lines, start, stories
 
 PRELUDE = """
 import os, re, resource, signal, subprocess, sys, threading, time, warnings
@@ -251,13 +251,7 @@ class Session:
         return [found.lower() for found in re.findall(pattern, self.text, re.MULTILINE)]
 
     def story(self, name):
-        """What is written under a test's title."""
-        title = rf"^_+ (?:ERROR at \w+ of )?{name} _+$"
-        parts = re.split(title, self.text, flags=re.MULTILINE)[1:]
-        return "\n".join(
-            re.split(r"^(?:_{3,} .* _{3,}|={3,} .* ={3,})$", p, flags=re.MULTILINE)[0]
-            for p in parts
-        )
+        return "\n".join(stories(self.text, name))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -1,6 +1,7 @@
 """What a test forks in a rank is not the rank, whatever it does."""
 
 import pytest
+from running import UNSAFE_TO_FORK
 
 SOURCE = """
 import multiprocessing, os, signal, sys, time
@@ -81,14 +82,10 @@ def test_children_of_multiprocessing():
 def test_after():
     dist.barrier()
 """
-UNSAFE = (
-    "import threading\nstop = threading.Event()\n"
-    "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n"
-)
 
 
 def test_a_forked_child_never_reports_for_a_spawned_rank(pytester):
-    pytester.makeconftest(UNSAFE)
+    pytester.makeconftest(UNSAFE_TO_FORK)
     pytester.makepyfile(SOURCE.replace("{more}", ""))
     arguments = ("-p", "no:cacheprovider", "-k", "test_child_returns and not later")
     result = pytester.runpytest_subprocess(*arguments, timeout=300)

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from running import stories
 
 SOURCE = """
 import os
@@ -119,11 +120,7 @@ def session(run_session):
 
 def failure(session, name):
     """All that pytest shows of a test's failure."""
-    found = (
-        session.output.partition(f"___ {name} ___")[2]
-        or (session.output.partition(f"ERROR at setup of {name} ___")[2])
-    )
-    return re.split(r"\n(?:___|===)", found)[0]
+    return "\n".join(stories(session.output, name))
 
 
 def error(session, name):

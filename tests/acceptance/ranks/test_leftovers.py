@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from running import UNSAFE_TO_FORK
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc and /dev/shm")
 
@@ -48,11 +49,6 @@ def test_endless(request, dist_info):
     (HERE / f"started{{dist_info.rank}}").write_text(str(os.getppid()))
     time.sleep(1000)
 """
-UNSAFE = """
-import threading
-stop = threading.Event()
-threading.Thread(target=stop.wait, name='poller', daemon=True).start()
-"""
 MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux has it
 QUIET = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:randomly")
 ENDLESS = (*QUIET, "-k", "endless")
@@ -75,7 +71,7 @@ WAYS = {
     "forked": Way(),
     "forked in a group": Way(program=PYTEST),
     "kept": Way(more=", scope='module'"),
-    "spawned": Way(program=PYTEST, conftest=UNSAFE),
+    "spawned": Way(program=PYTEST, conftest=UNSAFE_TO_FORK),
     "xdist": Way(program=PYTEST, arguments=(*ENDLESS, "-n", "1")),
     "passing": Way(arguments=PASSING),
     "passing, kept": Way(arguments=PASSING, more=", scope='module'"),

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import running
+from running import UNSAFE_TO_FORK
 
 SOURCE = """
 import pytest
@@ -20,15 +21,11 @@ def test_sum(number, comm_mode, tmp_path, dist_info):
     (tmp_path / "mine").write_text(str(dist_info.rank))
     assert len(str(tmp_path)) > {length}
 """
-UNSAFE = (
-    "import threading\nstop = threading.Event()\n"
-    "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n"
-)
 
 
 @pytest.mark.parametrize(
     ("length", "arguments", "conftest"),
-    [(200, (), ""), (1000, ("-n", "2"), ""), (1000, (), UNSAFE)],
+    [(200, (), ""), (1000, ("-n", "2"), ""), (1000, (), UNSAFE_TO_FORK)],
     ids=["200-forked", "1000-xdist", "1000-spawned"],
 )
 def test_ranks_start_below_a_long_tmpdir(pytester, monkeypatch, length, arguments, conftest):

@@ -6,7 +6,7 @@ import time
 import xml.etree.ElementTree as ET
 
 import pytest
-from running import start, wait_for
+from running import start, stories, wait_for
 
 SOURCE = """
 import logging, os, sys, time
@@ -75,10 +75,8 @@ def count_left_out(text):
 
 
 def story(output, name):
-    parts = re.split(rf"^_+ {re.escape(name)} _+$", output, flags=re.MULTILINE)[1:]
-    assert len(parts) == 1
-    ends = r"^(?:_{3,} .* _{3,}|={3,} .* ={3,})$"
-    return re.split(ends, parts[0], flags=re.MULTILINE)[0]
+    (found,) = stories(output, name)
+    return found
 
 
 def check_endless(output):
@@ -208,9 +206,7 @@ def test_long_messages_without_end_keep_no_session(tmp_path, ends):
     source = ENDLESS.replace("TIMEOUT_S", "1000" if is_stopped else "2")
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     session = start(tmp_path, "-q", "--tb=line", "test_it.py")
-    signal.signal(signal.SIGINT, before)
     wait_for((tmp_path / "started").exists, timeout_s=60)
     if is_stopped:
         time.sleep(1.0)

@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from running import UNSAFE_TO_FORK
 
 pexpect = pytest.importorskip("pexpect")
 
@@ -169,10 +170,7 @@ def test_a_rank_that_dies_in_its_debugger_fails_its_test_only(spawn):
 
 
 def test_a_breakpoint_works_in_a_spawned_rank(spawn, pytester):
-    pytester.makeconftest(
-        "import threading\n"
-        "threading.Thread(target=threading.Event().wait, name='poller', daemon=True).start()\n"
-    )
+    pytester.makeconftest(UNSAFE_TO_FORK)
     child = spawn("--pdb-rank 1 -k breakpoint")
     child.expect("PDB set_trace")
     child.expect(PROMPT)

@@ -1,6 +1,7 @@
 """Where a fork would be unsafe, ranks are new pytest processes, and the terminal says why."""
 
 import pytest
+from running import UNSAFE_TO_FORK
 
 TEST = """
 import pytest
@@ -26,8 +27,7 @@ def test_failing(dist_info):
 
 UNSAFE = {
     "thread": (
-        "import threading\nstop = threading.Event()\n"
-        "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n",
+        UNSAFE_TO_FORK,
         "fsdp-comm: threads have been running since collection: 'poller', which a fork does "
         "not survive",
     ),

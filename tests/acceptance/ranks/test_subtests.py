@@ -4,6 +4,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from running import UNSAFE_TO_FORK, stories
 
 SOURCE = """
 import unittest
@@ -59,10 +60,6 @@ def test_last():
     pass
 """
 MARKER = "pytest.mark.distributed(world_size=2{})"
-UNSAFE = (
-    "import threading\nstop = threading.Event()\n"
-    "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n"
-)
 SUMMARY = "=========================== short test summary info ============================"
 
 
@@ -104,7 +101,7 @@ def lines_of(result):
     [
         (MARKER.format(""), "", ()),
         (MARKER.format(", scope='module'"), "", ()),
-        (MARKER.format(""), UNSAFE, ("-k", "mixed or test_failing")),
+        (MARKER.format(""), UNSAFE_TO_FORK, ("-k", "mixed or test_failing")),
         (MARKER.format(""), "", ("-n", "2")),
     ],
     ids=["forked", "kept", "spawned", "xdist"],
@@ -182,10 +179,8 @@ def test_dies_alone_in_a_subtest(subtests, dist_info):
 
 
 def story(result, title):
-    text = result.stdout.str()
-    parts = re.split(rf"^_+ {re.escape(title)} _+$", text, flags=re.MULTILINE)
-    assert len(parts) == 2, f"{title} is told {len(parts) - 1} times in\n{text}"
-    return re.split(r"^(?:_{3,} .* _{3,}|={3,} .* ={3,})$", parts[1], flags=re.MULTILINE)[0]
+    (found,) = stories(result.stdout.str(), title)
+    return found
 
 
 @pytest.mark.skipif(not is_builtin(), reason="pytest 9 has subtests")
@@ -206,7 +201,7 @@ def test_ranks_that_differ_are_named(pytester):
     assert "outside of 2" in whole
     assert "inside of" not in whole
     alone = story(result, "test_one_rank_alone [alone]")
-    assert "rank 2 failed first\nranks 0-1 did not run this subtest" in alone
+    assert "rank 2 failed first\nranks 0-1 did not end this subtest" in alone
     picky = story(result, "test_two_outcomes [picky]")
     assert "ranks disagree about the outcome: rank 0 skipped (not me); ranks 1-2 passed." in picky
     death = story(result, "test_dies_in_a_subtest")
@@ -236,9 +231,9 @@ def pytest_runtest_call(item):
 """
 
 
-@pytest.mark.parametrize("when", ["setup", "call", "teardown", "check"])
-def test_a_failure_that_a_plugin_reports_counts(pytester, when):
-    pytester.makeconftest(EXTRA.format(extra=[(when, "failed"), (when, "passed")]))
+@pytest.fixture
+def extra(pytester):
+    """A project with a plugin that reports more of one of two tests."""
     pytester.makepyfile(
         """
         import pytest
@@ -251,6 +246,12 @@ def test_a_failure_that_a_plugin_reports_counts(pytester, when):
             pass
         """
     )
+    return lambda reports: pytester.makeconftest(EXTRA.format(extra=reports))
+
+
+@pytest.mark.parametrize("when", ["setup", "call", "teardown", "check"])
+def test_a_failure_that_a_plugin_reports_counts(pytester, extra, when):
+    extra([(when, "failed"), (when, "passed")])
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-v")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*test_other PASSED*", "told by a plugin"])
@@ -258,20 +259,10 @@ def test_a_failure_that_a_plugin_reports_counts(pytester, when):
     assert outcomes.get("failed", 0) + outcomes.get("errors", 0) == 1
 
 
-def test_what_a_plugin_reports_besides_failures_changes_nothing(pytester):
-    extra = [("setup", "passed"), ("call", "passed"), ("check", "skipped"), ("check", "passed")]
-    pytester.makeconftest(EXTRA.format(extra=extra))
-    pytester.makepyfile(
-        """
-        import pytest
-
-        @pytest.mark.distributed(world_size=2)
-        def test_extra():
-            pass
-        """
-    )
+def test_what_a_plugin_reports_besides_failures_changes_nothing(pytester, extra):
+    extra([("setup", "passed"), ("call", "passed"), ("check", "skipped"), ("check", "passed")])
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=1)
+    result.assert_outcomes(passed=2)
     assert result.ret == pytest.ExitCode.OK
 
 

@@ -293,14 +293,6 @@ def outcomes(text, name):
     return [found.lower() for found in re.findall(pattern, text, re.MULTILINE)]
 
 
-def story(text, name):
-    parts = re.split(rf"^_+ (?:ERROR at \w+ of )?{name} _+$", text, flags=re.MULTILINE)[1:]
-    return "\n".join(
-        re.split(r"^(?:_{3,} .* _{3,}|={3,} .* ={3,})$", part, flags=re.MULTILINE)[0]
-        for part in parts
-    )
-
-
 def test_faults_leave_the_next_test_healthy(start_by_variables, tmp_path):
     """One session with all faults, each followed by a healthy test, in an order of each rank."""
     path = project(tmp_path, *faulty_source())
@@ -310,7 +302,7 @@ def test_faults_leave_the_next_test_healthy(start_by_variables, tmp_path):
     assert follower == Ended(0, "", "")
     for name, fault in FAULTS.items():
         assert outcomes(ended.out, f"test_{name}") == [fault.outcome], ended.out + ended.err
-        told = story(ended.out, f"test_{name}")
+        told = "\n".join(running.stories(ended.out, f"test_{name}"))
         for pattern in fault.says:
             assert re.search(pattern, told), f"{pattern!r} is not in\n{told[:3000]}"
         if name != "kept":
@@ -520,10 +512,7 @@ def test_launched_ranks_compare_where_forking_is_unsafe(forked, start_by_variabl
     path = copied(forked, tmp_path / "project")
     file = path / "test_it.py"
     file.write_text(file.read_text().replace("for layer in model:", "for layer in model[:1]:"))
-    (path / "conftest.py").write_text(
-        "import threading\nstop = threading.Event()\n"
-        "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n"
-    )
+    (path / "conftest.py").write_text(running.UNSAFE_TO_FORK)
     leader, follower = map(end, start_by_variables(path))
     assert "rank 0 of 2 started by RANK and WORLD_SIZE" in leader.out
     assert "comm_mode differs from snapshots/test_it/test_step.ws2.comm" in leader.out
@@ -552,33 +541,16 @@ def test_processes_that_cannot_meet_write_nothing(start_alone, tmp_path, argumen
         assert (ended.status, ended.err) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("variables", "arguments", "text"),
-    [
-        (
-            {"RANK": "2", "WORLD_SIZE": "2"},
-            (),
-            "environment variable RANK: expected a whole number from 0 to 1, got '2'; "
-            "launchers set it to describe the launched processes: correct it, or unset it to have "
-            "this process start the ranks of its tests",
-        ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            ("-n", "2"),
-            "-n 2: pytest-xdist would start more processes in each of the 2 that RANK and "
-            "WORLD_SIZE started, which are themselves the ranks: leave out -n, or run pytest -n "
-            "without a launcher",
-        ),
-    ],
-)
-def test_wrong_variables_and_options_are_usage_errors(
-    start_alone, tmp_path, variables, arguments, text
-):
+def test_xdist_on_launched_ranks_is_a_usage_error(start_alone, tmp_path):
     path = project(tmp_path, STEP.format(marker="", marker_name=""))
-    variables = {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    ended = end(start_alone(path, *arguments, **variables))
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    ended = end(start_alone(path, "-n", "2", **variables))
     assert ended.status == pytest.ExitCode.USAGE_ERROR
-    assert f"ERROR: {text}" in ended.err
+    assert (
+        "ERROR: -n 2: pytest-xdist would start more processes in each of the 2 that RANK and "
+        "WORLD_SIZE started, which are themselves the ranks: leave out -n, or run pytest -n "
+        "without a launcher"
+    ) in ended.err
 
 
 def test_a_port_that_is_taken_is_a_usage_error(start_alone, tmp_path):

@@ -24,7 +24,6 @@ class NoServer:
         ours, theirs = Pipe()
         watchdog, closed = Pipe()
         closed.close()
-        self.pids = {1: os.getpid()}
         self.connections = {1: (ours, watchdog)}
         self.rank = Channel(theirs, messages.RANK)
 
@@ -58,17 +57,24 @@ def spec(tmp_path):
     )
 
 
-@pytest.mark.parametrize("outcome", ["failed", "passed"])
-def test_a_failure_received_together_with_the_end_counts(spec, outcome):
+@pytest.fixture
+def supervision(spec):
     server = NoServer()
     supervision = Supervision(spec, server, server.connections)
-    rank = server.rank
+    yield supervision
+    supervision.end(0.0)
+
+
+@pytest.fixture
+def rank(supervision):
+    return supervision.server.rank
+
+
+@pytest.mark.parametrize("outcome", ["failed", "passed"])
+def test_a_failure_received_together_with_the_end_counts(supervision, rank, outcome):
     rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(payloads=(), escaped=None))
-    try:
-        results = supervision.run(started_at=time.monotonic())
-    finally:
-        supervision.end(0.0)
+    results = supervision.run(started_at=time.monotonic())
     assert [report.has_failed for report in results[1].reports] == [outcome == "failed"]
     assert supervision.is_reusable == (outcome == "passed")
 
@@ -83,64 +89,44 @@ def end_test_when_located(supervision, rank, monkeypatch):
     monkeypatch.setattr(supervision, "_locate", locate)
 
 
-def test_rank_that_ends_as_the_deadline_stops_it_is_late(spec, monkeypatch):
-    server = NoServer()
-    supervision = Supervision(spec, server, server.connections)
-    end_test_when_located(supervision, server.rank, monkeypatch)
-    try:
-        results = supervision.run(started_at=time.monotonic() - 19.9)
-    finally:
-        supervision.end(0.0)
+def test_rank_that_ends_as_the_deadline_stops_it_is_late(supervision, rank, monkeypatch):
+    end_test_when_located(supervision, rank, monkeypatch)
+    results = supervision.run(started_at=time.monotonic() - 19.9)
     assert results[1].stopped is Stopped.AT_DEADLINE
     assert not supervision.is_reusable
 
 
-def test_messages_while_ranks_are_located_count(spec, monkeypatch):
+def test_messages_while_ranks_are_located_count(supervision, rank, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
-    server = NoServer()
-    server.rank.send(PhaseReport(report={"outcome": "failed"}))
-    supervision = Supervision(spec, server, server.connections)
-    end_test_when_located(supervision, server.rank, monkeypatch)
-    try:
-        results = supervision.run(started_at=time.monotonic())
-    finally:
-        supervision.end(0.0)
+    rank.send(PhaseReport(report={"outcome": "failed"}))
+    end_test_when_located(supervision, rank, monkeypatch)
+    results = supervision.run(started_at=time.monotonic())
     assert [report.has_failed for report in results[1].reports] == [True, True]
     assert results[1].stopped is None
     assert results[1].position.activity is Activity.HAS_ENDED
 
 
 @pytest.mark.parametrize("is_reporting", [True, False])
-def test_grace_waits_for_a_rank_that_reports(spec, monkeypatch, is_reporting):
+def test_grace_waits_for_a_rank_that_reports(supervision, rank, monkeypatch, is_reporting):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
-    server = NoServer()
-    server.rank.send(PhaseReport(report={"outcome": "failed"}))
-    supervision = Supervision(spec, server, server.connections)
+    rank.send(PhaseReport(report={"outcome": "failed"}))
     asked = []
 
     def positions():
         asked.append(is_reporting)
         if len(asked) == 3:
-            server.rank.send(messages.TestEnded(payloads=(), escaped=None))
+            rank.send(messages.TestEnded(payloads=(), escaped=None))
         return {1: Position(site="", is_reporting=is_reporting)}
 
     monkeypatch.setattr(supervision, "_positions", positions)
-    try:
-        results = supervision.run(started_at=time.monotonic())
-    finally:
-        supervision.end(0.0)
+    results = supervision.run(started_at=time.monotonic())
     assert results[1].stopped is (None if is_reporting else Stopped.AFTER_FAILURE)
     assert len(asked) == (3 if is_reporting else 1)
 
 
-def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
-    server = NoServer()
+def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(supervision, rank, monkeypatch):
     message = messages.TimerCancelled()
-    server.rank.send(message)  # makes it readable, and stays there
-    supervision = Supervision(spec, server, server.connections)
+    rank.send(message)  # makes it readable, and stays there
     monkeypatch.setattr(supervision._channels[1], "receive", lambda: message)
-    try:
-        results = supervision.run(started_at=time.monotonic() - 19.9)
-    finally:
-        supervision.end(0.0)
+    results = supervision.run(started_at=time.monotonic() - 19.9)
     assert results[1].stopped is Stopped.AT_DEADLINE
