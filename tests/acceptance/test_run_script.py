@@ -173,13 +173,6 @@ def test_an_unusable_environment_is_refused(project, tmp_path, case):
     assert result.stdout == ""
 
 
-def test_a_failed_venv_creation_is_explained(project):
-    (project.path / ".venv").write_text("a file in its place")
-    result = project.run("demo")
-    assert result.returncode == 2
-    assert f"-m venv {project.path / '.venv'}` failed, see above. On Debian" in result.stderr
-
-
 def test_help_and_wrong_arguments_print_the_usage_and_install_nothing(project):
     asked = project.run("--help")
     assert (asked.returncode, asked.stderr) == (0, "")

@@ -61,25 +61,51 @@ def outcomes(reports):
     return {report.when: report.outcome for report in reports}
 
 
-def test_a_test_passes_if_all_ranks_pass(merge):
-    assert outcomes(merge(rank(), rank())) == {"setup": PASSED, "call": PASSED, "teardown": PASSED}
+def lines(reports):
+    return reports[1].longrepr.splitlines()
 
 
-def test_the_first_failure_in_time_leads(merge):
-    reports = merge(rank(FAILED, "the echo", at=5.0), rank(FAILED, "the cause", at=4.0), rank())
+@pytest.mark.parametrize(
+    ("setup", "teardown", "merged"),
+    [
+        (PASSED, PASSED, {"setup": PASSED, "call": PASSED, "teardown": PASSED}),
+        (PASSED, FAILED, {"setup": PASSED, "call": PASSED, "teardown": FAILED}),
+        (FAILED, PASSED, {"setup": FAILED, "teardown": PASSED}),
+    ],
+)
+def test_the_phase_fails_in_which_a_rank_fails(merge, setup, teardown, merged):
+    reports = merge(rank(), rank(setup=setup, teardown=teardown, text="no disk"))
+    assert outcomes(reports) == merged
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (
+            [rank(FAILED, "the echo", at=5.0), rank(FAILED, "the cause", at=4.0), rank()],
+            [
+                "the cause",
+                "rank 1 failed first",
+                "rank 0 failed later: the echo",
+                "rank 2 did not fail",
+            ],
+        ),
+        ([rank(FAILED, "same"), rank(FAILED, "same")], ["same"]),
+        # An echo may have been noticed before.
+        (
+            [rank(FAILED, "assert 0", at=4.0), rank(FAILED, "Connection closed by peer", at=3.0)],
+            ["assert 0", "rank 0 failed", "rank 1 failed: Connection closed by peer"],
+        ),
+        (
+            [rank(FAILED, "x"), rank(SKIPPED, "Skipped: on"), rank()],
+            ["x", "rank 0 failed first", "rank 1 skipped the test", "rank 2 did not fail"],
+        ),
+    ],
+)
+def test_the_first_failure_leads_and_the_others_follow(merge, ranks, text):
+    reports = merge(*ranks)
     assert outcomes(reports)["call"] == FAILED
-    text = reports[1].longrepr
-    assert text.splitlines() == [
-        "the cause",
-        "rank 1 failed first",
-        "rank 0 failed later: the echo",
-        "rank 2 did not fail",
-    ]
-
-
-def test_equal_failures_are_shown_once(merge):
-    reports = merge(rank(FAILED, "same"), rank(FAILED, "same"))
-    assert reports[1].longrepr == "same"
+    assert lines(reports) == text
 
 
 def test_a_test_is_skipped_only_if_all_ranks_skip_it(merge):
@@ -90,6 +116,9 @@ def test_a_test_is_skipped_only_if_all_ranks_skip_it(merge):
     assert reports[1].longrepr.splitlines()[0] == (
         "ranks disagree about the outcome: rank 0 passed; rank 1 skipped (because)."
     )
+
+
+def test_all_ranks_that_skip_in_setup_skip_the_test(merge):
     reports = merge(rank(setup=SKIPPED, text="a"), rank(setup=SKIPPED, text="a"))
     assert outcomes(reports) == {"setup": SKIPPED, "teardown": PASSED}
 
@@ -125,10 +154,7 @@ def test_a_dead_rank_leads_and_says_how_it_died(merge, changes, text):
         rank(FAILED, "Connection closed by peer", at=4.0),
     )
     assert outcomes(reports) == {"setup": PASSED, "call": FAILED, "teardown": PASSED}
-    assert reports[1].longrepr.splitlines() == [
-        text,
-        "rank 1 failed later: Connection closed by peer",
-    ]
+    assert lines(reports) == [text, "rank 1 failed later: Connection closed by peer"]
     assert ("Captured stdout call (rank 0)", "last words\n") in reports[1].sections
 
 
@@ -151,15 +177,6 @@ def test_failure_before_a_death_leads(merge, death, says):
     assert lines(merge(rank(FAILED, "assert 0", at=4.5), dead, echo))[0].endswith("during call")
 
 
-def test_failure_after_an_echo_is_not_called_first(merge):
-    ranks = [rank(FAILED, "assert 0", at=4.0), rank(FAILED, "Connection closed by peer", at=3.0)]
-    assert lines(merge(*ranks)) == [
-        "assert 0",
-        "rank 0 failed",
-        "rank 1 failed: Connection closed by peer",
-    ]
-
-
 def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
     dead = rank(None, status=3, ended_at=1.0)
     late = rank(teardown=FAILED, text="late")
@@ -171,11 +188,6 @@ def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
     # One that died in it did.
     dead = (rank()[0][:2], {"status": 3, "ended_at": 2.0})
     assert "rank 1 ended with exit status 3" in merge(late, dead)[-1].longrepr
-
-
-def test_outcomes_of_ranks_that_did_not_fail_are_shown(merge):
-    found = lines(merge(rank(FAILED, "x"), rank(SKIPPED, "Skipped: on"), rank()))
-    assert found[2:] == ["rank 1 skipped the test", "rank 2 did not fail"]
 
 
 def silent_at(site):
@@ -199,16 +211,6 @@ def test_a_deadline_shows_where_each_rank_is(merge):
         "    b.py:2 in g",
         "rank 3 had finished.",
     ]
-
-
-def test_a_late_failure_is_an_error_of_teardown(merge):
-    reports = merge(rank(), rank(teardown=FAILED, text="late"))
-    assert outcomes(reports) == {"setup": PASSED, "call": PASSED, "teardown": FAILED}
-
-
-def test_a_failed_setup_ends_the_test(merge):
-    reports = merge(rank(), rank(setup=FAILED, text="no disk"))
-    assert outcomes(reports) == {"setup": FAILED, "teardown": PASSED}
 
 
 def test_output_of_every_rank_is_shown_and_folded(merge):
@@ -283,10 +285,6 @@ WHY = ": gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4."
 MISMATCH = (
     "rank 2 called all_reduce of 8 float32, ranks 0-1 of 4 float32, in #1 of dp at a.py:1 in f"
 )
-
-
-def lines(reports):
-    return reports[1].longrepr.splitlines()
 
 
 def test_a_mismatch_leads_before_the_rank_that_the_backend_aborted(merge):

@@ -40,41 +40,84 @@ def test_nothing_is_explained_where_nobody_waits():
     assert explain_waiting({rank: position(done(1)) for rank in range(3)}) == []
 
 
-def test_a_rank_that_has_gone_on_is_waited_for():
-    # Gloo may let a sender go before its receivers have all.
-    found = explain_waiting(
-        {
-            0: position(done(1), site="model.py:9 in step"),
-            1: position(waits(1), module="layers.3"),
-            2: position(waits(1), module="layers.3"),
-        }
-    )
-    assert found == [
-        "all wait for rank 0, at model.py:9 in step",
-        "ranks 1-2 wait in all_gather #1 of dp for layers.3 (8 B) at model.py:1 in forward",
-        "rank 0 finished it, and is at model.py:9 in step",
-    ]
+AWAY = {"site": "x.py:1 in f"}
+ENDED = {"activity": Activity.HAS_ENDED}
+GIL = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
+BUSY = position(waits(1), site="load.py:1 in read", is_waiting=False)
+WAITS = "rank 0 waits in all_gather #2 of dp (8 B) at model.py:1 in forward"
+NEVER = "ranks 1-2 never issued it (their last of dp was all_gather #1)"
 
 
-def test_sizes_that_differ_are_explained():
-    found = explain_waiting(
-        {0: position(waits(4)), 1: position(waits(4, nbytes=1024)), 2: position(waits(4))}
-    )
-    assert found == [
-        "ranks 0, 2 wait in all_gather #4 of dp (8 B) at model.py:1 in forward",
-        "rank 1 waits in all_gather #4 of dp (1.0 KiB) at model.py:1 in forward",
-        "  the sizes differ: #4 of dp must have the same shape on every rank",
-    ]
-
-
-def test_a_dead_rank_and_one_that_holds_the_gil_are_both_blamed():
-    silent = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
-    waiting = position(waits(1), axis="")
-    assert explain_waiting({0: waiting, 1: silent}) == [
-        "rank 0 waits for rank 1, which holds the GIL at loop.py:3 in spin",
-        "  and for rank 2, which is dead",
-        "rank 0 waits in all_gather #1 of the group of ranks 0-2 (8 B) at model.py:1 in forward",
-    ]
+@pytest.mark.parametrize(
+    ("positions", "lines"),
+    [
+        # Gloo may let a sender go before its receivers have all.
+        (
+            [
+                position(done(1), **AWAY),
+                position(waits(1), module="layers.3"),
+                position(waits(1), module="layers.3"),
+            ],
+            [
+                "all wait for rank 0, at x.py:1 in f",
+                "ranks 1-2 wait in all_gather #1 of dp for layers.3 (8 B) at model.py:1 in forward",
+                "rank 0 finished it, and is at x.py:1 in f",
+            ],
+        ),
+        (
+            [position(waits(4)), position(waits(4, nbytes=1024)), position(waits(4))],
+            [
+                "ranks 0, 2 wait in all_gather #4 of dp (8 B) at model.py:1 in forward",
+                "rank 1 waits in all_gather #4 of dp (1.0 KiB) at model.py:1 in forward",
+                "  the sizes differ: #4 of dp must have the same shape on every rank",
+            ],
+        ),
+        # The last rank is dead.
+        (
+            [position(waits(2), axis=""), GIL],
+            [
+                "rank 0 waits for rank 1, which holds the GIL at loop.py:3 in spin",
+                "  and for rank 2, which is dead",
+                WAITS.replace("dp", "the group of ranks 0-2"),
+            ],
+        ),
+        # A collective in the background keeps nobody.
+        ([BUSY, BUSY, position(**AWAY)], []),
+        (
+            [BUSY, position(waits(1)), position(**AWAY)],
+            [
+                "rank 1 waits for rank 2, at x.py:1 in f",
+                "rank 1 waits in all_gather #1 of dp (8 B) at model.py:1 in forward",
+                "rank 0 issued it, and is at load.py:1 in read",
+                "rank 2 never issued it, and is at x.py:1 in f",
+            ],
+        ),
+        # Several ranks in the plural.
+        (
+            [position(waits(2)), *[position(done(1), **ENDED)] * 2],
+            [
+                "rank 0 waits for ranks 1-2, which have finished the test",
+                WAITS,
+                f"{NEVER}, and have finished the test",
+            ],
+        ),
+        (
+            [position(waits(2)), *[position(done(1), **AWAY)] * 2],
+            [
+                "rank 0 waits for ranks 1-2, at x.py:1 in f",
+                WAITS,
+                f"{NEVER}, and are at x.py:1 in f",
+            ],
+        ),
+        (
+            [position(waits(2)), GIL, GIL],
+            ["rank 0 waits for ranks 1-2, which hold the GIL at loop.py:3 in spin", WAITS],
+        ),
+        ([position(waits(2))], ["rank 0 waits for ranks 1-2, which are dead", WAITS]),
+    ],
+)
+def test_those_that_are_waited_for_come_first(positions, lines):
+    assert explain_waiting(dict(enumerate(positions))) == lines
 
 
 def test_groups_without_names_are_told_apart():
@@ -180,18 +223,6 @@ def test_each_state_of_a_rank_that_is_waited_for_has_its_words(activity, says):
     assert any("rank 2 never issued it" in line for line in found) == activity.is_known
 
 
-def test_a_collective_in_the_background_keeps_nobody():
-    busy = position(waits(1), site="load.py:1 in read", is_waiting=False)
-    assert explain_waiting({0: busy, 1: busy, 2: position(site="x.py:1 in f")}) == []
-    found = explain_waiting({0: busy, 1: position(waits(1)), 2: position(site="x.py:1 in f")})
-    assert found == [
-        "rank 1 waits for rank 2, at x.py:1 in f",
-        "rank 1 waits in all_gather #1 of dp (8 B) at model.py:1 in forward",
-        "rank 0 issued it, and is at load.py:1 in read",
-        "rank 2 never issued it, and is at x.py:1 in f",
-    ]
-
-
 @pytest.mark.parametrize(
     ("kinds", "sizes", "says"),
     [
@@ -233,30 +264,6 @@ def test_waits_in_two_groups_are_listed_apart():
     assert found[0] == "ranks 0-2 wait for each other"
     assert "rank 0 waits in all_gather #2 of dp (8 B) at model.py:1 in forward" in found
     assert "ranks 1-2 wait in all_reduce #1 of world (8 B) at model.py:1 in forward" in found
-
-
-def test_several_ranks_are_spoken_of_in_the_plural():
-    waiting = position(waits(2), axis="world")
-    gone = position(done(1), axis="world", activity=Activity.HAS_ENDED)
-    away = position(done(1), axis="world", site="model.py:7 in skip")
-    silent = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
-    waits_in = "rank 0 waits in all_gather #2 of world (8 B) at model.py:1 in forward"
-    last = "never issued it (their last of world was all_gather #1)"
-    assert explain_waiting({0: waiting, 1: gone, 2: gone}) == [
-        "rank 0 waits for ranks 1-2, which have finished the test",
-        waits_in,
-        f"ranks 1-2 {last}, and have finished the test",
-    ]
-    assert explain_waiting({0: waiting, 1: away, 2: away}) == [
-        "rank 0 waits for ranks 1-2, at model.py:7 in skip",
-        waits_in,
-        f"ranks 1-2 {last}, and are at model.py:7 in skip",
-    ]
-    assert explain_waiting({0: waiting, 1: silent, 2: silent}) == [
-        "rank 0 waits for ranks 1-2, which hold the GIL at loop.py:3 in spin",
-        waits_in,
-    ]
-    assert explain_waiting({0: waiting}) == ["rank 0 waits for ranks 1-2, which are dead", waits_in]
 
 
 def called(numel, kind="all_reduce", *, seq=1, is_done=False, is_last=True):
