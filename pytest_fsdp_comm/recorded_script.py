@@ -51,6 +51,7 @@ class RecordedScript:
             self._tree_files.clear()
         self._mode = CommMode(trace_operations=False)
         self._recorder = StepRecorder(self._mode, run.first_step, run.last_step, ended=self._ended)
+        self._notes: list[str] = []
         self._writing: threading.Thread | None = None
         self._problem: FsdpCommError | None = None
 
@@ -91,7 +92,7 @@ class RecordedScript:
             written = [self._out, self._json, *self._write_tree(trees, comm)]
             names = ", ".join(map(show_path, written))
             self._say(f"{self._run.steps} of {self._run.script}: {said}. Wrote {names}")
-            for note in dict.fromkeys((*comm.notes, *self._recorder.notes)):
+            for note in dict.fromkeys((*comm.notes, *self._notes)):
                 self._say(f"note: {note}")
             gaps = [gap.text for gap in comm.gaps]
             if gaps:
@@ -104,7 +105,7 @@ class RecordedScript:
 
     def _write_tree(self, trees: dict[int, str], comm: CommProfile) -> list[Path]:
         if "null" in trees.values():
-            self._recorder.notes.append("no tree: the optimizers' parameters are of no one model")
+            self._notes.append("no tree: the optimizers' parameters are of no one model")
             return []
         facts = {text: from_json(TreeFacts, json.loads(text)) for text in {*trees.values()}}
         profile = merge_trees(

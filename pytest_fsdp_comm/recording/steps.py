@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning, printable
+from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
 from pytest_fsdp_comm.recording.comm_mode import CommMode
 from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
-from pytest_fsdp_comm.text.words import counted
 
 FIRST: Final = 3
 """The first step that can be recorded: the others tell where it begins."""
@@ -55,7 +54,6 @@ class StepRecorder:
         self._ended = ended
         self.models: list[nn.Module] = []
         """Whose steps were recorded."""
-        self.notes: list[str] = []
         self.count = 0
         """Steps that have ended."""
         self.is_done = False
@@ -63,7 +61,6 @@ class StepRecorder:
         # By identity, the optimizers that step together, and those since the last step ended.
         self._together: dict[int, torch.optim.Optimizer] = {}
         self._stepped: dict[int, torch.optim.Optimizer] = {}
-        self._others: dict[int, torch.optim.Optimizer] = {}
         self._num_calls = 0
         self._undo = contextlib.ExitStack()
         scaler = torch.amp.GradScaler
@@ -84,10 +81,6 @@ class StepRecorder:
             self._end_step()
 
     def _end_step(self) -> None:
-        if self._is_recording:
-            self._others |= {
-                key: own for key, own in self._stepped.items() if key not in self._together
-            }
         self._stepped, is_skipped, self._is_skipped = {}, self._is_skipped, False
         self.count = (
             self._first - 1 if is_skipped and self._is_recording else self.count + (not is_skipped)
@@ -97,8 +90,6 @@ class StepRecorder:
             if is_skipped:
                 _ = self._mode.recording  # looked at: a comparison takes the next block alone
             else:
-                if self._others:
-                    self.notes.append(_of_others([*self._others.values()]))
                 self.is_done = True
                 self._undo.close()
                 self.models = self.models or self._mode.models
@@ -140,14 +131,6 @@ class StepRecorder:
             return result
 
         return step
-
-
-def _of_others(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    names = ", ".join(sorted({printable(type(one).__name__) for one in optimizers}))
-    return (
-        f"{counted(len(optimizers), 'optimizer')} ({names}) stepped in the recorded steps, and not "
-        "in each step before; record as many steps as their cycle has: --step 3-7"
-    )
 
 
 def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:

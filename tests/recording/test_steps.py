@@ -77,21 +77,6 @@ def recorder_of(mode, first, last):
     return StepRecorder(mode, first, last, ended=lambda: None)
 
 
-def test_an_optimizer_that_steps_now_and_then_is_named():
-    model = Net()
-    often, seldom = SGD(model.parameters()), SGD(model.parameters())
-    mode = CommMode(trace_operations=False)
-    recorder = recorder_of(mode, 3, 8)
-    for step in range(1, 20):
-        if step % 5 == 0:
-            recorder(seldom)
-        mark(step)
-        recorder(often)
-    assert marks(mode) == [3, 4, 5, 6, 7, 8]
-    (note,) = recorder.notes
-    assert note.startswith("1 optimizer (SGD) stepped in the recorded steps, and not in each")
-
-
 def test_optimizers_that_replace_others_end_steps_from_then_on():
     early, late = (SGD(Net().parameters()) for _ in range(2))
     mode = CommMode(trace_operations=False)
