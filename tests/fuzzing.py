@@ -139,17 +139,12 @@ def mutate(random_: random.Random, text: str, other: str) -> str:
 
 
 def on_characters(random_: random.Random, text: str, _: str) -> str:
-    """Removes, doubles, or replaces a few characters."""
+    """Removes, doubles, or replaces a few characters, maybe by something odd."""
     start = random_.randrange(len(text) + 1)
     end = min(len(text), start + random_.choice((0, 1, 1, 2, 5)))
-    new = random_.choice(("", text[start:end] * 2, chr(random_.randrange(1, 0x250)), "7"))
+    odd = random_.choice(PIECES)
+    new = random_.choice(("", text[start:end] * 2, chr(random_.randrange(1, 0x250)), odd, odd, odd))
     return text[:start] + new + text[end:]
-
-
-def on_pieces(random_: random.Random, text: str, _: str) -> str:
-    """Puts something odd anywhere."""
-    start = random_.randrange(len(text) + 1)
-    return text[:start] + random_.choice(PIECES) + text[start:]
 
 
 def on_tokens(random_: random.Random, text: str, _: str) -> str:
@@ -204,7 +199,7 @@ def on_ends(random_: random.Random, text: str, _: str) -> str:
     )
 
 
-MUTATIONS = (on_characters, on_pieces, on_tokens, on_numbers, on_lines, on_ends)
+MUTATIONS = (on_characters, on_tokens, on_numbers, on_lines, on_ends)
 
 
 READERS = {"comm": parse_comm, "tree": parse_trees}

@@ -163,17 +163,22 @@ def last_flight() -> int:
     return max((flight.record_id for flight in flights()), default=-1)
 
 
-def profiled(step: Callable[[], object]) -> list[str]:
-    """The kinds of the collectives that the profiler sees in a run of `step`."""
+def _profiled_events(step: Callable[[], object]) -> list[Any]:
+    """What the profiler sees in a run of `step`, in the order in which it began."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
         # gloo's thread ends an operation's record after it has woken the waiters. A native thread
         # crashed a rank here while the profiler's results were read, once in some thousand runs
         # (torch 2.13); with the profiler still on it can do no harm.
         time.sleep(0.02)
+    return sorted(profiler.events(), key=lambda event: event.time_range.start)
+
+
+def profiled(step: Callable[[], object]) -> list[str]:
+    """The kinds of the collectives that the profiler sees in a run of `step`."""
     return [
         PROFILED[event.name.partition("::")[2]]
-        for event in sorted(profiler.events(), key=lambda event: event.time_range.start)
+        for event in _profiled_events(step)
         if _is_collective(event) and not _has_collective_above(event)
     ]
 
@@ -185,13 +190,10 @@ def profiled_distances(step: Callable[[], object]) -> list[tuple[str, int]]:
         The unit, as torch names it, and the distance of each gather, in the order of issue. A
         gather without a use is an error.
     """
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step()
-        time.sleep(0.02)  # as in `profiled`
     label = re.compile(r"FSDP::(all_gather|pre_forward|pre_backward)(?: \(([^)]*)\))?(?: \[.*)?")
     slots: list[tuple[str, str | None]] = [("before the first", None)]
     gathers: list[tuple[str, int]] = []
-    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+    for event in _profiled_events(step):
         match = label.fullmatch(event.name)
         if match is None:
             continue

@@ -105,24 +105,6 @@ def test_blocks_and_root_are_units_with_their_own_parameters():
     assert (block.nbytes_padding, block.nbytes_kept) == (0, block.nbytes_gathered // 4)
 
 
-def test_the_snapshot_folds_alike_blocks_into_one_line():
-    assert format_tree(capture_tree(sharded())).splitlines()[1:] == [
-        "world_size 4",
-        "ranks 0",
-        "mesh world=4 stride 1",
-        "unit (root) fsdp2 root shard=world reshard_after_forward=false",
-        "unit layers.{0..1} fsdp2 shard=world reshard_after_forward=true",
-        "parameter embed.weight float32[16,8] world=Shard(0)",
-        "parameter head.weight float32[16,8] world=Shard(0)",
-        "parameter layers.{0..1}.down.bias float32[8] world=Shard(0)",
-        "parameter layers.{0..1}.down.weight float32[8,16] world=Shard(0)",
-        "parameter layers.{0..1}.up.bias float32[16] world=Shard(0)",
-        "parameter layers.{0..1}.up.weight float32[16,8] world=Shard(0)",
-        "total 3 units, 10 parameters",
-        "end",
-    ]
-
-
 @pytest.mark.parametrize(
     ("asked", "root", "block"),
     [

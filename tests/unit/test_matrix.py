@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-import pytest
 import yaml
 
 from pytest_fsdp_comm.upstream import VERSIONS_READ
@@ -107,24 +106,6 @@ def test_no_version_is_claimed_without_a_run_that_passed():
     assert len(found) > 20
     seen = ran(RECORDS.values())
     assert {claim for claim in found if claim[1:] not in seen} == set()
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (
-            "torch 2.8 and 2.13.1, on Python 3.10",
-            {("torch", "2.8"), ("torch", "2.13"), ("python", "3.10")},
-        ),
-        ("the same with torch 2.7.1, 2.9 or 2.11.", {("torch", v) for v in ("2.7", "2.9", "2.11")}),
-        ("torch>=2.6", {("torch", "2.6")}),
-        ("torch 3.2 KiB", {("torch", "3.2")}),
-        ("(torch\n2.12)", {("torch", "2.12")}),
-        ("transformers 2.8, pytorch issue 2.10, 2.5 MiB of torch", set()),
-    ],
-)
-def test_versions_are_found_in_texts(text, named):
-    assert {*named_in(text)} == named
 
 
 def test_a_run_with_a_failure_shows_that_nothing_works():

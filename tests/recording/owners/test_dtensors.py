@@ -80,10 +80,9 @@ def test_simple_fsdp_gathers_parameters_and_reduces_gradients(comm_mode, device_
 
 def test_a_cast_copy_is_its_parameter(comm_mode, device_mesh):
     model = simple_fsdp(Model(), device_mesh(), dtype=torch.bfloat16)
-    with comm_mode(model):
-        model(torch.randn(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    half = LINEAR_NBYTES // 2
-    assert lines(comm_mode) == [*gathers(half), *reductions(half)]
+    x, half = torch.randn(2, WIDTH, dtype=torch.bfloat16), LINEAR_NBYTES // 2
+    found = sent_of(comm_mode, model, lambda: model(x).sum().backward())
+    assert found == [*gathers(half), *reductions(half)]
 
 
 def test_a_recomputation_gathers_parameters_again(comm_mode, device_mesh):
@@ -192,35 +191,24 @@ def test_gradients_gathered_in_full_are_named(comm_mode, device_mesh):
     assert outside == 2 * [f"outside {name} gradients all_gather {LINEAR_NBYTES}" for name in NAMES]
 
 
-def test_a_full_checkpoint_of_a_model_gathers_parameters(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
-    with comm_mode(model):
-        dcp.get_model_state_dict(model, options=dcp.StateDictOptions(full_state_dict=True))
-    assert lines(comm_mode) == gathers(phase="outside")
-
-
-def test_a_full_checkpoint_of_an_optimizer_has_no_owner(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model)
-    optimizer.step()
-    with comm_mode(model):
-        options = dcp.StateDictOptions(full_state_dict=True)
-        dcp.get_optimizer_state_dict(model, optimizer, options=options)
-    # The first and the second moment.
-    assert lines(comm_mode) == 12 * [f"outside - ? all_gather {LINEAR_NBYTES}"]
-
-
-def test_a_full_checkpoint_is_broadcast_to_parameters(comm_mode, device_mesh):
+def test_a_full_checkpoint_gathers_and_broadcasts_parameters(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     optimizer = torch.optim.AdamW(model.parameters())
     step(model)
     optimizer.step()
     options = dcp.StateDictOptions(full_state_dict=True)
-    whole = dcp.get_state_dict(model, optimizer, options=options)
+    states = []
+
+    def gather():
+        states.extend(dcp.get_state_dict(model, optimizer, options=options))
+
+    # Of an optimizer the first and the second moment, which have no owner.
+    moments = 12 * [f"outside - ? all_gather {LINEAR_NBYTES}"]
+    assert sent_of(comm_mode, model, gather) == [*gathers(phase="outside"), *moments]
+
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with comm_mode(model):
-        dcp.set_model_state_dict(model, whole[0], options=options)
+        dcp.set_model_state_dict(model, states[0], options=options)
     loaded = [line for line in lines(comm_mode) if " ? " not in line]
     assert loaded == [f"outside {name} parameters broadcast {LINEAR_NBYTES}" for name in NAMES]
     # The rest are objects: names and numbers.
