@@ -17,10 +17,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle  # torch writes it in this process, in half the time of its JSON
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,37 +79,17 @@ class Flight:
         )
 
 
-def flown(since_ns: int) -> list[Flight]:
-    """List the collectives of this process after a time of ``time.time_ns()``, in order."""
-    dumped = itertools.chain.from_iterable(map(_entries, _DUMPS))
-    return flights(entry for entry in dumped if entry["time_created_ns"] >= since_ns)
+def flown(since_ns: int) -> tuple[list[Flight], int]:
+    """List the collectives of this process from a time of ``time.time_ns()`` on, in order.
 
-
-def mark() -> dict[tuple[str, str], int]:
-    """Mark the end of the flight recorder, in a few microseconds however full it is.
-
-    By dump and number of a group, which is never used again, comes its last collective.
+    Returns:
+        The collectives, and how many are kept if some may be lost, else 0.
     """
-    return {
-        (dump, number): status["last_enqueued_collective"]
-        for dump in _DUMPS
-        for number, status in _dumped(dump, with_collectives=False).get("pg_status", {}).items()
-    }
-
-
-def issued_after(begin: dict[tuple[str, str], int]) -> tuple[list[Flight], int]:
-    """List collectives since a mark, in order, and how many remain if some may be lost, else 0."""
     found: list[Flight] = []
-    num_kept, end = 0, mark()
+    num_kept = 0
     for dump in _DUMPS:
-        if all(begin.get(key) == last for key, last in end.items() if key[0] == dump):
-            continue
         entries = _entries(dump)
-        new = [
-            entry
-            for entry in entries
-            if entry["collective_seq_id"] > begin.get((dump, str(entry["pg_id"])), 0)
-        ]
+        new = [entry for entry in entries if entry["time_created_ns"] >= since_ns]
         if new and new[0] is entries[0] and new[0]["record_id"] > 0:
             num_kept = max(num_kept, len(entries))
         found += flights(new)
@@ -120,19 +100,15 @@ def issued_after(begin: dict[tuple[str, str], int]) -> tuple[list[Flight], int]:
 _DUMPS: Final = ("_dump_fr_trace", "_dump_nccl_trace")
 
 
-def _dumped(name: str, *, with_collectives: bool) -> dict[str, Any]:
+def _entries(name: str) -> list[dict[str, Any]]:
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
     if dump is None:
-        return {}
-    text = dump(includeCollectives=with_collectives, includeStackTraces=False, onlyActive=False)
+        return []
+    text = dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
     found: dict[str, Any] = pickle.loads(text)  # noqa: S301  # torch has just written it
     version = tuple(map(int, found["version"].split(".")))
-    return found if version >= (2, 10) else {}  # see Note [Flight recorder]
-
-
-def _entries(name: str) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = _dumped(name, with_collectives=True).get("entries", [])
-    return entries
+    # See Note [Flight recorder].
+    return found.get("entries", []) if version >= (2, 10) else []
 
 
 def flights(entries: Iterable[dict[str, Any]]) -> list[Flight]:
@@ -187,7 +163,7 @@ class Witness:
     """Find, at the end of a block, what else was sent. See Note [The witness]."""
 
     def __init__(self) -> None:
-        self._begin = mark()
+        self._begin_ns = time.time_ns()
         self._threads = {threading.get_ident()}
         self._running: set[int | None] = set()
         # What only the flight recorder has.
@@ -206,24 +182,24 @@ class Witness:
 
     def end(self, recorded: Sequence[Pending[Collective]]) -> None:
         """Compare the block's collectives, as they returned, with the flight recorder."""
-        flights, num_kept = issued_after(self._begin)
+        flights, num_kept = flown(self._begin_ns)
         if num_kept:
             self.notes.append(
                 f"only the last {num_kept} collectives were checked against torch's flight "
                 "recorder, which keeps no more"
             )
-        flown: defaultdict[str, list[Flight]] = defaultdict(list)
+        by_group: defaultdict[str, list[Flight]] = defaultdict(list)
         for flight in flights:
             if flight.backend == "gloo":
-                flown[flight.group].append(flight)
+                by_group[flight.group].append(flight)
             elif flight.thread_id not in self._threads:
                 self._unseen.append(flight)
-        if flown.pop("", ()):
+        if by_group.pop("", ()):
             self.notes.append(
                 "nothing was checked against torch's flight recorder, which names no groups under "
                 "TORCH_DISTRIBUTED_DEBUG=DETAIL"
             )
-        for group, entries in flown.items():
+        for group, entries in by_group.items():
             own = [call for call in recorded if call.group == group and _kind(call)]
             self._compare(own, entries)
         count = len(self._unseen)

@@ -161,7 +161,7 @@ def _groups(
         return ()
     from pytest_fsdp_comm.recording.flight_recorder import flown  # noqa: PLC0415  # loads torch
 
-    flights = flown(since_ns)
+    flights, _ = flown(since_ns)
     # For what threads without Python issue, such as autograd's, the main thread waits.
     others = {
         thread.ident
