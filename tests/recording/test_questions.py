@@ -159,14 +159,6 @@ def test_patterns_of_snapshots_are_owners(recorded):
 
 
 @fake
-def test_events_without_a_module_are_queried_as_no_module(comm_mode):
-    model = nn.ReLU()
-    with comm_mode(model):
-        dist.all_reduce(torch.ones(1))
-    assert comm_mode.counts(owner="(no-module)") == comm_mode.counts() == 1
-
-
-@fake
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in dynamo
 def test_wrappers_change_no_name_and_every_way_to_a_module_leads_to_it(comm_mode, device_mesh):
     model = Model()

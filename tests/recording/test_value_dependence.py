@@ -42,9 +42,9 @@ def texts(comm_mode):
 
 
 def here(function, offset=1):
-    """Where the lines of a function are."""
-    name = __file__.rpartition("/tests/")[2]
-    return f"tests/{name}:{inspect.getsourcelines(function)[1] + offset}"
+    """Where the lines of a function are, or of a lambda."""
+    name, code = __file__.rpartition("/tests/")[2], function.__code__
+    return f"tests/{name}:{code.co_firstlineno + (code.co_name != '<lambda>') * offset}"
 
 
 # What must be said.
@@ -54,40 +54,8 @@ def item(x):
     return x.sum().item()
 
 
-def boolean(x):
-    return bool(x.sum() > 0)
-
-
-def integer(x):
-    return range(int(x.sum()))
-
-
 def nonzero(x):
     return x.nonzero()
-
-
-def where(x):
-    return torch.where(x > 0)
-
-
-def bincount(x):
-    return torch.bincount(x.long())
-
-
-def mask(x):
-    return x[x > 0]
-
-
-def masked_select(x):
-    return torch.masked_select(x, x > 0)
-
-
-def unique(x):
-    return torch.unique(x)
-
-
-def repeat(x):
-    return x.repeat_interleave(x.long())
 
 
 def tolist(x):
@@ -100,34 +68,6 @@ def numpy(x):
 
 def array(x):
     return np.asarray(x)
-
-
-def split_by_tensor(x):
-    return x.tensor_split(x.long().cumsum(0)[:2])
-
-
-def split_by_function(x):
-    return torch.tensor_split(x, tensor_indices_or_sections=x.long().cumsum(0)[:2])
-
-
-def coo(x):
-    return x.to_sparse()
-
-
-def csr(x):
-    return x.reshape(2, 2).to_sparse_csr()
-
-
-def csc(x):
-    return x.reshape(2, 2).to_sparse_csc()
-
-
-def bsr(x):
-    return x.reshape(2, 2).to_sparse_bsr((1, 2))
-
-
-def bsc(x):
-    return x.reshape(2, 2).to_sparse_bsc((1, 2))
 
 
 def split_by_numbers(x):
@@ -161,21 +101,24 @@ def test_what_reads_values_of_a_wrapper_is_named(comm_mode, function, line):
     ("function", "how"),
     [
         (item, "item"),
-        (boolean, "item"),
-        (integer, "item"),
+        (lambda x: bool(x.sum() > 0), "item"),
+        (lambda x: range(int(x.sum())), "item"),
         (nonzero, "nonzero"),
-        (where, "nonzero"),
-        (bincount, "bincount"),
-        (mask, "a boolean mask"),
-        (masked_select, "masked_select"),
-        (unique, "_unique2"),
-        (repeat, "repeat_interleave"),
+        (lambda x: torch.where(x > 0), "nonzero"),
+        (lambda x: torch.bincount(x.long()), "bincount"),
+        (lambda x: x[x > 0], "a boolean mask"),
+        (lambda x: torch.masked_select(x, x > 0), "masked_select"),
+        (lambda x: x.unique(), "_unique2"),
+        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave"),
         (tolist, "tolist"),
         (numpy, "numpy"),
         (array, "numpy"),
         (counted, "item"),
-        (split_by_tensor, "tensor_split"),
-        (split_by_function, "tensor_split"),
+        (lambda x: x.tensor_split(x.long().cumsum(0)[:2]), "tensor_split"),
+        (
+            lambda x: torch.tensor_split(x, tensor_indices_or_sections=x.long().cumsum(0)[:2]),
+            "tensor_split",
+        ),
     ],
 )
 def test_what_reads_values_in_forward_is_named_once(comm_mode, function, how):
@@ -188,7 +131,16 @@ def test_what_reads_values_in_forward_is_named_once(comm_mode, function, how):
 
 @fake
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch says that they are in beta state
-@pytest.mark.parametrize("function", [coo, csr, csc, bsr, bsc])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.reshape(2, 2).to_sparse_csr(),
+        lambda x: x.reshape(2, 2).to_sparse_csc(),
+        lambda x: x.reshape(2, 2).to_sparse_bsr((1, 2)),
+        lambda x: x.reshape(2, 2).to_sparse_bsc((1, 2)),
+    ],
+)
 def test_a_tensor_made_sparse_is_named_by_what_torch_calls_for_it(comm_mode, function):
     model = Forward(function)
     with comm_mode(model):
