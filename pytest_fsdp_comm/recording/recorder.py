@@ -64,6 +64,7 @@ from pytest_fsdp_comm.recording.owners.fsdp import (
     param_groups,
     replaced_methods,
 )
+from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
 from pytest_fsdp_comm.recording.pending import Event, OwnerNames, Pending
@@ -327,21 +328,14 @@ class Recorder:
         """A module runs from now on; returns what `backward.leave` takes."""
         depth = self.backward.enter(module)
         if self.idle or self.lacks_root:
-            self._note_entered(module)
+            self._note_acting((module,), self.backward.outermost)
         return depth
 
     def enter_method(self, module: nn.Module) -> None:
         """A method other than forward runs from now on that is an entry of a unit."""
         self.backward.enter_method(module)
-        self._note_entered(module)
-
-    def _note_entered(self, module: nn.Module) -> None:
-        if self.lacks_root:
-            outermost = self.backward.outermost
-            if outermost is not None:
-                self._add_root(outermost)
-        if self.idle:
-            self._note_running((module,))
+        if self.idle or self.lacks_root:
+            self._note_acting((module,), self.backward.outermost)
 
     # Called by kernels, on any thread.
 
@@ -459,7 +453,7 @@ class Recorder:
             return None
         found = attribute_unit(self.units, self.backward)
         if found is not None and (self.idle or not self._has_given_root):
-            self._note_acting(found, self.backward.outermost)
+            self._note_acting(found.acting, self.backward.outermost)
         return found
 
     def _attribute(self, scan: StackScan, namespace: str = "") -> Attribution:
@@ -469,12 +463,12 @@ class Recorder:
         if self not in entered():
             return attribute_on_thread(scan, namespace)
         attribution = attribute(scan, self.units, self.backward, namespace)
-        self._note_acting(attribution, scan.outermost)
+        self._note_acting(attribution.acting, scan.outermost)
         return attribution
 
-    def _note_acting(self, attribution: Attribution, outermost: nn.Module | None) -> None:
+    def _note_acting(self, modules: Modules, outermost: nn.Module | None) -> None:
         if self.idle:
-            self._note_running(attribution.acting)
+            self._note_running(modules)
         if not self._has_given_root and outermost is not None:
             self._add_root(outermost)
 
