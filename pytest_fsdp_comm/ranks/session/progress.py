@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,30 +24,22 @@ class Echo:
 
     def __init__(self, spec: RankSetSpec) -> None:
         self._spec = spec
-        self._offsets: dict[tuple[int, str], int] = {}
+        self._offsets: Counter[tuple[int, str]] = Counter()
 
     def copy(self) -> None:
-        if not self._spec.echoes:
-            return
-        for rank in self._spec.settings.ranks:
-            for stream in self._spec.echoes:
-                with contextlib.suppress(FileNotFoundError):  # not yet, or no longer
-                    self._copy_one(rank, stream)
-        sys.stdout.flush()
-
-    def _copy_one(self, rank: int, stream: str) -> None:
-        path = self._spec.log_path(rank, stream)
-        offset = self._offsets.get((rank, stream), 0)
-        if path.stat().st_size <= offset:
-            return
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-        # The rest of the last line is still to come.
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[rank, stream] = offset + len(whole)
-        for line in whole.decode("utf-8", "backslashreplace").splitlines():
-            sys.stdout.write(f"[rank {rank}] {line}\n")
+        for rank, stream in itertools.product(self._spec.settings.ranks, self._spec.echoes):
+            with (
+                contextlib.suppress(FileNotFoundError),  # not yet, or no longer
+                self._spec.log_path(rank, stream).open("rb") as file,
+            ):
+                file.seek(self._offsets[rank, stream])
+                data = file.read()
+                # The rest of the last line is still to come.
+                whole = data[: data.rfind(b"\n") + 1]
+                self._offsets[rank, stream] += len(whole)
+                for line in whole.decode("utf-8", "backslashreplace").splitlines():
+                    sys.stdout.write(f"[rank {rank}] {line}\n")
+                sys.stdout.flush()
 
 
 def show_progress(
