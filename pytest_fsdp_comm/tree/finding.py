@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from pytest_fsdp_comm.text.fqn import fold_fqns
-from pytest_fsdp_comm.text.words import show_nbytes
+from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
 
 Level = Literal["error", "warning"]
 RuleLevel = Literal["error", "warning", "off"]
@@ -70,16 +70,9 @@ class Findings(tuple[Finding, ...]):
         """Codes and modules: ``<1 finding: partly-wrapped in layers.{3..5}>``; ``()`` if empty."""
         if not self:
             return "()"
-        text = f"<{len(self)} finding{'' if len(self) == 1 else 's'}:"
-        for number, finding in enumerate(self):
-            left = len(self) - number
-            room = _MAX_REPR - len(text) - len(f"; {left} more>" if left > 1 else ">")
-            entries = (f" {finding.code} in {finding.where};", f" {finding.code};")
-            fitting = [entry for entry in entries if len(entry) <= room]
-            if number and not fitting:
-                return f"{text} {left} more>"
-            text += (*fitting, entries[1])[0]
-        return f"{text[:-1]}>"
+        shown = "; ".join(f"{finding.code} in {finding.where}" for finding in self)
+        text = f"{counted(len(self), 'finding')}: {shown}"
+        return f"<{shorten(text, _MAX_REPR - len('<>'))}>"
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
