@@ -264,10 +264,7 @@ def tensors_in(value: Any) -> list[Any]:
 
 
 def messages(
-    operation: Operation,
-    group: dist.ProcessGroup | None,
-    bound: Mapping[Any, Any],
-    result: Any,
+    operation: Operation, group: dist.ProcessGroup | None, bound: Mapping[Any, Any], result: Any
 ) -> list[dict[str, Any]]:
     """List a call's messages as fields of `comm.events.Collective`: one, unless it is a batch."""
     if operation.kind == BATCH:
@@ -307,10 +304,7 @@ def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[st
 
 
 def _sent_and_received(
-    operation: Operation,
-    group: dist.ProcessGroup | None,
-    bound: Mapping[Any, Any],
-    result: Any,
+    operation: Operation, group: dist.ProcessGroup | None, bound: Mapping[Any, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     sent = operation.tensors_sent(bound)
     received = operation.tensors_received(bound, result)

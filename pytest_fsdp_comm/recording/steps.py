@@ -41,14 +41,7 @@ def check_steps(first: int, last: int) -> None:
 class StepRecorder:
     """Told of each step of an optimizer, records some steps. See Note [Steps of a program]."""
 
-    def __init__(
-        self,
-        mode: CommMode,
-        first: int,
-        last: int,
-        *,
-        ended: Callable[[], None],
-    ) -> None:
+    def __init__(self, mode: CommMode, first: int, last: int, *, ended: Callable[[], None]) -> None:
         """Prepare to record from step `first` to `last`, to call `ended` then, which may raise."""
         self._mode, self._first, self._last = mode, first, last
         self._ended = ended

@@ -38,10 +38,7 @@ def test_saving_and_loading_sends_objects_only(comm_mode, device_mesh, folder):
         dcp.save(states, checkpoint_id=f"{folder}/{number}")
         dcp.load(states, checkpoint_id=f"{folder}/{number}")
         set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=states["model"],
-            optim_state_dict=states["optimizer"],
+            model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
         )
 
     # The first save plans, and the next ones reuse the plan.

@@ -16,13 +16,7 @@ from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.recording import comm_debug, kernels, patches
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes, process_groups
-from pytest_fsdp_comm.recording.operations import (
-    BATCH,
-    SILENT,
-    VALUE_READS,
-    Place,
-    look_up,
-)
+from pytest_fsdp_comm.recording.operations import BATCH, SILENT, VALUE_READS, Place, look_up
 from pytest_fsdp_comm.recording.owners import fsdp, stack, tensors
 from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.script import optimizer_steps

@@ -3,12 +3,7 @@
 import pytest
 import torch
 from models import FLOAT, VOCABULARY, WIDTH, Block, TokenModel, UnevenModel, shard
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from pytest_fsdp_comm.errors import RecordingError

@@ -3,11 +3,7 @@
 import pytest
 import torch
 from models import BLOCK_NBYTES, FLOAT, ROOT_NBYTES, WIDTH, Model, shard, step
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 from torch_facts import SENT_ON_ONE_RANK, needs_replicas_of_fsdp2
 

@@ -227,13 +227,7 @@ def fsdp1(_):
 
 
 # A layer asks for the one before it when its own backward has ended; the root's ends last.
-@case(
-    "FSDP1, after backward",
-    FSDP1,
-    peak=ROOT + LAYER,
-    forward="0 0 0 0 0",
-    backward="0 1 1 1",
-)
+@case("FSDP1, after backward", FSDP1, peak=ROOT + LAYER, forward="0 0 0 0 0", backward="0 1 1 1")
 def fsdp1_after_backward(_):
     return wrapped(backward_prefetch=BackwardPrefetch.BACKWARD_POST)
 
@@ -244,13 +238,7 @@ def fsdp1_none_ahead(_):
 
 
 # In forward, the next layer is asked for before the last one is freed.
-@case(
-    "FSDP1, forward too",
-    FSDP1,
-    peak=ROOT + 3 * LAYER,
-    forward="0 1 1 1 1",
-    backward="1 1 1 1",
-)
+@case("FSDP1, forward too", FSDP1, peak=ROOT + 3 * LAYER, forward="0 1 1 1 1", backward="1 1 1 1")
 def fsdp1_forward_too(_):
     return wrapped(forward_prefetch=True)
 
@@ -265,13 +253,7 @@ def fsdp1_never_sharded(_):
     return wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
-@case(
-    "FSDP1, in half precision",
-    FSDP1,
-    peak=USUAL // 2,
-    forward="0 0 0 0 0",
-    backward="1 1 1 1",
-)
+@case("FSDP1, in half precision", FSDP1, peak=USUAL // 2, forward="0 0 0 0 0", backward="1 1 1 1")
 def fsdp1_in_half_precision(_):
     return wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
 
@@ -334,10 +316,7 @@ def test_all_ranks_gather_as_far_ahead_as_simulated_ones(comm_mode, device_mesh)
 
 
 CHANGES = {
-    "forward prefetch dropped": (
-        lambda mesh: of(prefetching(mesh, forward=2)),
-        default,
-    ),
+    "forward prefetch dropped": (lambda mesh: of(prefetching(mesh, forward=2)), default),
     "backward prefetch dropped": (default, none_ahead_in_backward),
     "fewer ahead in backward": (two_ahead, lambda mesh: of(prefetching(mesh, 2, 1))),
     "FSDP1: backward prefetch dropped": (fsdp1, fsdp1_none_ahead),

@@ -168,8 +168,7 @@ def test_a_block_compiles_nothing_more_on_ranks(comm_mode, device_mesh):
 @fake
 # What it compiles is C++, seconds each; the others differ from these before it begins.
 @pytest.mark.parametrize(
-    "name",
-    ["compiled blocks of FSDP2", "a compiled model with TP", "a compiled step"],
+    "name", ["compiled blocks of FSDP2", "a compiled model with TP", "a compiled step"]
 )
 def test_a_block_makes_inductor_compile_nothing_more(comm_mode, device_mesh, name):
     same_with_and_without(comm_mode, device_mesh, name, "inductor")

@@ -83,10 +83,7 @@ def by_a_thread_of_a_thread():
 
 
 @gloo_and_fake(2)
-@pytest.mark.parametrize(
-    "start",
-    [by_executor, by_timer, by_own_run, by_a_thread_of_a_thread],
-)
+@pytest.mark.parametrize("start", [by_executor, by_timer, by_own_run, by_a_thread_of_a_thread])
 def test_a_thread_is_followed_however_it_is_started(comm_mode, start):
     witnessed(comm_mode, None, start, profiler=False)
     assert lines(comm_mode) == ["outside - all_reduce[world] 16 < -"]

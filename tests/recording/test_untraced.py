@@ -4,11 +4,7 @@ import pytest
 import torch
 from models import Block
 from torch import nn
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.comm_mode import CommMode

@@ -306,12 +306,7 @@ def groups():
 
 
 @ws2
-@pytest.mark.parametrize(
-    "work",
-    [
-        *(lists, odd_sizes, dtypes, failures, groups),
-    ],
-)
+@pytest.mark.parametrize("work", [*(lists, odd_sizes, dtypes, failures, groups)])
 def test_what_was_recorded_is_no_gap(comm_mode, work):
     assert gaps(comm_mode, work) == []
     assert comm_mode.events

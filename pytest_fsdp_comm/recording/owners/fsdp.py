@@ -372,9 +372,7 @@ def param_groups(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]
                 yield module, group
 
 
-def registered_parameters(
-    roots: Iterable[nn.Module],
-) -> Iterator[tuple[torch.Tensor, nn.Module]]:
+def registered_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[torch.Tensor, nn.Module]]:
     """Each parameter with each module that registered it, also where FSDP puts another one."""
     modules = [module for root in roots for module in root.modules()]
     for module in modules:

@@ -4,16 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import (
-    ACTIVATION_NBYTES,
-    BLOCK_NBYTES,
-    FLOAT,
-    ROOT_NBYTES,
-    WIDTH,
-    Model,
-    shard,
-    step,
-)
+from models import ACTIVATION_NBYTES, BLOCK_NBYTES, FLOAT, ROOT_NBYTES, WIDTH, Model, shard, step
 from oracle import gloo_and_fake, lines, witnessed
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -234,9 +225,7 @@ def test_a_module_that_prepares_its_input_owns_the_gather(comm_mode, device_mesh
 def test_loss_parallel_never_sends_the_logits(comm_mode, device_mesh):
     classes = 16
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, classes))
-    plan = {
-        "1": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
+    plan = {"1": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
     parallelize_module(model, device_mesh(tp=2), plan)
 
     def loss():

@@ -174,7 +174,7 @@ def test_a_parameter_gathered_for_each_chunk_of_a_loss_is_named(comm_mode, devic
         losses = [model.head.weight.full_tensor().sum() for _ in range(3)]
         sum(losses).backward()
     assert lines(comm_mode) == [
-        *3 * [f"outside head parameters all_gather {LINEAR_NBYTES}"],
+        *3 * [f"outside head parameters all_gather {LINEAR_NBYTES}"]
         # Each copy is whole, and its gradient too: nothing is reduced.
     ]
 
@@ -251,10 +251,7 @@ def test_adapters_are_reduced_and_frozen_parameters_are_not(comm_mode, device_me
     assert lines(comm_mode) == [
         line
         for n in range(2)
-        for line in (
-            *gathers(names=[f"{n}.base"]),
-            *gathers(adapter, names=[f"{n}.a", f"{n}.b"]),
-        )
+        for line in (*gathers(names=[f"{n}.base"]), *gathers(adapter, names=[f"{n}.a", f"{n}.b"]))
     ] + reductions(adapter, names=["0.a", "0.b", "1.a", "1.b"])
 
 

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from models import (
-    BLOCK_NBYTES,
-    LINEAR_NBYTES,
-    ROOT_NBYTES,
-    WIDTH,
-    Model,
-    shard,
-    step,
-)
+from models import BLOCK_NBYTES, LINEAR_NBYTES, ROOT_NBYTES, WIDTH, Model, shard, step
 from oracle import gloo_and_fake, lines, witnessed, witnessed_twice
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -216,10 +208,7 @@ def test_mixed_precision_gathers_and_reduces_in_its_own_dtypes(comm_mode, device
     fully_shard(model, mesh=device_mesh(), mp_policy=policy)
     witnessed(comm_mode, model, lambda: step(model))
     sent = {(event.kind, event.dtype, event.nbytes) for event in comm_mode.events}
-    assert sent == {
-        ("all_gather", "bfloat16", BLOCK // 2),
-        ("reduce_scatter", "float32", BLOCK),
-    }
+    assert sent == {("all_gather", "bfloat16", BLOCK // 2), ("reduce_scatter", "float32", BLOCK)}
 
 
 @gloo_and_fake(2)

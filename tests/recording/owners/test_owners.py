@@ -10,11 +10,7 @@ import torch.distributed as dist
 from models import WIDTH, Model, shard, step
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 
@@ -37,10 +33,7 @@ FORWARD = [
 ]
 # The root does not reshard after forward. Its pre-backward hook prefetches nothing but the last
 # block, and each block's hook prefetches the one before it.
-BACKWARD_GATHERS = [
-    "backward layers.1 all_gather < .",
-    "backward layers.0 all_gather < layers.1",
-]
+BACKWARD_GATHERS = ["backward layers.1 all_gather < .", "backward layers.0 all_gather < layers.1"]
 REDUCES = [
     "backward layers.1 reduce_scatter < layers.1",
     "backward layers.0 reduce_scatter < layers.0",
@@ -245,10 +238,7 @@ def test_what_runs_outside_every_phase_is_recorded_as_outside(comm_mode, device_
     with comm_mode(model):
         model.head.weight.full_tensor()
         model.layers[0].unshard()
-    assert table(comm_mode) == [
-        "outside head all_gather < -",
-        "outside layers.0 all_gather < -",
-    ]
+    assert table(comm_mode) == ["outside head all_gather < -", "outside layers.0 all_gather < -"]
 
 
 @fake
