@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from operator import attrgetter, itemgetter
+from typing import Any, Final, TypeAlias
 
 from pytest_fsdp_comm.comm.events import Collective, Recording, Reshard
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape
@@ -110,20 +110,13 @@ def _name(fqn: str | None) -> str:
     return NO_MODULE if fqn is None else escape(fqn)
 
 
-class Gathered(NamedTuple):
-    """A unit that is gathered, from one record to another."""
-
-    first: int
-    last: int
-    module: str | None
-    nbytes: int
-
-
-def gathered_spans(reshards: Sequence[Reshard], *, end: int) -> list[Gathered]:
-    """Pair each unshard with the reshard that frees what it gathered."""
+def gathered_spans(
+    reshards: Sequence[Reshard], *, end: int
+) -> list[tuple[int, int, str | None, int]]:
+    """Pair each unshard with its reshard: the places of both, the module, the bytes between."""
     # A unit that is resharded first was gathered before the recording, and one that is not
     # resharded stays so until `end`, the place after the last record.
-    spans: list[Gathered] = []
+    spans: list[tuple[int, int, str | None, int]] = []
     since: dict[str | None, Reshard] = {}
     for one in reshards:
         if one.action == "unshard":
@@ -132,27 +125,28 @@ def gathered_spans(reshards: Sequence[Reshard], *, end: int) -> list[Gathered]:
         else:
             begun = since.pop(one.module, None)
             first, nbytes = (begun.index, begun.nbytes) if begun else (_BEFORE, one.nbytes)
-            spans.append(Gathered(first, one.index, one.module, nbytes))
-    spans += [Gathered(one.index, end, module, one.nbytes) for module, one in since.items()]
-    return sorted(spans, key=lambda span: (span.first, span.last))
+            spans.append((first, one.index, one.module, nbytes))
+    spans += [(one.index, end, module, one.nbytes) for module, one in since.items()]
+    return sorted(spans, key=itemgetter(0, 1))
 
 
 def _gathered_events(recording: Recording, *, end: int) -> Iterator[Event]:
     rank = recording.rank
     changes: dict[int, int] = {}
-    for number, span in enumerate(gathered_spans(recording.reshards, end=end)):
+    spans = gathered_spans(recording.reshards, end=end)
+    for number, (first, last, module, nbytes) in enumerate(spans):
         common = {
             "cat": "gathered",
-            "name": f"gathered {_name(span.module)}",
+            "name": f"gathered {_name(module)}",
             # Spans of one name pair by their ids, which are those of all processes.
             "id": f"{rank}.{number}",
             "pid": rank,
             "tid": 0,
         }
-        yield {**common, "ph": "b", "ts": _time_of(span.first), "args": {"bytes": span.nbytes}}
-        yield {**common, "ph": "e", "ts": _time_of(span.last)}
-        changes[span.first] = changes.get(span.first, 0) + span.nbytes
-        changes[span.last] = changes.get(span.last, 0) - span.nbytes
+        yield {**common, "ph": "b", "ts": _time_of(first), "args": {"bytes": nbytes}}
+        yield {**common, "ph": "e", "ts": _time_of(last)}
+        changes[first] = changes.get(first, 0) + nbytes
+        changes[last] = changes.get(last, 0) - nbytes
     held = 0
     for index in sorted(changes):
         held += changes[index]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -78,8 +77,6 @@ def keep_artifacts(
             write_atomically(path, text)
 
 
-# Many values of a test have the same text on both sides.
-@lru_cache(maxsize=2)
 def _read_profile(text: str) -> Profile:
     """Read what was recorded, or a snapshot."""
     return SnapshotText(text, where="the recording").profile

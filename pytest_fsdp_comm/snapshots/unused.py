@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -51,10 +51,6 @@ _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
 _OUTPUT: Final = "fsdp_comm_collected"
 
 
-# A test: its function (`names.function_of`), its variant (``ws4``), its node id.
-_Test: TypeAlias = tuple[str, str, str]
-
-
 class UnusedSnapshots:
     """Registered once in each pytest process."""
 
@@ -66,8 +62,9 @@ class UnusedSnapshots:
         # Whether a module was collected without an error.
         self._modules: dict[Path, bool] = {}
         self._num_collected = 0
-        # The tests of each whole module, by the directory of its snapshots.
-        self._whole: dict[str, list[_Test]] = {}
+        # By the directory of its snapshots, the tests of each whole module: function
+        # (`names.function_of`), variant (``ws4``) and node id.
+        self._whole: dict[str, list[tuple[str, str, str]]] = {}
         # The selected tests that run on ranks, record or show a tree.
         self._ours: list[str] = []
         self._called: set[str] = set()
@@ -185,11 +182,11 @@ class UnusedSnapshots:
         has_ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not (
             session.shouldstop or session.shouldfail or has_lost
         )
-        is_silent = self._config.option.disable_unused_snapshots or _selects_tests(self._config)
+        option = self._config.option
+        is_silent = option.disable_unused_snapshots or _selects_tests(self._config)
         if has_ended and not is_silent:
             self.found = [*self._find(passed, compared)]
         # As syrupy has it.
-        option = self._config.option
         if self.found and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)

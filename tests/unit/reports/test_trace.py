@@ -131,12 +131,9 @@ def test_phases_come_in_their_order():
 
 
 def test_unshards_pair_with_reshards_and_count_what_is_gathered():
-    spans = [
-        (span.module, span.first, span.last, span.nbytes)
-        for span in gathered_spans(stepped().reshards, end=7)
-    ]
+    spans = gathered_spans(stepped().reshards, end=7)
     # Gathered before the block; gathered twice over; never freed.
-    assert spans == [("before", -1, 0, 3), ("a", 1, 4, 10), ("b", 3, 7, 20)]
+    assert spans == [(-1, 0, "before", 3), (1, 4, "a", 10), (3, 7, "b", 20)]
     held = [(one["ts"], one["args"]["bytes"]) for one in events(stepped()) if one["ph"] == "C"]
     assert held == [(0, 3), (1_000, 0), (2_000, 10), (4_000, 30), (5_000, 20), (8_000, 0)]
 
