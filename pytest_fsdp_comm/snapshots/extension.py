@@ -57,6 +57,17 @@ _PLAIN_ARGUMENTS: Final = frozenset(inspect.signature(SnapshotAssertion.__call__
 UNWRITTEN: Final = pytest.StashKey["dict[str, AssertionResult]"]()
 """In a test's stash: the comparisons whose files an update writes, by path."""
 
+BOUND: Final = pytest.StashKey["CommSnapshot"]()
+"""In a test's stash: its ``comm_snapshot``, from the fixture's set-up to the end of the test."""
+
+UNUSED: Final = (
+    "comm_snapshot was requested but never compared, so this test passes whatever is sent:\n"
+    "  compare it in the test or in a fixture (atexit is too late): "
+    "assert comm_mode == comm_snapshot\n"
+    "  or drop the fixture; call pytest.skip() where there is nothing to compare;\n"
+    "  if only some tests of a fixture compare, let it call comm_snapshot(allow_unused=True)"
+)
+
 # What errors call a text that was just written.
 _RECORDING: Final = "the recording"
 
@@ -310,6 +321,7 @@ class CommSnapshot(SnapshotAssertion):
     def __post_init__(self) -> None:
         self.last_results: tuple[tuple[str, AssertionResult], ...] = ()
         """What came of the last comparison, by the values' names; ``""`` for one without."""
+        self.allows_unused = False
         self.explains = True
         """Whether this rank says why a comparison failed; the others only that it did."""
         self.differences: dict[str, Difference] = {}
@@ -325,6 +337,7 @@ class CommSnapshot(SnapshotAssertion):
         allow_empty: bool = False,
         allow_value_dependent: bool = False,
         allow_idle_model: bool = False,
+        allow_unused: bool = False,
         activation_nbytes: bool = True,
         **changes: Any,
     ) -> Self:
@@ -337,6 +350,7 @@ class CommSnapshot(SnapshotAssertion):
                 reads values of tensors, which may be wrong there.
             allow_idle_model: Accept a recording of ``comm_mode(model)`` in which no module of the
                 model ran, while those of another sent something.
+            allow_unused: Accept a test that compares nothing.
             activation_nbytes: Whether to compare how large activations are. Without, the snapshot
                 says so, and their number, kind, axis and element type are compared still.
             changes: As for syrupy's ``snapshot``; ``name`` gives the assertion a file of its own.
@@ -349,7 +363,8 @@ class CommSnapshot(SnapshotAssertion):
         }
         if not _PLAIN_ARGUMENTS.issuperset(changes):
             unknown = min(changes.keys() - _PLAIN_ARGUMENTS)
-            known = ["name", *(f"allow_{kind}" for kind in allowed), "activation_nbytes"]
+            known = ["name", *(f"allow_{kind}" for kind in (*allowed, "unused"))]
+            known += ["activation_nbytes"]
             raise TypeError(
                 f"comm_snapshot: got an unexpected keyword argument {unknown!r}; it takes "
                 f"{', '.join(known)}{did_you_mean(closest(unknown, known))}"
@@ -357,6 +372,7 @@ class CommSnapshot(SnapshotAssertion):
         if not isinstance(activation_nbytes, bool):
             raise TypeError(f"activation_nbytes={activation_nbytes!r}: expected True or False")
         super().__call__(**changes)
+        self.allows_unused |= allow_unused
         self._changes = _Comparison(
             name=str(changes.get("name") or ""),
             allowed=self._changes.allowed.union(filter(allowed.get, allowed)),
@@ -380,6 +396,13 @@ class CommSnapshot(SnapshotAssertion):
         ``{"comm": comm_mode, "tree": fsdp_tree(model)}`` has the files of
         ``comm_mode == comm_snapshot`` and ``fsdp_tree(model) == comm_snapshot(name="tree")``.
         """
+        __tracebackhide__ = True
+        if BOUND not in self.test_location.item.stash:
+            raise FsdpCommError(
+                f"comm_snapshot was compared after {self.test_location.testname} had ended, as by "
+                "atexit or in another test, where a difference fails nothing: compare it in the "
+                "test, or in one of its fixtures"
+            )
         # `serialize` refuses an empty dict, and one whose keys cannot be names.
         values: Mapping[str, object] = other if _are_named(other) else {"": other}
         self.differences = {}
@@ -406,7 +429,7 @@ class CommSnapshot(SnapshotAssertion):
         location = self.extension.get_location(test_location=self.test_location, index=self._index)
         super().__eq__(replace(self._changes, value=value, location=location))
         item = self.test_location.item
-        item.stash.setdefault(COMPARED, {})[show_path(location, item.config.rootpath)] = None
+        item.stash[COMPARED][show_path(location, item.config.rootpath)] = None
         result = self.executions[self.num_executions - 1]
         note_update(item, result)
         if result.success:
@@ -439,4 +462,15 @@ def bind_snapshot(
         update_new_snapshots_only=snapshot.update_new_snapshots_only,
     )
     assertion.explains = explains
+    item.stash[BOUND], item.stash[COMPARED] = assertion, {}
     return assertion
+
+
+def end_comparisons(item: pytest.Item) -> bool:
+    """End a test's comparisons; return whether it should have made one, if it passes."""
+    snapshot = item.stash.get(BOUND, None)
+    if snapshot is None:
+        return False
+    del item.stash[BOUND]
+    is_called = not item.config.getoption("setuponly", default=False)
+    return is_called and not (snapshot.allows_unused or item.stash[COMPARED])

@@ -41,7 +41,8 @@ FAILED_COMPARISON: Final = pytest.StashKey[FailedComparison]()
 UNEXPLAINED: Final = pytest.StashKey[object]()
 """In a test's stash: the assertion whose last comparison failed, until that is explained."""
 COMPARED: Final = pytest.StashKey[dict[str, None]]()
-"""In a test's stash: the snapshot files that it compared, relative to pytest's root directory."""
+"""In the stash of a test with ``comm_snapshot``: the files that it compared, relative to pytest's
+root directory."""
 
 # The attribute of a failed comparison's report with the headline, if the crash's message is one.
 # pytest sends attributes along from ranks and workers.
@@ -99,7 +100,7 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
 def _add_comparisons(
     item: pytest.Item, report: pytest.TestReport, failed: FailedComparison | None
 ) -> None:
-    if report.when != "call" or COMPARED not in item.stash:
+    if report.when != "call" or not item.stash.get(COMPARED, None):
         return
     from pytest_fsdp_comm.reports.ci.outcomes import Comparisons  # noqa: PLC0415  # other sessions need none
 

@@ -14,9 +14,11 @@ from syrupy.location import PyTestLocation
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.extension import (
+    UNUSED,
     UNWRITTEN,
     CommSnapshotExtension,
     bind_extension,
+    end_comparisons,
     note_update,
 )
 from pytest_fsdp_comm.snapshots.failed_comparison import describe_error
@@ -58,6 +60,8 @@ class RankAssertions:
     """The snapshot assertions that a test made in one rank, in order."""
 
     assertions: tuple[RankAssertion, ...]
+    is_unused: bool
+    """Whether the test had ``comm_snapshot`` and compared nothing with it."""
 
 
 class RankSnapshots:
@@ -109,7 +113,7 @@ class RankSnapshots:
         # A rank that runs several tests begins each with none.
         _get(session, "_assertions").clear()
         self._recalls.clear()
-        return RankAssertions(assertions=tuple(made))
+        return RankAssertions(assertions=tuple(made), is_unused=end_comparisons(item))
 
     def merge(
         self,
@@ -125,6 +129,8 @@ class RankSnapshots:
             return []
         failures = [_assert_again(item, made) for made in payloads[min(payloads)].assertions]
         problems = [] if has_failed else [failure for failure in failures if failure]
+        if has_passed and any(made.is_unused for made in payloads.values()):
+            problems.append(UNUSED)
         return problems + settle_updates(item, has_passed=has_passed and not problems)
 
 
@@ -137,6 +143,12 @@ def compared_files(config: pytest.Config) -> list[str]:
             for result in assertion.executions.values()
         }
     )
+
+
+def end_test(item: pytest.Item, *, has_passed: bool) -> list[str]:
+    """End a test without ranks: `settle_updates`, and report a snapshot that was not compared."""
+    problems = settle_updates(item, has_passed=has_passed)
+    return [*problems, UNUSED] if end_comparisons(item) and has_passed else problems
 
 
 def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:

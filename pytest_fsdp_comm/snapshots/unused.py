@@ -134,7 +134,7 @@ class UnusedSnapshots:
         # Not by `pytest_runtest_logreport`, which plugins that run tests again call too late.
         self._phases = [*([] if report.when == "setup" else self._phases), report.passed]
         is_over = report.when == "teardown" and _EXTENSION in sys.modules
-        if is_over and (problems := _replay().settle_updates(item, has_passed=all(self._phases))):
+        if is_over and (problems := _replay().end_test(item, has_passed=all(self._phases))):
             report.outcome = "failed"
             report.longrepr = "\n\n".join(problems)
         return report

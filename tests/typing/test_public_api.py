@@ -55,6 +55,7 @@ def test_fixtures_have_their_documented_types(
     assert_type(dist_info.rank, int)
     assert_type(comm_snapshot(name="tree", allow_empty=True), CommSnapshot)
     assert_type(comm_snapshot(allow_value_dependent=True), CommSnapshot)
+    assert_type(comm_snapshot(allow_unused=True), CommSnapshot)
     assert comm_mode.counts("all_gather", phase="forward", owner="") == 1
     assert comm_mode.nbytes("all_gather") == (4 * 4 + 4) * 4
     assert dist_info.world_size == 2
