@@ -47,20 +47,15 @@ _NOTHING: Final = (
     *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "set_stream"),
 )
 """Functions that change nothing that a simulated rank has."""
-_MEMORY: Final = tuple(
-    f"{most}memory_{what}" for most in ("", "max_") for what in ("allocated", "reserved", "cached")
+_MEMORY: Final = (
+    *("memory_allocated", "memory_reserved", "memory_cached"),
+    *("max_memory_allocated", "max_memory_reserved", "max_memory_cached"),
 )
-_ENDINGS: Final = ("", "_index", "_idx")
-"""Of the functions for the number of a device, in `torch.cuda` and `torch.accelerator`."""
 _IDLE: Final = (
     *("Stream", "Event", "StreamContext", "stream", "device", "device_of"),
     *("current_stream", "default_stream"),
 )
 _TO: Final = torch.Tensor.to
-_AUTOCAST: Final = tuple(
-    f"{verb}_autocast_{what}"
-    for verb, what in (("is", "enabled"), ("set", "enabled"), ("get", "dtype"), ("set", "dtype"))
-)
 
 
 class _Idle:
@@ -250,16 +245,17 @@ def _of_amp() -> Iterator[tuple[Any, str, Any]]:
     autocast_dtype = torch.get_autocast_dtype
     yield torch.autocast, "__init__", autocast
     yield GradScaler, "__init__", scaler
-    for name in _AUTOCAST:
+    for name in (
+        "is_autocast_enabled",
+        "set_autocast_enabled",
+        "get_autocast_dtype",
+        "set_autocast_dtype",
+    ):
         yield torch, name, functools.partial(_of_cpu, getattr(torch, name))
 
 
 def _of_cpu(function: Callable[..., Any], device: Any = "cuda", *args: Any) -> Any:
     return function("cpu" if device == "cuda" else device, *args)
-
-
-def _count() -> Any:
-    return _state.answer(int(os.environ["LOCAL_WORLD_SIZE"]), "torch.cuda.device_count")
 
 
 def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
@@ -278,10 +274,13 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
         **{name: told(0, name) for name in _MEMORY},
         **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), lambda *_, **__: True),
-        **dict.fromkeys((f"current_device{end}" for end in _ENDINGS), lambda: _state.index),
-        **dict.fromkeys((f"set_device{end}" for end in _ENDINGS), set_device),
+        # In `torch.accelerator` the names have an ending.
+        **{f"current_device{end}": lambda: _state.index for end in ("", "_index", "_idx")},
+        **{f"set_device{end}": set_device for end in ("", "_index", "_idx")},
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "device_count": _count,
+        "device_count": lambda: _state.answer(
+            int(os.environ["LOCAL_WORLD_SIZE"]), "torch.cuda.device_count"
+        ),
         "get_device_capability": told((_H100.major, _H100.minor), "get_device_capability"),
         "get_device_name": told(_H100.name, "get_device_name"),
         "get_device_properties": told(_H100, "get_device_properties"),
@@ -291,8 +290,7 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
         "memory_stats": told(defaultdict(int), "memory_stats"),
         "memory_summary": told("0", "memory_summary"),
     }
-    both = product((torch.cuda, torch.accelerator), found.items())
-    for module, (name, own) in both:
+    for module, (name, own) in product((torch.cuda, torch.accelerator), found.items()):
         if hasattr(module, name):
             # `fork_rng`, too, asks for the states of devices that it is given.
             is_open = "rng_state" in name
