@@ -39,6 +39,17 @@ def test_step(device_mesh, comm_mode, comm_snapshot):
 LINE = "answered 1.0 to test_it:Logging.forward (item)"
 
 
+@pytest.fixture
+def run(pytester):
+    def run(source, *arguments):
+        (pytester.path / "test_it.py").write_text(source)
+        return pytester.runpytest_subprocess(
+            "-p", "no:cacheprovider", "-p", "no:randomly", *arguments
+        )
+
+    return run
+
+
 def profile(*answers, rank=0):
     recording = Recording(
         rank=rank, world_size=2, backend="fake", torch_version="2", answers=tuple(sorted(answers))
@@ -97,11 +108,7 @@ def test_a_new_or_lost_or_changed_answer_is_a_difference():
     ]
 
 
-def test_an_answer_is_reviewed_as_text_and_fails_when_it_comes_or_goes(pytester):
-    def run(source, *arguments):
-        (pytester.path / "test_it.py").write_text(source)
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
-
+def test_an_answer_is_reviewed_as_text_and_fails_when_it_comes_or_goes(pytester, run):
     run(SOURCE, "--snapshot-update").assert_outcomes(passed=1)
     file = pytester.path / "snapshots/test_it/test_step.ws64.comm"
     assert file.read_text().splitlines()[4] == LINE
@@ -162,13 +169,7 @@ def test_asks_nothing(comm_mode, comm_snapshot):
 """
 
 
-def test_a_snapshot_holds_what_its_test_and_fixtures_asked_in_any_order(pytester):
-    def run(source, *arguments):
-        (pytester.path / "test_it.py").write_text(source)
-        return pytester.runpytest_subprocess(
-            "-p", "no:cacheprovider", "-p", "no:randomly", *arguments
-        )
-
+def test_a_snapshot_holds_what_its_test_and_fixtures_asked_in_any_order(pytester, run):
     run(SHARED, "--snapshot-update").assert_outcomes(passed=6)
     answered = {
         path.name.removeprefix("test_").partition(".")[0]: [

@@ -75,10 +75,6 @@ def test_the_markers_value_wins_over_the_option():
     assert (inherited.world_size, inherited.backend, inherited.timeout_s) == (8, "fake", 5.0)
 
 
-def test_the_world_size_is_given_by_position_or_name():
-    assert settle(4) == settle(world_size=4)
-
-
 def test_a_list_of_world_sizes_parametrizes_the_test():
     def sizes(*args, **kwargs):
         return world_sizes(pytest.mark.distributed(*args, **kwargs).mark)
@@ -86,6 +82,7 @@ def test_a_list_of_world_sizes_parametrizes_the_test():
     assert sizes([2, 4]) == (2, 4)
     assert sizes(world_size=(3,)) == (3,)
     assert sizes(4) is None
+    assert settle(4) == settle(world_size=4)
     assert settle([2, 4], parametrized=4).world_size == 4
 
 
