@@ -140,7 +140,8 @@ class _Hook:
                 from pytest_fsdp_comm.recorded_script import RecordedScript  # noqa: PLC0415  # loads torch
 
                 self._recorded = self._recorded or RecordedScript(*self._given)
-                is_over = self._recorded.has_ended_with(optimizer)
+                self._recorded.recorder(optimizer)
+                is_over = self._recorded.recorder.is_done
         except FsdpCommError as problem:
             self._problem = problem
         except Exception as problem:  # noqa: BLE001  # ours, or a warning where those are errors

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.json import join_recordings, load_recordings
 from pytest_fsdp_comm.command_line.documents import merge_recordings, summary_lines
@@ -50,18 +50,13 @@ class RecordedScript:
             self._files.clear()
             self._tree_files.clear()
         self._mode = CommMode(trace_operations=False)
-        self._recorder = StepRecorder(self._mode, run.first_step, run.last_step, ended=self._ended)
+        self.recorder = StepRecorder(self._mode, run.first_step, run.last_step, ended=self._ended)
         self._notes: list[str] = []
         self._writing: threading.Thread | None = None
         self._problem: FsdpCommError | None = None
 
-    def has_ended_with(self, optimizer: Any) -> bool:
-        """Note a step of an optimizer; whether all steps to record have ended."""
-        self._recorder(optimizer)
-        return self._recorder.is_done
-
     def _ended(self) -> None:
-        recording, models = self._mode.recording, self._recorder.models
+        recording, models = self._mode.recording, self.recorder.models
         if not (recording.backend or recording.collectives):
             raise FsdpCommError(
                 "the script trained without a process group in this process, so nothing could be "
@@ -127,7 +122,7 @@ class RecordedScript:
         """Wait until all is written; what went wrong, if anything did."""
         if self._writing is not None:
             self._writing.join()
-        if not self._recorder.is_done:
-            self._recorder.close()
-            return too_short(self._recorder.count, self._run.last_step)
+        if not self.recorder.is_done:
+            self.recorder.close()
+            return too_short(self.recorder.count, self._run.last_step)
         return self._problem

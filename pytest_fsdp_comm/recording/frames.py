@@ -1,14 +1,7 @@
 """Say whose code a frame runs, and find the user's line that caused a call.
 
 The one classifier of stack frames, for recordings, simulated ranks and the hang report. It reads
-only paths and imports neither torch nor pytest.
-
-- `whose(path)`: "user", "library", "torch", "stdlib" or "ours".
-- `is_outside_torch(frame)`: whether a user or a library asks, and not torch or this package.
-- `find_caller()`, `find_call_site()`: the innermost user code on this thread's stack.
-- `outwards(frame)`: a frame and its callers.
-
-Which module runs is the matter of `owners.stack`: `running_modules`, `called_module`.
+only paths and imports neither torch nor pytest. `owners.stack` says which module runs.
 """
 
 from __future__ import annotations
