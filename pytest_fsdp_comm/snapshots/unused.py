@@ -245,6 +245,9 @@ def _selects_tests(config: pytest.Config) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
+    # To open a FIFO would wait for its other end.
+    if not path.is_file():
+        return False
     try:
         with path.open("rb") as file:
             return file.read(len(_HEADER)) == _HEADER
