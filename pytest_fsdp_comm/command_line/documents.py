@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import configparser
+import glob
 import os
+import shlex
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.documents import Profile
 
 _DEFAULT: Final = "snapshots"
+_TEST_FILES: Final = "test_*.py *_test.py"
 _FILES: Final = (
     *("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini"),
     *("pyproject.toml", "tox.ini", "setup.cfg"),
@@ -126,14 +129,38 @@ def summary_lines(profile: Profile) -> Iterator[str]:
 
 def find_project(start: Path) -> tuple[Path, Path]:
     """The root of the project that an absolute directory is in, and its directory of snapshots."""
-    for directory in (start, *start.parents):
+    root, settings = _find_settings(start)
+    given = settings.get("fsdp_comm_snapshot_dir") or _DEFAULT
+    return root, Path(os.path.normpath(root / str(given).strip()))
+
+
+def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
+    """Directories that ``pytest`` without arguments collects, empty for all; patterns of files."""
+    root, settings = _find_settings(start)
+    names, patterns = (
+        shlex.split(given) if isinstance(given, str) else given
+        for given in (settings.get("testpaths", ""), settings.get("python_files", _TEST_FILES))
+    )
+    places = [root / place for name in names for place in glob.glob(name, root_dir=root)]  # noqa: PTH207  # as pytest, which allows ".."
+    if not places:
+        places = [root / name for name in names if not glob.has_magic(name)]
+    return [Path(os.path.normpath(place)) for place in places if not place.is_file()], patterns
+
+
+def _find_settings(start: Path) -> tuple[Path, Mapping[str, Any]]:
+    """Pytest's root directory for tests in an absolute directory, and its settings."""
+    above = (start, *start.parents)
+    for directory in above:
         for file in map(directory.joinpath, _FILES):
             settings = _read_settings(file) if file.is_file() else None
             if settings is not None:
-                given = settings.get("fsdp_comm_snapshot_dir") or _DEFAULT
-                return directory, Path(os.path.normpath(directory / str(given).strip()))
-    # As pytest, which takes the directory itself if there are no settings above it.
-    return start, start / _DEFAULT
+                return directory, settings
+    for name in ("pyproject.toml", "setup.py"):
+        for directory in above:
+            if (directory / name).is_file():
+                return directory, {}
+    shared = Path(os.path.commonpath([Path.cwd(), start]))
+    return (start if shared == shared.parent else shared), {}
 
 
 def _read_settings(file: Path) -> Mapping[str, Any] | None:

@@ -160,7 +160,9 @@ def _parser() -> argparse.ArgumentParser:
         "write a test, and its snapshots, from what record wrote",
     )
     test.add_argument("recording", metavar="RECORDING", help=".json, with the tree beside it")
-    test.add_argument("-o", "--output", metavar="FILE", help="default: test_SCRIPT.py, here")
+    test.add_argument(
+        "-o", "--output", metavar="FILE", help="default: test_SCRIPT.py, here or in testpaths"
+    )
 
     git_diff = command(
         "diff:run_git_diff",

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.json import load_run
-from pytest_fsdp_comm.command_line.documents import find_project, read_document, read_json
+from pytest_fsdp_comm.command_line.documents import (
+    find_collected,
+    find_project,
+    read_document,
+    read_json,
+)
 from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, written_module
-from pytest_fsdp_comm.text.words import anchor_of, show_path
+from pytest_fsdp_comm.text.words import anchor_of, shell_word, show_path
 
 if TYPE_CHECKING:
     import argparse
@@ -48,13 +53,19 @@ def run(options: argparse.Namespace) -> int:
         )
     comm = read_document(recording)
     name = Path(ran.script).stem.replace(".", "_").replace("-", "_")
-    test = Path(options.output or f"test_{name}.py").absolute()
+    start = _start_of(ran, recording)
+    collected, patterns = find_collected(start)
+    if options.output:
+        test = Path(options.output).absolute()
+    else:
+        is_collected = not collected or any(map(start.is_relative_to, collected))
+        test = (start if is_collected else collected[0]) / f"test_{name}.py"
     root, snapshot_dir = find_project(test.parent)
     # As the options of a test have it.
     folder = snapshot_dir / written_module(test, anchor_of(snapshot_dir, root))
     variant = f"ws{comm.profile.world_size}"
     files = {
-        test: _source(ran, test, f"test_{name}", comm.profile),
+        test: _source(ran, start / ran.script, test, f"test_{name}", comm.profile),
         folder / f"{basename(f'test_{name}', variant, 0)}{SUFFIX}": comm,
         folder / f"{basename(f'test_{name}', variant, 'tree')}{SUFFIX}": read_document(tree),
     }
@@ -64,15 +75,34 @@ def run(options: argparse.Namespace) -> int:
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    print(f"{show_path(test)}: review it and {show_path(folder)}, then run pytest")  # noqa: T201  # a program's output
+    command = f"pytest {shell_word(os.path.relpath(test))}"
+    print(f"{show_path(test)}: review it and {show_path(folder)}, then run {command}")  # noqa: T201  # a program's output
+    limits = []
+    if collected and not any(map(test.is_relative_to, collected)):
+        limits.append(f"testpaths has only {', '.join(map(show_path, collected))}")
+    if not any(map(test.match, patterns)):
+        limits.append(f"python_files has only {', '.join(patterns)}")
+    if limits:
+        print(f"pytest without arguments does not run it: {'; '.join(limits)}")  # noqa: T201  # as above
     return SAME
 
 
-def _source(ran: ScriptRun, test: Path, name: str, profile: Profile) -> str:
+def _start_of(ran: ScriptRun, recording: Path) -> Path:
+    """The directory that the script was recorded in."""
+    above = (Path.cwd(), *recording.absolute().parents)
+    start = next((one for one in above if ran.is_module or (one / ran.script).is_file()), None)
+    if start is None:
+        raise FsdpCommError(
+            f"there is no file {ran.script}, which {recording} was recorded from; run fsdp-comm "
+            "test in the directory that fsdp-comm record ran in"
+        )
+    return start
+
+
+def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile) -> str:
     marks = [f"world_size={profile.world_size}"]
     if profile.recorded_ranks:  # of one simulated rank
         marks += ["simulate=True", f"ranks={[*profile.recorded_ranks]}"]
-    path = Path(ran.script).absolute()
     imports, script = "import pytest\n", _quoted(ran.script)
     if not ran.is_module:
         imports = f"from pathlib import Path\n\n{imports}"

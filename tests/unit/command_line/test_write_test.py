@@ -1,5 +1,6 @@
 """``fsdp-comm test`` writes what a person would, and overwrites nothing."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,8 @@ def recorded(write):
         )
         write("step.json", join_recordings({0: dump_recordings([recording(0)])}, run))
         write("step.tree.comm", TREE)
+        if not is_module:
+            write(script, "")
 
     return write_all
 
@@ -51,7 +54,9 @@ def test_a_script_is_run_by_its_path(recorded, fsdp_comm, project):
     recorded()
     done = fsdp_comm("test", "step.json")
     assert (done.status, done.err) == (0, "")
-    assert done.lines == ["test_train.py: review it and snapshots/test_train, then run pytest"]
+    assert done.lines == [
+        "test_train.py: review it and snapshots/test_train, then run pytest test_train.py"
+    ]
     size = recording(0).world_size
     assert (project / "test_train.py").read_text() == WRITTEN.format(size=size)
     names = {file.name for file in (project / "snapshots" / "test_train").iterdir()}
@@ -70,6 +75,7 @@ def test_the_page_shows_what_is_written(write, fsdp_comm, project):
     ranks = {rank: dump_recordings([own_recording(rank)]) for rank in range(4)}
     write("step.json", join_recordings(ranks, run))
     write("step.tree.comm", TREE)
+    write("train.py", "")
     assert fsdp_comm("test", "step.json").status == 0
     assert (project / "test_train.py").read_text() == shown
 
@@ -93,6 +99,80 @@ def test_a_test_elsewhere_names_its_script(recorded, fsdp_comm, project, script,
     assert line in {one.strip() for one in written.splitlines()}
     assert ("is_module=True" in written) == is_module
     compile(written, "test_it.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "line"),
+    [
+        ("testpaths = tests", "tests/test_train.py", ""),
+        ("testpaths = test_*.py unit* docs", "unit_tests/test_train.py", ""),
+        ("testpaths = new", "new/test_train.py", ""),
+        ("testpaths = . tests", "test_train.py", ""),
+        ("testpaths = none-*", "test_train.py", ""),
+        ("testpaths = tests", "own/test_train.py", "testpaths has only tests"),
+        ("", "tests/own.py", "python_files has only test_*.py, *_test.py"),
+        ("python_files = check_*.py", "test_train.py", "python_files has only check_*.py"),
+        ("python_files = *.py\ntestpaths = tests", "tests/own.py", ""),
+    ],
+)
+def test_test_is_written_where_pytest_collects(
+    recorded, write, fsdp_comm, *, project, settings, place, line
+):
+    recorded()
+    for file in ("tests/test_a.py", "unit_tests/test_a.py", "test_a.py"):
+        write(file, "")
+    write("pytest.ini", f"[pytest]\n{settings}\n")
+    output = ["-o", place] if "own" in place else []
+    done = fsdp_comm("test", "step.json", *output)
+    folder = f"snapshots/{place.removesuffix('.py')}"
+    first, *more = done.lines
+    assert first == f"{place}: review it and {folder}, then run pytest {place}"
+    assert more == ([f"pytest without arguments does not run it: {line}"] if line else [])
+    assert (project / place).is_file()
+    assert (project / folder).is_dir()
+
+
+@pytest.mark.parametrize("start", ["", "part", "other"])
+def test_recording_elsewhere_keeps_its_project(
+    recorded, write, fsdp_comm, *, project, monkeypatch, start
+):
+    for file in ("step.json", "step.tree.comm", "src/train.py"):
+        recorded("src/train.py")
+        write(f"part/{file}", (project / file).read_bytes())
+        (project / file).unlink()
+    write("part/pyproject.toml", '[tool.pytest]\ntestpaths = ["tests"]')
+    write("other/train.py", "")
+    monkeypatch.chdir(project / start)
+    recording = os.path.relpath(project / "part" / "step.json")
+    written = os.path.relpath(project / "part" / "tests" / "test_train.py")
+    assert f"then run pytest {written}\n" in fsdp_comm("test", recording).out
+    text = (project / "part" / "tests" / "test_train.py").read_text()
+    assert '"../src/train.py"' in text
+    assert (project / "part" / "snapshots" / "tests" / "test_train").is_dir()
+
+
+def test_missing_script_is_named(recorded, fsdp_comm, project):
+    recorded()
+    (project / "train.py").unlink()
+    done = fsdp_comm("test", "step.json")
+    assert done.status == 2
+    assert "there is no file train.py, which step.json was recorded from; run" in done.err
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "setup.py", ""])
+def test_snapshots_are_in_the_root_without_settings(
+    recorded, write, fsdp_comm, *, project, monkeypatch, file
+):
+    (project / "pytest.ini").unlink()
+    recorded()
+    if file:
+        write(file, "")
+    (project / "part").mkdir()
+    # Without any such file, pytest takes the directory that it is started in.
+    monkeypatch.chdir(project / ("part" if file else ""))
+    recording, test = (os.path.relpath(project / name) for name in ("step.json", "part/test_it.py"))
+    assert fsdp_comm("test", recording, "-o", test).status == 0
+    assert (project / "snapshots" / "part" / "test_it").is_dir()
 
 
 def test_what_is_no_recording_of_a_step_of_a_script_is_refused(recorded, write, fsdp_comm, project):
