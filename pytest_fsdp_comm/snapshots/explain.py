@@ -35,7 +35,8 @@ from pytest_fsdp_comm.snapshots.failed_comparison import (
     describe_error,
 )
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
-from pytest_fsdp_comm.text.words import counted, shell_word, show_path
+from pytest_fsdp_comm.snapshots.unused import describe_neighbour
+from pytest_fsdp_comm.text.words import shell_word, show_path
 
 # Options without which an update would record something else.
 _REPEATED: Final = ("--world-size", "--comm-backend")
@@ -113,28 +114,21 @@ def _explain(
             text = describe_problem(result.exception, where=where)
             differences[name] = Difference(explanation=explanation, text=text)
         elif result.recalled_data is None:
-            item, path = assertion.test_location.item, Path(result.snapshot_location)
-            other = assertion.explains and _describe_other_size(item, path)
+            # The file that a renamed test left, or that of another world size.
+            neighbour = assertion.explains and describe_neighbour(
+                assertion.test_location.item,
+                Path(result.snapshot_location),
+                str(result.asserted_data),
+            )
             explanation = FailureText(
                 head=f"there is no snapshot {where} yet",
-                changes=(f"  {other}",) if other else (),
+                changes=(f"  {neighbour}",) if neighbour else (),
                 is_missing=True,
             )
             differences[name] = Difference(explanation=explanation, text="no snapshot yet")
         for sides in _compared_profiles(result):
             differences[name] = _difference(assertion, name, sides, where)
     return differences
-
-
-def _describe_other_size(item: pytest.Item, missing: Path) -> str:
-    """Name the snapshot of the same comparison at another world size; empty if there is none."""
-    for path in sorted(missing.parent.glob(f"*{SUFFIX}")):
-        _, variant = read_basename(path.stem) or ("", "")
-        same_size = path.name.replace(f".{variant}", f".{snapshot_variant(item)}", 1)
-        if variant and same_size == missing.name:
-            ranks = counted(int(variant.removeprefix("ws")), "rank")
-            return f"there is one for {ranks}: {show_path(path, item.config.rootpath)}"
-    return ""
 
 
 def _difference(

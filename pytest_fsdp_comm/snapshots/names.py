@@ -73,13 +73,20 @@ def _below(module: Path, anchor: Path) -> Path | None:
     return None
 
 
-def module_exists(directory: Path, anchor: Path) -> bool:
-    """Whether the module of a directory of snapshots, as `written_module` has it, may be there."""
+def named_module(directory: Path, anchor: Path) -> Path | None:
+    """The inverse of `written_module`; None for what is no ``.py`` file below the anchor."""
     if ABOVE in directory.parts or not directory.parts:
+        return None
+    return anchor / directory.with_name(f"{directory.name}.py")
+
+
+def module_exists(directory: Path, anchor: Path) -> bool:
+    """Whether the module of snapshots may be there; arguments as for `named_module`."""
+    module = named_module(directory, anchor)
+    if module is None or (anchor / directory).is_file():
         return True
-    module = anchor / directory
-    # Any file of that name may hold the tests now: a notebook, a compiled module.
-    return module.is_file() or any(module.parent.glob(f"{glob.escape(module.name)}.*"))
+    # Any other file of that name may hold the tests now: a notebook, a compiled module.
+    return any(module.parent.glob(f"{glob.escape(module.stem)}.*"))
 
 
 def _escape_segment(text: str) -> str:

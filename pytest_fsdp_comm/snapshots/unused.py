@@ -1,4 +1,4 @@
-"""Snapshot files that no test compares: listed after a run."""
+"""Snapshot files that no test compares: listed after a run, and offered where one is missing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
 
 import pytest
 
@@ -17,6 +18,7 @@ from pytest_fsdp_comm.snapshots.names import (
     SUFFIX,
     function_of,
     module_exists,
+    named_module,
     read_basename,
     written_module,
     written_test,
@@ -183,7 +185,7 @@ class UnusedSnapshots:
             session.shouldstop or session.shouldfail or has_lost
         )
         option = self._config.option
-        is_silent = option.disable_unused_snapshots or _selects_tests(self._config)
+        is_silent = option.disable_unused_snapshots or selects_tests(self._config)
         if has_ended and not is_silent:
             self.found = [*self._find(passed, compared)]
         # As syrupy has it.
@@ -196,7 +198,7 @@ class UnusedSnapshots:
         root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
         here = self._config.invocation_params.dir
         arguments = [Path(here, str(argument)).resolve() for argument in self._config.args]
-        for path in sorted(root.rglob(f"*{SUFFIX}")):
+        for path in _snapshot_files(root):
             place, parts = path.parent.relative_to(root), read_basename(path.stem)
             if parts is None or str(path) in compared or not _is_ours(path):
                 continue
@@ -221,9 +223,7 @@ class UnusedSnapshots:
         write(f"{counted(len(self.found), 'snapshot file')} that no test compared:", yellow=True)
         for path in self.found:
             write(f"  {show_path(path, self._config.rootpath)}")
-        # As the user types them where pytest was started.
-        here = self._config.invocation_params.dir
-        paths = [os.path.relpath(path, here) for path in self.found]
+        paths = [_from(self._config, path) for path in self.found]
         # To git, the brackets of parameters match other names too.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
         write(f"If they are not needed: git {literal}rm {' '.join(map(shell_word, paths))}")
@@ -235,7 +235,7 @@ def _replay() -> ModuleType:
     return replay
 
 
-def _selects_tests(config: pytest.Config) -> bool:
+def selects_tests(config: pytest.Config) -> bool:
     """Whether the command line leaves out tests, or runs none."""
     option = config.option
     settings = {setting.partition("=")[0] for setting in option.override_ini or ()}
@@ -244,12 +244,82 @@ def _selects_tests(config: pytest.Config) -> bool:
     return names_tests or selects or bool(settings & _NARROWING_SETTINGS)
 
 
+def _snapshot_files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob(f"*{SUFFIX}") if path.is_file())
+
+
 def _is_ours(path: Path) -> bool:
-    # To open a FIFO would wait for its other end.
-    if not path.is_file():
-        return False
     try:
         with path.open("rb") as file:
             return file.read(len(_HEADER)) == _HEADER
     except OSError:
         return False
+
+
+def _from(config: pytest.Config, path: Path) -> str:
+    """A path as the user types it where pytest was started."""
+    return os.path.relpath(path, config.invocation_params.dir)
+
+
+# Beside a snapshot that is missing.
+
+
+def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
+    """Name what may be the snapshot that is missing, recorded as `text`; empty if nothing is."""
+    root = item.config.stash[OPTIONS].snapshot_dir
+    parts = read_basename(missing.stem)
+    if parts is None:
+        return ""
+    name, variant = parts
+    index = missing.stem.removeprefix(f"{name}.{variant}")
+    orphans: list[Path] = []
+    for path in _snapshot_files(root):
+        test, size = read_basename(path.stem) or ("", "")
+        if path.stem != f"{test}.{size}{index}":
+            continue
+        if path.parent == missing.parent and test == name:
+            ranks = counted(int(size.removeprefix("ws")), "rank")
+            return f"there is one for {ranks}: {show_path(path, item.config.rootpath)}"
+        if size == variant and _is_gone(item, path, test):
+            orphans.append(path)
+
+    # First those of a test of this name, then those of this module.
+    orphans.sort(key=lambda path: (path.name != missing.name, path.parent != missing.parent))
+    found = [path for path in orphans if _text(path).partition("\n")[2] == text.partition("\n")[2]]
+    lead = "the same, of a test that is gone:"
+    if not found:
+        lead = "was the test renamed?"
+        found = [
+            path for path in orphans if path.name == missing.name or path.parent == missing.parent
+        ]
+        if len(found) != 1:
+            return ""
+    directory, old, new = (
+        shell_word(_from(item.config, one)) for one in (missing.parent, found[0], missing)
+    )
+    # git makes no directories.
+    make = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
+    return f"{lead} {make}git mv {old} {new}"
+
+
+def _is_gone(item: pytest.Item, path: Path, test: str) -> bool:
+    """Whether the test of a file does not exist any more, as far as that is known."""
+    options = item.config.stash[OPTIONS]
+    place = path.parent.relative_to(options.snapshot_dir)
+    module = named_module(place, options.snapshot_anchor)
+    if module is None or not module_exists(place, options.snapshot_anchor):
+        return module is not None
+    if module == item.path and not selects_tests(item.config):
+        names = {snapshot_test_name(one) for one in item.session.items if one.path == module}
+        return test not in map(written_test, names)
+    function = unquote(function_of(test)).rpartition(".")[2]
+    # Of a long name there is only a part.
+    return "~" not in function and function not in (_text(module) or function)
+
+
+def _text(path: Path) -> str:
+    """Empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,4 +1,4 @@
-"""Which snapshot files a run lists as unused, and what it writes."""
+"""Which snapshot files a run lists as unused, what it offers for a missing one, what it writes."""
 
 import os
 import re
@@ -369,6 +369,57 @@ def test_unused_ignores_an_unfinished_subtest(tmp_path, leave):
     assert project.run().returncode == 0
 
 
+# Beside a snapshot that is missing.
+
+
+def missing(result):
+    """The hints beside missing snapshots, by their names."""
+    said = r"there is no snapshot snapshots/(\S+)\.comm yet\n(?:E +(?! *record)(.*)\n)?"
+    return dict(re.findall(said, result.stdout))
+
+
+RENAMED = {
+    "selected test": (f"{A}/test_one", f"{A}/test_new"),
+    "method": (f"{A}/TestLlama.test_step", f"{A}/TestLlama.test_new"),
+    "parameter": (f"{A}/test_sizes[large]", f"{A}/test_sizes[big]"),
+    "module": ("tests/sub/test_b/test_two", "tests/sub/test_c/test_two"),
+}
+
+
+@pytest.mark.parametrize("change", ["", "regression"])
+@pytest.mark.parametrize(("old", "new"), RENAMED.values(), ids=list(RENAMED))
+def test_missing_snapshot_names_the_renamed_file(project, old, new, change):
+    if change:
+        project.edit("tests/conftest.py", "nbytes=4", "nbytes=8")
+    arguments = ()
+    if "test_b" in old:
+        (project.path / SUB_B).rename(project.path / "tests/sub/test_c.py")
+    elif "large" in old:
+        project.edit(TEST_A, '"large"', '"big"')
+    elif "test_one" in old:
+        project.edit(TEST_A, "def test_one(", "def test_new(")
+        arguments = (f"{TEST_A}::test_new",)
+    else:
+        project.edit(
+            TEST_A, "class TestLlama:\n    def test_step", "class TestLlama:\n    def test_new"
+        )
+    result = project.run(*arguments)
+    move = shlex.join(["git", "mv", f"snapshots/{old}.ws1.comm", f"snapshots/{new}.ws1.comm"])
+    if "test_c" in new:
+        move = f"mkdir -p snapshots/tests/sub/test_c && {move}"
+    lead = "was the test renamed?" if change else "the same, of a test that is gone:"
+    assert missing(result)[f"{new}.ws1"] == f"{lead} {move}"
+    # It is run as it is printed.
+    commit_all(project)
+    subprocess.run(move, shell=True, cwd=project.path, check=True)  # noqa: S602  # as pasted
+    assert f"{new}.ws1" not in missing(project.run(*arguments))
+
+
+def test_missing_snapshot_without_a_renamed_one(project):
+    project.edit(TEST_A, "def test_plain():", ONE_STARTS.replace("one", "new") + "\n    " + SECOND)
+    assert missing(project.run()) == {f"{A}/test_new.ws1.second": ""}
+
+
 def test_missing_snapshot_names_other_world_sizes(tmp_path):
     project = Project(tmp_path)
     project.write("conftest.py", CONFTEST)
@@ -377,11 +428,8 @@ def test_missing_snapshot_names_other_world_sizes(tmp_path):
     project.write("test_n.py", source)
     assert project.run("--snapshot-update").returncode == 0
     project.write("test_n.py", source.replace("=2", "=3"))
-    assert re.search(
-        r"there is no snapshot snapshots/test_n/test_t\.ws3\.comm yet\n"
-        r"E +there is one for 2 ranks: snapshots/test_n/test_t\.ws2\.comm\n",
-        project.run().stdout,
-    )
+    hint = "there is one for 2 ranks: snapshots/test_n/test_t.ws2.comm"
+    assert missing(project.run()) == {"test_n/test_t.ws3": hint}
 
 
 # What an update writes.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pytest_fsdp_comm.snapshots.names import (
     PART,
     basename,
+    named_module,
     read_basename,
     written_module,
     written_test,
@@ -89,4 +90,7 @@ ROOT = Path("/home/me/project")
     ],
 )
 def test_the_directory_mirrors_the_path_of_the_module(module, directory):
-    assert str(written_module(Path(module), ROOT)) == directory
+    written = written_module(Path(module), ROOT)
+    assert str(written) == directory
+    is_below = module.startswith(str(ROOT)) and module.endswith(".py")
+    assert named_module(written, ROOT) == (Path(module) if is_below else None) or not is_below
