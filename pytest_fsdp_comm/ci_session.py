@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -45,6 +45,13 @@ class CiSession:
         self._compared: dict[str, tuple[str, ...]] = {}
         self._problems: list[str] = []
         self._outcomes: Outcomes | None = None
+        self._annotator: Any = None
+
+    def pytest_sessionstart(self) -> None:
+        """Leave to pytest-github-actions-annotate-failures 0.4 what is not annotated here."""
+        manager = self._config.pluginmanager
+        if self.annotates and manager.has_plugin("annotate_errors"):
+            self._annotator = manager.unregister(name="annotate_errors")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note what a test compared, and whether it failed; in xdist's controller, too."""
@@ -68,6 +75,9 @@ class CiSession:
                 sent=tuple(self._sent(differing)),
                 comparisons=differing,
             )
+        failed = self._failed.get(report.nodeid)
+        if self._annotator is not None and not (failed and failed.sent):
+            self._annotator.pytest_runtest_logreport(report)
 
     # After the wrappers around it, which decide what is unused and whether that is a failure.
     @pytest.hookimpl(tryfirst=True)

@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     test.add_argument("recording", metavar="RECORDING", help=".json, with the tree beside it")
     test.add_argument(
-        "-o", "--output", metavar="FILE", help="default: test_SCRIPT.py, here or in testpaths"
+        "-o", "--output", metavar="FILE", help="default: test_SCRIPT.py, where pytest collects"
     )
 
     git_diff = command(

@@ -37,6 +37,17 @@ class Recorded:
 @pytest.fixture
 def recorded():
     return Recorded()
+
+class AnnotateErrors:
+    # As pytest-github-actions-annotate-failures 0.4 does.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.failed:
+            print(f"::error::{report.nodeid}")
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(AnnotateErrors(), "annotate_errors")
 """
 MODULE = """\
 import pytest
@@ -149,6 +160,16 @@ def test_a_cause_of_several_tests_is_one_annotation(repository):
     assert (path, line) == ("packages/my model/train.py", "7")
     assert title == changed.replace(":", "%3A")
     assert re.match(rf"{changed}%0Afails tests/test_step.py::test_\S+ and 2 more tests%0A", message)
+
+
+def test_failure_is_annotated_once_with_the_plugin_for_it(repository):
+    top, project, distributed_over_workers, github = repository
+    alone = {**github, "GITHUB_STEP_SUMMARY": str(top / "other.md")}
+    in_one_process = run(project, NBYTES="163", FAILS="1", status=1, **alone)
+    for output in (distributed_over_workers, in_one_process):
+        # Neither the ranks nor the plugin annotate what is annotated at its line.
+        found = re.findall(r"::error (?:.*line=(\d+))?|::error::(.*)", output)
+        assert sorted(found) == [("", "tests/test_step.py::test_other"), ("7", "")]
 
 
 def test_junit_xml_has_the_headline_cost_and_file_of_each_test(repository):

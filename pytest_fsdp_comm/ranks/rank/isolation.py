@@ -27,6 +27,10 @@ _PARENTS_PLUGINS = (
     "workerinteractor",
     # In one rank alone, a second run would meet collectives of ranks that do not run again.
     "rerunfailures",
+    "fsdp-comm-ci",
+    # Of pytest-github-actions-annotate-failures 0.4, which would annotate what each rank reports.
+    "annotate_errors",
+    "annotate_warnings",
     # Runs a test in a process of its own, as each rank is.
     "pytest_forked",
 )
