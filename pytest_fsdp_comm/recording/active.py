@@ -16,13 +16,52 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from torch import nn
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.comm.events import Answer
+from pytest_fsdp_comm.recording.operations import Call
+from pytest_fsdp_comm.recording.owners.attribution import Attribution, BackwardMap
+from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
+from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
 
-Recorder = Any
-"""A `recorder.Recorder`, whose module imports those that look up here whom a call serves."""
+
+class Recorder(Protocol):
+    """What kernels and patches ask of a recording."""
+
+    number: int
+    backward: BackwardMap
+    units: UnitWatch
+    tensors: TensorOwners
+    answers: dict[Answer, None]
+
+    def enter_module(self, module: nn.Module) -> int: ...
+
+    def enter_method(self, module: nn.Module) -> None: ...
+
+    def run_collective(
+        self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any: ...
+
+    def run_copy(
+        self, direction: Literal["H2D", "D2H"], copied: torch.Tensor, run: Callable[[], Any]
+    ) -> Any: ...
+
+    def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...
+
+    def note_read_by_method(self, name: str) -> None: ...
+
+    def note_outliving_thread(self, call: Call) -> None: ...
+
+    def attribute_callback(self) -> Attribution: ...
+
+    def resumed(self, attribution: Attribution) -> AbstractContextManager[None]: ...
+
 
 _KEY: Final = "pytest_fsdp_comm.recordings"
 _STARTED_IN: Final = "_fsdp_comm_recordings"
