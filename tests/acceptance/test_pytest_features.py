@@ -167,17 +167,18 @@ def test_coverage_measures_every_rank(pytester):
         test_it="""
         import pytest
         from torch import nn
-        from code_of_mine import by_rank
 
         @pytest.mark.distributed(world_size=2, scope="module")
         @pytest.mark.parametrize("time", [1, 2])
         def test_it(dist_info, time):
-            assert by_rank(dist_info.rank) == ("first", "second")[dist_info.rank]
+            import code_of_mine
+
+            assert code_of_mine.by_rank(dist_info.rank) == ("first", "second")[dist_info.rank]
         """,
     )
     (pytester.path / "code.py").rename(pytester.path / "code_of_mine.py")
     (pytester.path / ".coveragerc").write_text(
-        "[run]\nparallel = true\nbranch = true\nsource = .\nomit = test_it.py\n"
+        "[run]\nparallel = true\nbranch = true\nsource_pkgs = code_of_mine\n"
     )
     for arguments in (
         ("run", "-m", "pytest", "-p", "no:cacheprovider"),
@@ -186,6 +187,23 @@ def test_coverage_measures_every_rank(pytester):
     ):
         result = pytester.run(sys.executable, "-m", "coverage", *arguments)
         assert result.ret == 0, result.outlines
+        # Of the pytest process, which runs no line of this code.
+        assert "CoverageWarning" not in f"{result.stdout}{result.stderr}"
+
+
+def test_coverage_of_one_file_is_left_to_pytest(pytester):
+    pytest.importorskip("coverage")
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.distributed(world_size=2)
+        @pytest.mark.parametrize("time", [1, 2])
+        def test_ranks(time): pass
+    """)
+    result = pytester.run(sys.executable, "-m", "coverage", "run", "--source=.", "-m", "pytest")
+    result.assert_outcomes(passed=2)
+    report = pytester.run(sys.executable, "-m", "coverage", "report")
+    assert report.ret == 0, report.outlines
 
 
 def test_setup_show_names_the_rank_of_each_fixture(run):

@@ -241,11 +241,24 @@ def _write_through() -> None:
 
 def save_coverage() -> None:
     """Save what coverage.py measured here, since a rank ends without its exit handler."""
-    coverage: Any = sys.modules.get("coverage")
-    current = coverage.Coverage.current() if coverage else None
-    if current is not None:
+    if (current := _coverage()) is not None:
         # Without stopping it: started again, coverage 7.17 trips over torch's own modules.
         current.save()
+
+
+def silence_coverage() -> None:
+    """Keep coverage.py from warning that this process, whose ranks run the tests, ran nothing."""
+    if (current := _coverage()) is not None:
+        name = "run:disable_warnings"
+        unmeasured = ["no-data-collected", "module-not-imported"]
+        current.set_option(name, [*current.get_option(name), *unmeasured])
+
+
+def _coverage() -> Any:
+    coverage: Any = sys.modules.get("coverage")
+    current = coverage.Coverage.current() if coverage else None
+    # Otherwise all processes write to one file, each over what others wrote.
+    return current if current is not None and current.get_option("run:parallel") else None
 
 
 def select_own_test(config: pytest.Config) -> None:

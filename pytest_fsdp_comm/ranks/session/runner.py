@@ -27,7 +27,7 @@ from pytest_fsdp_comm.ranks.rank.context import RankExtension
 from pytest_fsdp_comm.ranks.rank.debugger import QUIT, copied_terminal, kept_foreground
 from pytest_fsdp_comm.ranks.rank.gpus import name_missing_gpu, visible_gpu_count, visible_gpu_names
 from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
-from pytest_fsdp_comm.ranks.rank.main import RankTemplate
+from pytest_fsdp_comm.ranks.rank.main import RankTemplate, silence_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
 from pytest_fsdp_comm.ranks.session.progress import show_progress
 from pytest_fsdp_comm.ranks.session.recorded import merge_user_properties, replay_warnings
@@ -100,6 +100,7 @@ class RankRunner:
         """Fork the fork server, unless the process is unsafe to fork."""
         self._terminal = copied_terminal(self._session.config)
         self._random_state = random.getstate()
+        silence_coverage()
         self._start_server()
 
     def _start_server(self) -> None:
