@@ -191,7 +191,8 @@ def test_distributed_tests_run_without_xdist(project):
 
 
 @pytest.mark.cold
-def test_usage_without_syrupy_names_plugin_option(project):
+@pytest.mark.parametrize("is_autoloaded", [True, False])
+def test_usage_without_syrupy_names_plugin_option(project, monkeypatch, is_autoloaded):
     pytester = project("""
         import pytest
 
@@ -202,9 +203,15 @@ def test_usage_without_syrupy_names_plugin_option(project):
         @pytest.mark.distributed(world_size=2)
         def test_ranks(dist_info): pass
     """)
-    result = pytester.runpytest_subprocess("-p", "no:syrupy")
+    plugins = ["-p", "no:syrupy"]
+    if not is_autoloaded:
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        plugins = ["-p", "fsdp_comm"]
+    result = pytester.runpytest_subprocess(*plugins)
     result.assert_outcomes(passed=1, failed=1, errors=1)
     assert str(result.stdout).count("syrupy, which is not loaded: add -p syrupy") >= 2
+    result = pytester.runpytest_subprocess(*plugins, "-p", "syrupy", "-k", "not compared")
+    result.assert_outcomes(passed=2, deselected=1)
 
 
 @pytest.mark.cold
