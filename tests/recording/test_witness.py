@@ -390,7 +390,8 @@ def test_without_a_witness_nothing_is_a_gap(environment, note):
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        # It takes 4 s of processor time, a fourth of it at its end: minutes on a busy machine.
+        timeout=600,
     )
     assert done.stdout == note
 
