@@ -122,6 +122,12 @@ def _raising_frames(error: BaseException) -> list[StackFrame]:
     return frames
 
 
+def raised_at(error: BaseException) -> str:
+    """``path:line in function`` of the innermost user code that an exception left, or empty."""
+    user = _users(of_test(_raising_frames(error)))
+    return user.site if user else ""
+
+
 def _is_c10d(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith("distributed_c10d.py")
 

@@ -107,9 +107,6 @@ class RankTerminal:
 # makes one that goes on. Private names of pytest 8.4 to 9.2, beside those in `isolation`;
 # tests/unit/ranks/test_isolation.py fails when one moves.
 
-QUIT: str = "Exit: Quitting debugger"
-"""How the exception reads with which pytest ends the session when a debugger was quit."""
-
 
 class _SuspendedCapture(MultiCapture[str]):
     """No capture, but it connects the terminal while a debugger runs."""

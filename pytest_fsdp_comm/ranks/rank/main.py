@@ -24,7 +24,7 @@ from pytest_fsdp_comm.launch_environment import (
     LaunchedRank,
 )
 from pytest_fsdp_comm.options import SETTINGS
-from pytest_fsdp_comm.ranks.hangs.position import Watchdog
+from pytest_fsdp_comm.ranks.hangs.position import Watchdog, raised_at
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext, RankExtension
 from pytest_fsdp_comm.ranks.rank.debugger import (
     RankTerminal,
@@ -60,6 +60,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     TestEnded,
     TestsEnded,
 )
+from pytest_fsdp_comm.ranks.wire.results import SessionExit
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 # Note [Done before the fork]: each page of memory that a rank writes to is copied for it, and
@@ -146,7 +147,7 @@ class RankTemplate:
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
             item.stash[SETTINGS] = spec.settings  # which may have more ranks than the marker
-            payloads, escaped = _run_item(item, nextitem, self._extensions)
+            payloads, escaped, session_exit = _run_item(item, nextitem, self._extensions)
             # Again, since a plugin may have caught what should have ended a forked child before.
             end_forked_child(rank_pid, None)
             if next_test.is_none:
@@ -154,11 +155,12 @@ class RankTemplate:
             ended = TestEnded(
                 payloads=payloads,
                 escaped=escaped,
+                session_exit=session_exit,
                 further_ranks=self._plugin.further_ranks(),
                 can_run_another=self._plugin.can_run_another_test(),
             )
             context.exchange.leave()
-            if launched and (escaped or self._plugin.has_failed):
+            if launched and (payloads is None or self._plugin.has_failed):
                 # A forked rank is killed; here only this ends the collectives of its peers.
                 self._plugin.leave_group()
             command = _ask_for_next(channel, ended)
@@ -214,16 +216,24 @@ def _context(
 
 def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
-) -> tuple[tuple[str, ...] | None, str | None]:
-    """Run a test's protocol; return what `TestEnded` calls ``payloads`` and ``escaped``."""
+) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
+    """Run a test's protocol; return ``payloads``, ``escaped`` and ``session_exit`` for the end."""
+    # Without payloads where it does not return: the verdict is known, the session's state is not.
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
-    except BaseException as error:  # noqa: BLE001  # pytest.exit, KeyboardInterrupt, plugins' errors
-        # Without payloads: the verdict is known, and the session's state is not.
+    except pytest.exit.Exception as error:
+        status = pytest.ExitCode.INTERRUPTED if error.returncode is None else error.returncode
+        reason = shortened(str(error.msg))
+        return None, None, SessionExit(status=int(status), reason=reason, is_interrupt=False)
+    except KeyboardInterrupt as error:
+        reason = f"interrupted at {raised_at(error) or 'an unknown line'}"
+        status = int(pytest.ExitCode.INTERRUPTED)
+        return None, None, SessionExit(status=status, reason=reason, is_interrupt=True)
+    except BaseException as error:  # noqa: BLE001  # plugins' errors
         message = shortened(str(error))
         name = type(error).__name__
-        return None, f"{name}: {message}" if message else name
-    return tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions), None
+        return None, f"{name}: {message}" if message else name, None
+    return tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions), None, None
 
 
 def _write_through() -> None:

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.options import (
     DistributedSettings,
 )
 from pytest_fsdp_comm.ranks.rank.context import RankExtension
-from pytest_fsdp_comm.ranks.rank.debugger import QUIT, copied_terminal, kept_foreground
+from pytest_fsdp_comm.ranks.rank.debugger import copied_terminal, kept_foreground
 from pytest_fsdp_comm.ranks.rank.gpus import name_missing_gpu, visible_gpu_count, visible_gpu_names
 from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, silence_coverage
@@ -50,8 +50,9 @@ from pytest_fsdp_comm.ranks.start.fork_server import (
 from pytest_fsdp_comm.ranks.start.slots import Slots
 from pytest_fsdp_comm.ranks.start.spawn import end_openmp_threads, spawn_server, unsafe_to_fork
 from pytest_fsdp_comm.ranks.wire.messages import NextTest, RankSetSpec
-from pytest_fsdp_comm.ranks.wire.results import RankResult
+from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit
 from pytest_fsdp_comm.text.codec import load_tagged
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 
 class _NotStartedError(Exception):
@@ -89,7 +90,7 @@ class RankRunner:
         self._terminal: tuple[int, ...] = ()
         self._set_count = 0
         self._kept: Supervision | None = None
-        self._was_quit = False
+        self._session_exits: dict[int, SessionExit] = {}
         self._random_state: object = None
         self._problems: list[str] = []
         self._unpreparable = ""
@@ -170,22 +171,21 @@ class RankRunner:
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         # Fixtures of wider scope that tests without ranks set up here end as without this plugin.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
-        if self._was_quit:
-            pytest.exit(QUIT.removeprefix("Exit: "))
+        if self._session_exits:
+            _exit_session(item, self._session_exits)
 
     def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         settings = item.stash[SETTINGS]
         results = self._run_ranks(item, nextitem)
-        self._was_quit = any(result.escaped == QUIT for result in results.values())
-        if self._was_quit:
-            # Not a failure of the test, which just ends here.
-            for result in results.values():
-                result.escaped = None
         load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
         reports = merge_reports(
             item, results, lambda data: load(data=data), timeout_s=settings.timeout_s
         )
         replay_warnings(item.config, results.values())
+        exits = {rank: one.session_exit for rank, one in results.items()}
+        self._session_exits = {rank: one for rank, one in exits.items() if one is not None}
+        if self._session_exits:
+            return reports
         reports = self._extended(item, results, reports)
         merge_user_properties(reports, results)
         return reports
@@ -246,6 +246,7 @@ class RankRunner:
 
     def _run_once(self, item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, RankResult]:
         died: ServerDiedError | _NotStartedError | None = None
+        began_at = time.time()
         try:
             try:
                 ranks = self._begin(item, nextitem)
@@ -261,7 +262,7 @@ class RankRunner:
             if died is not None:
                 # Not within the handler: in ranks of the next server, each exception would have
                 # this one as its context.
-                results = self._lose_ranks(item, died)
+                results = self._lose_ranks(item, died, began_at)
             keeps = (
                 item.stash[SETTINGS].scope == "module"
                 # A new process collects one test.
@@ -324,7 +325,7 @@ class RankRunner:
         return self._kept
 
     def _lose_ranks(
-        self, item: pytest.Item, error: ServerDiedError | _NotStartedError
+        self, item: pytest.Item, error: ServerDiedError | _NotStartedError, began_at: float
     ) -> dict[int, RankResult]:
         self._end_ranks()
         if isinstance(error, _NotStartedError):
@@ -336,7 +337,8 @@ class RankRunner:
         else:
             how = self._replace_server()
             text = f"died with the process that all ranks are forked from, which {how}"
-        return {rank: RankResult(rank=rank, lost=text) for rank in item.stash[SETTINGS].ranks}
+        lost = partial(RankResult, lost=text, phase_began_at=began_at, ended_at=time.time())
+        return {rank: lost(rank=rank) for rank in item.stash[SETTINGS].ranks}
 
     def _start_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
         if self._server is None:
@@ -405,6 +407,23 @@ class RankRunner:
                 blamed.outcome = "failed"
                 blamed.longrepr = text
         return reports
+
+
+def _exit_session(item: pytest.Item, exits: Mapping[int, SessionExit]) -> None:
+    """End the session as ranks ended it; the reason names them, unless it is that of all."""
+    first = next(iter(exits.values()))
+    reasons = fold_equal({rank: one.reason for rank, one in exits.items()})
+    if len(reasons) == 1 and len(exits) == len(item.stash[SETTINGS].ranks):
+        text = first.reason
+    else:
+        text = "; ".join(f"{name_ranks(ranks)}: {reason}" for ranks, reason in reasons)
+    if hasattr(item.config, "workerinput"):
+        # xdist takes a worker that exits for a crashed one, and fails at an exit status of its own.
+        item.session.shouldstop = text
+    elif first.is_interrupt:
+        raise KeyboardInterrupt(text)
+    else:
+        pytest.exit(text, returncode=first.status)
 
 
 def _module(item: pytest.Item) -> pytest.Module | None:

@@ -290,6 +290,8 @@ class Supervision:
         match message:
             case PhaseReport():
                 result.reports += (message,)
+                if not message.is_subtest:
+                    result.phase_began_at = time.time()
                 result.is_debugging = message.precedes_debugger
             case WarningSeen():
                 result.warnings += (message,)
@@ -304,8 +306,9 @@ class Supervision:
                 result.further_ranks = message.further_ranks
                 result.can_run_another = message.can_run_another
                 result.escaped = message.escaped
-                result.ended_at = time.time() if message.escaped else None
+                result.session_exit = message.session_exit
                 result.is_done = True
+                result.ended_at = time.time() if result.has_died else None
             case TestsEnded():
                 self._have_ended_tests.add(result.rank)
             case PositionAnswer():
@@ -327,7 +330,7 @@ class Supervision:
             if result.is_done:
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
             elif not result.is_over:
-                result.stopped = why
+                result.stopped, result.ended_at = why, time.time()
 
     def _locate(self) -> None:
         # Note [Locating ranks]: a rank's watchdog, a thread, answers where the rank is. The first

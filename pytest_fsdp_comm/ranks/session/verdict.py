@@ -56,6 +56,8 @@ class _Ran:
     @property
     def unfinished(self) -> When:
         """The phase in which the rank was last."""
+        if self.result.lost:
+            return "call"  # which it was in, if any, is unknown
         return next((when for when in _PHASES if when not in self.phases), "teardown")
 
     @property
@@ -104,9 +106,15 @@ def merge_reports(
         ),
     )
     failures = _explained_first(failures)
+    exited = [ran for ran in ranks.values() if ran.result.session_exit is not None]
+    if exited and all(one.is_echo for one in failures):
+        failures = []
     # Before any report gets the sections of all ranks: a phase that a rank did not end shows those
     # of the phase before.
     sections = {when: _sections(ranks, when) for when in _PHASES}
+    unfinished_s = dict.fromkeys(_PHASES, 0.0)
+    for ran in ranks.values():
+        unfinished_s[ran.unfinished] = max(unfinished_s[ran.unfinished], ran.result.unfinished_s)
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
         present = [ran.phases[when] for ran in ranks.values() if when in ran.phases]
@@ -118,8 +126,16 @@ def merge_reports(
             report = next((report for report in present if report.passed), present[0])
         else:
             continue
-        merged[when] = _completed(report, present, sections[when])
-    if not failures:
+        merged[when] = _completed(report, present, sections[when], unfinished_s[when])
+    if exited:
+        # As without ranks: what the session's end cut short has no report.
+        cut = _PHASES[min(_PHASES.index(ran.unfinished) for ran in exited) :]
+        merged = {
+            when: report
+            for when, report in merged.items()
+            if when not in cut or (failures and report.failed)
+        }
+    elif not failures:
         _add_disagreement(item, merged, ranks, sections["call"])
     setup, call = merged.get("setup"), merged.get("call")
     # Some ranks may have come to the call while another failed in set-up. A call that failed though
@@ -249,9 +265,8 @@ def _deaths(ranks: _Ranks) -> Iterable[_Failure]:
     for rank, ran in ranks.items():
         result, when = ran.result, ran.unfinished
         if result.lost:
-            # Its phase is unknown.
-            yield _Failure(rank=rank, when="call", at=-math.inf, text=result.lost)
-        elif result.has_died:
+            yield _Failure(rank=rank, when=when, at=-math.inf, text=result.lost)
+        elif result.has_died and result.session_exit is None:
             uncaught = _uncaught(result)
             yield _Failure(
                 rank=rank,
@@ -494,11 +509,14 @@ def _folded(
 
 
 def _completed(
-    report: pytest.TestReport, present: Sequence[pytest.TestReport], sections: list[tuple[str, str]]
+    report: pytest.TestReport,
+    present: Iterable[pytest.TestReport],
+    sections: list[tuple[str, str]],
+    unfinished_s: float = 0.0,
 ) -> pytest.TestReport:
     """Give a merged report the output of all ranks, and the time of the slowest."""
     report.sections = sections
-    report.duration = max((other.duration for other in present), default=0.0)
+    report.duration = max([unfinished_s, *(other.duration for other in present)])
     return report
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from pytest_fsdp_comm.options import DistributedSettings
-from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Position, WarningSeen
+from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Position, SessionExit, WarningSeen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,7 @@ class TestEnded:
     """What each extension carries out, as its `payload_type` is dumped; None after an escape."""
     escaped: str | None
     """The exception that went through pytest's protocol; None if it returned."""
+    session_exit: SessionExit | None = None
     further_ranks: tuple[int, ...] = ()
     """Ranks that have to run as well, so that the test runs again on all of them."""
     can_run_another: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -123,6 +124,16 @@ class WarningSeen:
     """File, line and function, where pytest knows them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionExit:
+    """How a test ended the session: with `pytest.exit`, or by a KeyboardInterrupt."""
+
+    status: int
+    reason: str
+    """The text of `pytest.exit`, or where the rank was interrupted."""
+    is_interrupt: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class RankResult:
     """What one rank did with one test so far: its supervisor writes here until the test ends."""
@@ -131,6 +142,8 @@ class RankResult:
     reports: tuple[PhaseReport, ...] = ()
     """The phases and subtests that ended, in order."""
     warnings: tuple[WarningSeen, ...] = ()
+    phase_began_at: float = dataclasses.field(default_factory=time.time)
+    """`time.time` of the last report, or of the start of the test."""
     is_done: bool = False
     payloads: tuple[str, ...] | None = None
     """What each extension sent; None if the rank did not come so far."""
@@ -140,11 +153,12 @@ class RankResult:
     is_debugging: bool = False
     """Whether a human works in a debugger, or is about to."""
     escaped: str | None = None
-    """The exception that went through pytest's protocol, such as ``Exit``; None if none did."""
+    """The exception that went through pytest's protocol, as a plugin's may; None if none did."""
+    session_exit: SessionExit | None = None
     status: int | None = None
     """Exit status, or minus the signal's number, of a process that ended early; else None."""
     ended_at: float | None = None
-    """`time.time` of an end before the end of the test; None if it finished the test."""
+    """`time.time` at which it died or was stopped; None if it finished the test."""
     stopped: Stopped | None = None
     """Why the supervisor ended it; None if it did not."""
     timeout_s: float | None = None
@@ -162,9 +176,15 @@ class RankResult:
         return self.is_done or self.status is not None or bool(self.lost)
 
     @property
+    def unfinished_s(self) -> float:
+        """How long the phase took that the rank did not finish; 0 if it finished all."""
+        return 0.0 if self.ended_at is None else self.ended_at - self.phase_began_at
+
+    @property
     def has_died(self) -> bool:
         """Whether the rank left the test before its end, on its own."""
-        return self.status is not None or self.escaped is not None or bool(self.lost)
+        has_left = self.escaped is not None or self.session_exit is not None
+        return has_left or self.status is not None or bool(self.lost)
 
     @property
     def has_failed(self) -> bool:

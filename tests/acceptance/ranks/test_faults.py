@@ -133,10 +133,6 @@ FAULTS = {
         timeout_s=3,
         says=("rank 2 did not finish within 3 s", "ranks 0-1 had finished"),
     ),
-    "pytest_exit": Fault(
-        body="if rank() == 1: pytest.exit('enough')\n    dist.barrier()",
-        says=("rank 1 left the test with Exit: enough",),
-    ),
     "out_of_memory": Fault(
         body="if rank() == 1:\n"
         "        limit_memory()\n"
@@ -184,17 +180,11 @@ FAULTS = {
         decorators="@pytest.mark.filterwarnings('ignore')",
         outcome="passed",
     ),
-    "sigint": Fault(
-        body="if rank() == 1: os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.2)\n"
-        "    dist.barrier()",
-        says=("rank 1 left the test with KeyboardInterrupt",),
-    ),
 }
 
 # What one rank does in a fixture, and what the user reads of it.
 ENDINGS = {
     "sys_exit": ("sys.exit(4)", ("SystemExit: 4", "rank 1 failed first")),
-    "pytest_exit": ("pytest.exit('enough')", ("rank 1 left the test with Exit: enough",)),
     "sigkill": (
         "os.kill(os.getpid(), signal.SIGKILL)",
         (r"rank 1 was killed by signal 9 \(SIGKILL\) during {phase}",),

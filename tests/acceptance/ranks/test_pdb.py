@@ -155,7 +155,7 @@ def test_quitting_ends_the_session(spawn, arguments, outcome):
     child.expect(PROMPT)
     child.sendline("q")
     shown = rest(child)
-    assert "Exit: Quitting debugger" in shown
+    assert "Exit: rank 0: Quitting debugger" in shown
     assert re.search(rf"= {outcome} in", re.sub(r"\x1b\[\d*m", "", shown)), shown
     assert child.exitstatus == pytest.ExitCode.INTERRUPTED
 

@@ -1,4 +1,7 @@
-"""What plain pytest and Python do at the end of a session, ranks do before their verdict."""
+"""What plain pytest and Python do at the end of a session, ranks do before their verdict.
+
+What ends a session early ends it from a rank, too.
+"""
 
 import re
 
@@ -148,3 +151,64 @@ def test_exit_functions_run_where_they_were_registered_and_fail_nothing(session)
     assert len(re.findall("Exception ignored in atexit callback: <function raise_at", warned)) == 1
     assert "ValueError: raised at exit" in warned
     assert "9 passed, 2 warnings, 5 errors" in session.output
+
+
+EXITS = """
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.distributed(world_size=2, timeout_s=60)
+
+@pytest.fixture
+def exiting():
+    yield
+    pytest.exit("enough", returncode=7)
+
+def test_all():
+    pytest.exit("enough", returncode=7)
+
+def test_one(dist_info):
+    if dist_info.rank == 1:
+        pytest.exit("enough", returncode=0)
+    dist.barrier()
+
+def test_teardown(exiting): pass
+
+def test_interrupt(dist_info):
+    if dist_info.rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+def test_failed(dist_info):
+    if dist_info.rank == 0:
+        assert False, "before"
+    time.sleep(0.5)
+    pytest.exit("enough")
+
+def test_z_never(): open("never", "w").close()
+"""
+NONE = "(no tests ran|4 deselected)"
+ENDED = {
+    "all": (7, "_pytest.outcomes.Exit: enough", NONE),
+    "one": (0, "_pytest.outcomes.Exit: rank 1: enough", NONE),
+    "teardown": (7, "_pytest.outcomes.Exit: enough", "1 passed"),
+    "interrupt": (2, r"KeyboardInterrupt: rank 1: interrupted at \S+:28 in \w+", NONE),
+    "failed": (2, "_pytest.outcomes.Exit: rank 1: enough", "1 failed"),
+    "xdist": (2, "xdist.dsession.Interrupted: enough", NONE),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_session_ends_as_a_rank_ends_it(run_session, name):
+    test, arguments = ("all", ("-n", "1")) if name == "xdist" else (name, ())
+    status, reason, outcome = ENDED[name]
+    session = run_session(EXITS, "-q", "-k", f"{test} or never", *arguments)
+    assert re.search(rf"^!+ {reason} !+$", session.output, re.MULTILINE), session.output
+    assert re.search(rf"^{outcome}", session.output, re.MULTILINE), session.output
+    assert session.status == status
+    assert not (session.path / "never").exists()
+    assert ("AssertionError: before" in session.output) == (name == "failed")

@@ -442,6 +442,17 @@ def test_rank_that_hangs_or_dies_ends_the_session(start_by_variables, tmp_path, 
     assert left_behind(path) == []
 
 
+def test_exit_of_a_launched_rank_ends_the_session(start_by_variables, tmp_path):
+    body = "    if rank() == 1: pytest.exit('enough', returncode=7)\n    dist.barrier()\n"
+    never = "@pytest.mark.distributed\ndef test_never(): open('ran', 'w').close()\n"
+    path = project(tmp_path, f"@pytest.mark.distributed\ndef test_exit():\n{body}", never)
+    leader, follower = map(end, start_by_variables(path, TMPDIR=str(path)))
+    assert (leader.status, follower.status) == (7, 0)
+    assert "! _pytest.outcomes.Exit: rank 1: enough !" in leader.out
+    assert "FAILED" not in leader.out
+    assert not (path / "ran").exists()
+
+
 def test_ranks_that_collect_other_tests_stop_the_session(start_by_variables, tmp_path):
     path = project(
         tmp_path,

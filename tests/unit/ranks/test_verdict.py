@@ -11,6 +11,7 @@ from pytest_fsdp_comm.ranks.wire.results import (
     PhaseReport,
     Position,
     RankResult,
+    SessionExit,
     Stopped,
 )
 
@@ -144,7 +145,7 @@ def test_a_rank_that_skips_in_teardown_has_not_skipped_the_test(merge):
         ({"status": -9}, "rank 0 was killed by signal 9 (SIGKILL) during call"),
         ({"status": -200}, "rank 0 was killed by signal 200 (unknown) during call"),
         ({"status": 3}, "rank 0 ended with exit status 3 (os._exit, or a crash) during call"),
-        ({"escaped": "Exit: enough"}, "rank 0 left the test with Exit: enough during call"),
+        ({"escaped": "Odd: enough"}, "rank 0 left the test with Odd: enough during call"),
     ],
 )
 def test_a_dead_rank_leads_and_says_how_it_died(merge, changes, text):
@@ -162,7 +163,7 @@ def test_a_dead_rank_leads_and_says_how_it_died(merge, changes, text):
     ("death", "says"),
     [
         ({"status": -9}, "was killed by signal 9 (SIGKILL)"),
-        ({"escaped": "KeyboardInterrupt"}, "left the test with KeyboardInterrupt"),
+        ({"escaped": "GeneratorExit"}, "left the test with GeneratorExit"),
     ],
 )
 def test_failure_before_a_death_leads(merge, death, says):
@@ -188,6 +189,47 @@ def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
     # One that died in it did.
     dead = (rank()[0][:2], {"status": 3, "ended_at": 2.0})
     assert "rank 1 ended with exit status 3" in merge(late, dead)[-1].longrepr
+
+
+EXIT = SessionExit(status=2, reason="enough", is_interrupt=False)
+
+
+@pytest.mark.parametrize(
+    ("others", "merged"),
+    [
+        ([rank()], {"setup": PASSED}),
+        ([rank(SKIPPED, "because")], {"setup": PASSED}),
+        ([rank(None, stopped=Stopped.AFTER_FAILURE)], {"setup": PASSED}),
+        ([rank(FAILED, "Connection closed by peer")], {"setup": PASSED}),
+        ([rank(FAILED, "assert 0")], {"setup": PASSED, "call": FAILED}),
+        ([rank(None, status=-9, ended_at=1.0)], {"setup": PASSED, "call": FAILED}),
+    ],
+)
+def test_exit_leaves_out_what_it_cut_short(merge, others, merged):
+    exited = rank(None, session_exit=EXIT, ended_at=1.0)
+    assert outcomes(merge(exited, *others)) == merged
+    # In the teardown, the call has its report.
+    late = ([*rank()[0][:2]], {"session_exit": EXIT, "ended_at": 1.0})
+    assert outcomes(merge(late, rank())) == {"setup": PASSED, "call": PASSED}
+
+
+@pytest.mark.parametrize(
+    "unfinished",
+    [
+        {"stopped": Stopped.AT_DEADLINE},
+        {"stopped": Stopped.AFTER_FAILURE},
+        {"status": -9},
+        {"escaped": "Odd"},
+        {"lost": "was lost"},
+    ],
+)
+def test_unfinished_phase_lasts_until_the_rank_ended(merge, unfinished):
+    times = {"phase_began_at": 2.0, "ended_at": 8.0}
+    failed = rank(FAILED, "assert 0", at=3.0)
+    for others in ([], [rank()], [failed]) if "after" not in str(unfinished) else ([failed],):
+        reports = merge(rank(None, **unfinished, **times), *others)
+        assert [one.duration for one in reports if one.when == "call"] == [6.0]
+        assert all(one.duration == 0 for one in reports if one.when != "call")
 
 
 def silent_at(site):
@@ -329,7 +371,7 @@ def test_a_mismatch_leads_before_the_first_error_that_the_backend_raised(merge):
         {"status": 3, "ended_at": 3.0},
         # `os.abort()`: no last words.
         {"status": -6, "ended_at": 3.0},
-        {"escaped": "Exit: enough", "ended_at": 3.0},
+        {"escaped": "Odd: enough", "ended_at": 3.0},
         {"lost": "was lost"},
         # Later than what others say of it.
         {"status": -9, "ended_at": 9.0},
