@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal, TypeAlias
 
+from pytest_fsdp_comm.comm.calls import UNTIMED
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.causes import Cause, Seen, find_causes
@@ -26,7 +28,25 @@ from pytest_fsdp_comm.comm.profile import (
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 
-Sites: TypeAlias = Mapping[tuple[str | None, RowKey], tuple[Site, ...]]
+Place: TypeAlias = tuple[str | None, RowKey]
+_Rows: TypeAlias = tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewCalls:
+    """Where calls were issued of which the snapshot has fewer, or none."""
+
+    sites: tuple[tuple[str | None, Site], ...] = ()
+    """With the owner of each; all that have such calls."""
+    is_certain: bool = True
+    """Whether all of these sites issued new calls, rather than one or some of them."""
+
+    @classmethod
+    def join(cls, parts: Iterable[NewCalls]) -> NewCalls:
+        """The sites of several rows."""
+        held = tuple(parts)
+        sites = dict.fromkeys(chain.from_iterable(one.sites for one in held))
+        return cls(tuple(sites), all(one.is_certain for one in held))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +69,8 @@ class Change:
     """Where there is no phase."""
     new_text: str = ""
     """Where there is no phase."""
-    sites: tuple[Site, ...] = ()
-    """Where the recorded collectives of the first owner were issued."""
+    new_calls: NewCalls = NewCalls()
+    """Those of all owners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +85,13 @@ class Comparison:
     """What the explanation leaves over, and what is no row: frame and memory."""
     causes: tuple[Cause, ...] = ()
     """Readings of the explanation, those of regressions first; empty if none is known."""
-    sites: Sites = field(default_factory=dict)
-    """Where the recorded collectives of each row were issued, by owner and key."""
+    recorded: Mapping[Place, _Rows] = field(default_factory=dict)
+    """The rows that were recorded, with their sites."""
     cost: Cost = field(default_factory=Cost)
+
+    def new_calls(self, owner: str | None, key: RowKey, was: _Rows, now: _Rows) -> NewCalls:
+        """Where calls of a module were issued of which `now` has more than `was`."""
+        return _new_calls(owner, was, now, self.recorded.get((owner, key), ()))
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -103,8 +127,8 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     old, new = comparable(old, new)
     frames = tuple(_compare_frames(old, new, sizes))
-    sites = {(row.owner, row.key): row.sites for row in reversed(new.rows) if row.sites}
-    rows = tuple(_compare_rows(old.rows, new.rows, sites))
+    recorded = _by_place(new.rows)
+    rows = tuple(_compare_rows(old.rows, new.rows, recorded))
     if not (frames or rows):
         return Comparison(changes=())
     cost = cost_of_change(old, new)
@@ -114,13 +138,13 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     return Comparison(
         changes=(*frames, *rows),
         explanation=explanation,
-        left=(*frames, *_compare_rows(explanation.before, explanation.after, sites)),
+        left=(*frames, *_compare_rows(explanation.before, explanation.after, recorded)),
         causes=find_causes(
             explanation,
             Seen(old=old, new=new, trees=evidence),
             is_same_mesh=all(one.subject != "frame" for one in frames),
         ),
-        sites=sites,
+        recorded=recorded,
         cost=cost,
     )
 
@@ -168,7 +192,9 @@ def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]
     return show_mesh(old), show_mesh(new)
 
 
-def _compare_rows(old: Iterable[Row], new: Iterable[Row], sites: Sites) -> Iterable[Change]:
+def _compare_rows(
+    old: Iterable[Row], new: Iterable[Row], recorded: Mapping[Place, _Rows]
+) -> Iterable[Change]:
     before, after = _by_place(old), _by_place(new)
     groups: dict[tuple[object, ...], list[Change]] = {}
     # The order of the new profile, with what is gone at its place among the old.
@@ -189,7 +215,7 @@ def _compare_rows(old: Iterable[Row], new: Iterable[Row], sites: Sites) -> Itera
             what=str(key),
             before=was,
             after=now,
-            sites=sites.get((owner, key), ()),
+            new_calls=_new_calls(owner, was, now, recorded.get((owner, key), ())),
         )
         # What they say, whichever owner they have.
         amounts = (tuple((row.calls, row.ranks) for row in rows) for rows in (was, now))
@@ -199,11 +225,44 @@ def _compare_rows(old: Iterable[Row], new: Iterable[Row], sites: Sites) -> Itera
             (owner for change in alike for owner in change.owners),
             key=lambda name: natural_key(name or ""),
         )
-        yield replace(alike[0], owners=tuple(owners))
+        yield replace(
+            alike[0],
+            owners=tuple(owners),
+            new_calls=NewCalls.join(change.new_calls for change in alike),
+        )
 
 
-def _by_place(rows: Iterable[Row]) -> dict[tuple[str | None, RowKey], tuple[Row, ...]]:
-    found: defaultdict[tuple[str | None, RowKey], list[Row]] = defaultdict(list)
+def _new_calls(owner: str | None, was: _Rows, now: _Rows, recorded: _Rows) -> NewCalls:
+    """Find the sites by the size and type of calls: a snapshot has no sites."""
+    sites: dict[Site, None] = {}
+    is_certain = True
+    for row in now:
+        before = [
+            Counter({replace(one, count=0, **UNTIMED): one.count for one in old.calls})
+            for old in was
+            if _share_ranks(old, row)
+        ]
+        for call in alike_but(row.calls, **UNTIMED):
+            more = call.count - min((some[replace(call, count=0)] for some in before), default=0)
+            found = [
+                site
+                for one in recorded
+                if more > 0 and _share_ranks(one, row)
+                for site in one.sites
+                if site.dtype == call.dtype and (call.is_unsized or site.nbytes == call.nbytes)
+            ]
+            sites |= dict.fromkeys(found)
+            # One site, or nothing but new calls.
+            is_certain &= len(found) <= 1 or sum(site.count for site in found) == more
+    return NewCalls(tuple((owner, site) for site in sites), is_certain)
+
+
+def _share_ranks(one: Row, other: Row) -> bool:
+    return not (one.ranks and other.ranks and set(one.ranks).isdisjoint(other.ranks))
+
+
+def _by_place(rows: Iterable[Row]) -> dict[Place, _Rows]:
+    found: defaultdict[Place, list[Row]] = defaultdict(list)
     for row in rows:
         found[row.owner, row.key].append(row)
     return {place: tuple(held) for place, held in found.items()}

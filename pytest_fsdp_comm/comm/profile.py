@@ -53,8 +53,10 @@ class Site:
     """FQN of the module that was running; None outside every module."""
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown."""
+    nbytes: int
+    """As `Calls.nbytes`."""
     dtype: str
-    """Element type of the tensors; empty for a barrier."""
+    """As `Calls.dtype`."""
     count: int
     """How many of the row's collectives."""
 
@@ -235,23 +237,28 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
     for event in recording.collectives:
         events[event.phase, event.owner, event.kind, event.axis].append(event)
     for (phase, owner, kind, axis), alike in events.items():
-        sites = Counter((event.issued_in, event.call_site, event.dtype) for event in alike)
+        calls = [Calls.of(event) for event in alike]
+        sites = Counter(
+            (event.issued_in, event.call_site, one.nbytes, one.dtype)
+            for event, one in zip(alike, calls, strict=True)
+        )
         yield Row(
             phase=phase,
             owner=owner,
             what=kind,
             axis=axis,
-            calls=_fold_calls(alike),
+            calls=tuple(sorted(replace(one, count=count) for one, count in Counter(calls).items())),
             sites=tuple(
-                Site(issued_in=issued_in, call_site=call_site, dtype=dtype, count=count)
-                for (issued_in, call_site, dtype), count in sites.most_common()
+                Site(
+                    issued_in=issued_in,
+                    call_site=call_site,
+                    nbytes=nbytes,
+                    dtype=dtype,
+                    count=count,
+                )
+                for (issued_in, call_site, nbytes, dtype), count in sites.most_common()
             ),
         )
-
-
-def _fold_calls(events: Iterable[Collective]) -> tuple[Calls, ...]:
-    counts = Counter(map(Calls.of, events))
-    return tuple(sorted(replace(alike, count=count) for alike, count in counts.items()))
 
 
 def _fold_others(recording: Recording) -> Iterable[Row]:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Final
 
 from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
+from pytest_fsdp_comm.comm.diff import Change, Comparison, NewCalls
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.sentences import sentence, timing_sentence
 from pytest_fsdp_comm.comm.explanation.states import count_of, nbytes_of
@@ -16,22 +16,23 @@ from pytest_fsdp_comm.comm.explanation.steps import WRITES, Replaced, Step
 from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import FailureText
-from pytest_fsdp_comm.text.fqn import fold_fqns, name_owners
+from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 _MAX_CALLS: Final = 3
+_MAX_LINES: Final = 3
 
 
 def render_comparison(
     comparison: Comparison, *, snapshot: str, notes: Sequence[str] = ()
 ) -> FailureText:
     """Explain a failed comparison of recordings, the most important change first."""
-    sites = [_site_of(step, comparison.sites) for step in comparison.steps]
+    new_calls = [_new_calls_of(step, comparison) for step in comparison.steps]
     steps = [
-        f"{sentence(step)}, at {site}" if site else sentence(step)
-        for step, site in zip(comparison.steps, sites, strict=True)
+        f"{sentence(step)}, at {_name_lines(calls)}" if _lines(calls) else sentence(step)
+        for step, calls in zip(comparison.steps, new_calls, strict=True)
     ]
     cost = cost_lines(comparison.cost)
     # The lines about the cost say it better.
@@ -59,7 +60,7 @@ def render_comparison(
             *map(_change_line, quiet),
         ),
         told=told,
-        sent=tuple(_sent(comparison, sites, told)),
+        sent=tuple(_sent(comparison, new_calls, told)),
         causes=tuple(cause.text for cause in comparison.causes),
         notes=tuple(notes),
     )
@@ -80,34 +81,48 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 
 
 def _sent(
-    comparison: Comparison, sites: Sequence[str], lines: Sequence[str]
+    comparison: Comparison, new_calls: Sequence[NewCalls], told: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each change with the line that sends; without any, the first place that differs."""
-    found = [(site, line) for site, line in zip(sites, lines, strict=True) if site]
-    found += [
-        (change.sites[0].call_site, _change_line(change))
-        for change in comparison.left
-        if change.sites and change.sites[0].call_site and change.phase is not Phase.BACKWARD
+    """Yield each change with the lines that send; without any, the first one that differs."""
+    found = [
+        (calls, line if calls.is_certain else f"{line}, at {_name_lines(calls)}")
+        for calls, line in zip(new_calls, told, strict=True)
     ]
-    if not found:
-        places = (site.call_site for change in comparison.changes for site in change.sites)
-        if first := next(filter(None, places), ""):
-            found = [(first, next(iter(lines), "") or headline(comparison.changes))]
-    yield from found
+    found += [
+        (change.new_calls, _change_line(change))
+        for change in comparison.left
+        if change.phase is not Phase.BACKWARD
+    ]
+    if not any(_lines(calls) for calls, _ in found):
+        differing = [one.new_calls for one in comparison.changes if _lines(one.new_calls)]
+        found = [(calls, [*told, headline(comparison.changes)][0]) for calls in differing[:1]]
+    for calls, text in found:
+        yield from ((line, text) for line in _lines(calls)[:_MAX_LINES])
 
 
-def _site_of(step: Step, sites: Sites) -> str:
-    """Where the first collective that a step adds was issued."""
+def _new_calls_of(step: Step, comparison: Comparison) -> NewCalls:
+    """The calls that a step adds, but for those of backward."""
     if not isinstance(step, Replaced) or step.kind in WRITES:
-        return ""
-    for owner in step.facts.get("modules") or step.owners:
-        for key, rows in step.rows[owner].items():
-            if key.subject != "collective" or key.phase is Phase.BACKWARD or not rows:
-                continue
-            found = sites.get((owner, key), ())
-            if found and found[0].call_site:
-                return found[0].call_site
-    return ""
+        return NewCalls()
+    return NewCalls.join(
+        comparison.new_calls(owner, key, step.was[owner].get(key, ()), rows)
+        for owner in step.facts.get("modules") or step.owners
+        for key, rows in step.rows[owner].items()
+        if key.subject == "collective" and key.phase is not Phase.BACKWARD
+    )
+
+
+def _lines(calls: NewCalls) -> list[str]:
+    return [*dict.fromkeys(site.call_site for _, site in calls.sites if site.call_site)]
+
+
+def _name_lines(calls: NewCalls) -> str:
+    """All lines that may have issued the calls: ``a.py:9 or b.py:17``."""
+    lines = _lines(calls)
+    more = len(lines) - _MAX_LINES
+    shown = [*lines[:_MAX_LINES], *([f"{more} more"] if more > 0 else [])]
+    word = "and" if calls.is_certain or more > 0 else "or"
+    return f" {word} ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
 def _change_line(change: Change) -> str:
@@ -170,18 +185,13 @@ def _listed(amounts: Sequence[Row]) -> str:
 
 
 def _site(change: Change) -> str:
-    if not change.sites:
-        return ""
-    site = change.sites[0]
-    owner = change.owners[0] if change.owners else None
-    parts = []
-    if site.issued_in is not None and site.issued_in != owner:
-        parts.append(f"in {fold_fqns([site.issued_in])[0]}")
-    if site.call_site:
-        parts.append(f"at {site.call_site}")
+    sites = change.new_calls.sites
+    issued_in = {site.issued_in for owner, site in sites if site.issued_in != owner} - {None}
     # In backward every call site is the line with .backward(), which says nothing.
-    if change.phase is Phase.BACKWARD and site.issued_in in {owner, None}:
+    if not sites or (change.phase is Phase.BACKWARD and not issued_in):
         return ""
+    parts = [f"in {name_owners(issued_in)}"] if issued_in else []
+    parts += [f"at {_name_lines(change.new_calls)}"] if _lines(change.new_calls) else []
     return f"issued {' '.join(parts)}" if parts else ""
 
 

@@ -29,7 +29,11 @@ class Recorded:
         row = Row(
             phase=Phase.FORWARD, owner="a_b", what="all_gather", axis="dp",
             calls=(Calls(count=1, nbytes=nbytes, dtype="float32", role="parameters"),),
-            sites=(Site(issued_in="a_b", call_site="train.py:7", dtype="float32", count=1),),
+            sites=(
+                Site(
+                    issued_in="a_b", call_site="train.py:7", nbytes=nbytes, dtype="float32", count=1
+                ),
+            ),
         )
         axis = MeshAxis(name="dp", size=2, dims=((2, 1),))
         return CommProfile(world_size=2, mesh_axes=(axis,), rows=(row,), backend="gloo")

@@ -1,6 +1,7 @@
 """What differs between two profiles, why, and how it reads."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 from sample_profiles import counted
@@ -92,7 +93,7 @@ def rendered(old, new, *, cost=None, **changes):
 
 
 def test_the_text_of_a_change_names_site_cause_and_remedy():
-    site = Site(issued_in="layers.1", call_site="model.py:88", dtype="float32", count=2)
+    site = Site(issued_in="layers.1", call_site="model.py:88", nbytes=KIB, dtype="float32", count=2)
     old = profile(row(FORWARD, "layers.2", "all_gather"))
     new = profile(row(FORWARD, "layers.2", "all_gather", 2, 2 * KIB, sites=(site,)))
     text = rendered(old, new, notes=("odd",))
@@ -240,14 +241,71 @@ def test_which_ranks_were_recorded_is_compared(before, after, line):
         assert rendered(old, new).lines[1] == f"  {line}"
 
 
-def test_sent_names_the_line_of_each_change():
-    def sent(phase, count):
-        site = Site(issued_in="a", call_site="train.py:7", dtype="float32", count=1)
-        return row(phase, "a", "all_gather", count, count * KIB, sites=(site,))
+def sent(*lines, phase=FORWARD, owner="a", ranks=()):
+    """A row of one call of some KiB at each line, as it was recorded."""
+    sites = [
+        Site(issued_in=owner, call_site=line, nbytes=size * KIB, dtype="float32", count=1)
+        for line, size in lines
+    ]
+    counts = Counter(Calls(nbytes=size * KIB, dtype="float32") for _, size in lines)
+    held = tuple(sorted(dataclasses.replace(one, count=n) for one, n in counts.items()))
+    return row(phase, owner, "all_gather", calls=held, sites=tuple(sites), ranks=ranks)
 
-    both = profile(sent(FORWARD, 1), sent(BACKWARD, 1))
+
+# Files without a directory, by which each line of a case is short.
+A, B, C, D, E = (f"{name}.py:1" for name in "abcde")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "place"),
+    [
+        # Added, with a size of its own; then with that of an unchanged call.
+        ([(A, 1)], [(A, 1), (B, 5)], ", issued at b.py:1"),
+        ([(A, 1)], [(A, 1), (B, 1)], ", issued at a.py:1 or b.py:1"),
+        # The size of one of two changes, and becomes that of the other.
+        ([(A, 1), (B, 4)], [(A, 1), (B, 9)], ", issued at b.py:1"),
+        ([(A, 1), (B, 4)], [(A, 1), (B, 1)], ", issued at a.py:1 or b.py:1"),
+        # Two are new.
+        ([(A, 1)], [(A, 1), (B, 5), (C, 5)], ", issued at b.py:1 and c.py:1"),
+        ([], [(A, 1), (B, 5)], ", issued at a.py:1 and b.py:1"),
+        (
+            [],
+            [(line, 1) for line in (A, B, C, D, E)],
+            ", issued at a.py:1, b.py:1, c.py:1 and 2 more",
+        ),
+        # The lines that are left did not change.
+        ([(A, 1), (B, 5)], [(A, 1)], ""),
+        ([(A, 1), (B, 1)], [(A, 1)], ""),
+    ],
+)
+def test_change_names_all_lines_that_may_be_new(before, after, place):
+    # Another module, without which all of it would be explained.
+    other = row(FORWARD, "b", "broadcast")
+    old = profile(*[sent(*before)] * bool(before), other)
+    text = rendered(old, profile(sent(*after), other))
+    line = next(one for one in text.changes if "all_gather" in one)
+    assert line.partition(", issued")[1:] == place.partition(", issued")[1:]
+
+
+def test_change_of_some_ranks_names_their_lines():
+    old = profile(sent((A, 1), ranks=(0, 1)), sent((B, 1), ranks=(2, 3)))
+    new = profile(sent((A, 1), ranks=(0, 1)), sent((B, 1), (C, 5), ranks=(2, 3)))
+    assert rendered(old, new).changes[0].endswith(", issued at c.py:1")
+
+
+def test_change_of_two_modules_names_the_lines_of_both():
+    old = profile(sent((A, 1)), sent((A, 1), owner="b"))
+    new = profile(sent((A, 1), (B, 5)), sent((A, 1), (C, 5), owner="b"))
+    assert rendered(old, new).changes[0].endswith(", issued at b.py:1 and c.py:1")
+
+
+def test_sent_names_the_line_of_each_change():
+    def calls_of(phase, count):
+        return sent(*[("train.py:7", 1)] * count, phase=phase)
+
+    both = profile(calls_of(FORWARD, 1), calls_of(BACKWARD, 1))
     for phase, other in ((FORWARD, BACKWARD), (BACKWARD, FORWARD)):
-        changed = profile(sent(phase, 2), sent(other, 1))
+        changed = profile(calls_of(phase, 2), calls_of(other, 1))
         ((place, text),) = rendered(both, changed).sent
         assert place == "train.py:7"
         # Without a line in forward, the first place that differs stands for all of it.
