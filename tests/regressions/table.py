@@ -165,4 +165,6 @@ def write(folder, texts):
 def told(comparison: "Comparison") -> list[str]:
     """What is told of a change: without its head, its cost, and where in the code it was."""
     shown = render_comparison(replace(comparison, cost=Cost()), snapshot="s").body
-    return [re.sub(r",(?: issued)?(?: in \S+)? at \S+:\d+$", "", line.strip()) for line in shown]
+    lines = r"\S+:\d+(?:,? \S+:\d+| or| and| \d+ more)*$"
+    places = rf",(?: issued)?(?: in \S+(?:, \S+)*(?: and \d+ more)?)? at {lines}"
+    return [re.sub(places, "", line.strip()) for line in shown]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import chain
 from typing import Final
 
 from pytest_fsdp_comm.comm.calls import Calls
@@ -12,11 +14,12 @@ from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Size
 from pytest_fsdp_comm.comm.explanation.names import AxisRenamed, Layers, Renamed
 from pytest_fsdp_comm.comm.explanation.passes import sum_in_forward
 from pytest_fsdp_comm.comm.explanation.search import TimingChange
-from pytest_fsdp_comm.comm.explanation.states import Owner, calls_of, count_of, is_gather, largest
+from pytest_fsdp_comm.comm.explanation.states import Owner, is_gather, largest
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 from pytest_fsdp_comm.comm.profile import RowKey
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, name_owners
-from pytest_fsdp_comm.text.words import show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
+from pytest_fsdp_comm.text.words import counted, show_nbytes, show_nbytes_change
 
 _MAX_GROUPS: Final = 3
 _ROLES: Final = tuple(Role)
@@ -93,15 +96,19 @@ def _of_replaced(step: Replaced) -> str:
     who, facts = name_owners(step.owners), step.facts
     match step.kind:
         case "reduced times":
-            counts = {
-                (count_of(step.was[owner][key]), count_of(rows))
-                for owner, held in step.rows.items()
-                for key, rows in held.items()
-                if key.axis
-            }
+            counts = [
+                {
+                    row.count
+                    for held in side.values()
+                    for key, rows in held.items()
+                    for row in rows
+                    if key.axis
+                }
+                for side in (step.was, step.rows)
+            ]
             often = f"{facts['times']} times as often"
-            if len(counts) == 1:
-                often = "{} -> {} times".format(*counts.pop())
+            if all(len(side) == 1 for side in counts):
+                often = "{} -> {} times".format(*chain(*counts))
             kinds = sorted({key.what for held in step.rows.values() for key in held if key.axis})
             rest = ", gathers as before" if facts["is_sharded"] else ""
             return f"gradients of {who} reduced {often} ({', '.join(kinds)}){rest}"
@@ -125,9 +132,10 @@ def _of_replaced(step: Replaced) -> str:
             return f"{what} {_sizes(sizes)} in each call"
         case "buckets":
             numbers = {
-                sum(call.count for call in calls_of(rows) if call.role == Role.GRADIENTS)
+                sum(call.count for call in row.calls if call.role == Role.GRADIENTS)
                 for held in step.rows.values()
                 for rows in held.values()
+                for row in rows
             }
             calls = "1 call" if numbers == {1} else f"{'/'.join(map(str, sorted(numbers)))} calls"
             return f"gradients of {who} sent in {calls}, as many bytes in all"
@@ -172,14 +180,14 @@ def _of_replaced(step: Replaced) -> str:
                 if facts["phase"] is Phase.FORWARD
                 else "outside of forward and backward"
             )
-            return f"{what} gathered in full {where}: {_calls(step)} more"
+            return f"{what} gathered in full {where}: {_calls(step, more='more')}"
         case "unit sizes":
             return f"other sizes of parameters: {_sizes(facts['sizes'])} in each gather"
         case "freed":
-            how, sign = "kept gathered after forward, not gathered in backward", "less"
+            how, more = "kept gathered after forward, not gathered in backward", "less"
             if step.came:
-                how, sign = "freed after forward, gathered again in backward", "more"
-            return f"{who} {how}: {_calls(step, is_gather)} {sign}"
+                how, more = "freed after forward, gathered again in backward", "more"
+            return f"{who} {how}: {_calls(step, is_gather, more=more)}"
         case "gathered elsewhere":
             axes = {key.axis for held in step.rows.values() for key, rows in held.items() if rows}
             return f"{who} gathered over {', '.join(sorted(axes - {''}))} in backward now"
@@ -259,24 +267,50 @@ def _calls(
     owners: Iterable[Owner] = (),
     *,
     is_new: bool = False,
+    more: str = "",
 ) -> str:
-    """How much more or less is sent: ``3 calls, 30.0 KiB in all``; empty if nothing is."""
-    count = nbytes = 0
+    """How much more or less a rank sends: ``3 calls, 30.0 KiB in all``; empty if nothing is."""
+    # Count and bytes, by the ranks of rows.
+    amounts: defaultdict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0])
     is_sized = True
     for sign, side in ((1, step.rows), (-1, {} if is_new else step.was)):
         for owner in owners or step.owners:
             for key, rows in side.get(owner, {}).items():
-                for call in calls_of(rows) if key.subject == "collective" else ():
-                    if includes(key, call):
-                        count += sign * call.count
-                        nbytes += sign * call.count * call.nbytes
+                for row in rows if key.subject == "collective" else ():
+                    for call in filter(partial(includes, key), row.calls):
+                        amounts[row.ranks][0] += sign * call.count
+                        amounts[row.ranks][1] += sign * call.count * call.nbytes
                         is_sized &= not call.lacks_size
-    # The bytes of some would read as those of all.
-    nbytes *= is_sized
-    if abs(count) == 1:
-        return f"1 call of {show_nbytes(abs(nbytes))}" if nbytes else "1 call"
-    in_all = f", {show_nbytes(abs(nbytes))} in all" if nbytes else ""
-    return f"{abs(count)} calls{in_all}" if count else ""
+
+    def amount_of(count: int, nbytes: int) -> str:
+        in_all = ""
+        # The bytes of some would read as those of all.
+        if nbytes and is_sized:
+            size = show_nbytes(abs(nbytes))
+            in_all = f" of {size}" if abs(count) == 1 else f", {size} in all"
+        return " ".join(filter(None, (f"{counted(abs(count), 'call')}{in_all}", more)))
+
+    everywhere = tuple(amounts.pop((), (0, 0)))
+    named = sorted(set(chain(*amounts)))
+    ranks_of: dict[tuple[int, ...], list[int]] = {}
+    for rank in named:
+        of_rank = (amount for ranks, amount in amounts.items() if rank in ranks)
+        ranks_of.setdefault(tuple(map(sum, zip(everywhere, *of_rank, strict=True))), []).append(
+            rank
+        )
+    texts = [
+        f"{amount_of(*amount)} on {'each of ' * (len(ranks) > 1)}{name_ranks(ranks)}"
+        for amount, ranks in ranks_of.items()
+        if amount[0]
+    ]
+    if len(texts) > _MAX_GROUPS:
+        fewest, most = (choose(abs(count) for count, _ in ranks_of) for choose in (min, max))
+        least = f"{fewest} to " if fewest < most else ""
+        texts = [f"{least}{counted(most, 'call')} on each of {name_ranks(named)}"]
+    if everywhere[0]:
+        where = f" on each rank but {write_ranks(named)}" if named else ""
+        texts.append(f"{amount_of(*everywhere)}{where}")
+    return ", ".join(texts)
 
 
 def _with_calls(text: str, calls: str) -> str:

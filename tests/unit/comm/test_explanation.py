@@ -180,6 +180,27 @@ def test_a_unit_that_came_has_bytes_that_no_other_unit_lost():
     assert not any(step.kind == "unit" for step in explain(old, shrunk).steps)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "calls"),
+    [
+        # All alike; the sender of a scatter; two stages of a pipeline, by their size.
+        ({(): 16}, "1 call of 16 B"),
+        ({(0,): 32, (1, 2): 16}, "1 call of 32 B on rank 0, 1 call of 16 B on each of ranks 1-2"),
+        ({(0, 1): 16, (2, 3): 16}, "1 call of 16 B on each of ranks 0-3"),
+        ({(rank,): 16 * (1 + rank) for rank in range(4)}, "1 call on each of ranks 0-3"),
+        ({(): 8, (1,): 16}, "2 calls, 24 B in all on rank 1, 1 call of 8 B on each rank but 1"),
+    ],
+)
+def test_calls_are_counted_for_each_rank(ranks, calls):
+    """The modules of a rank have its rows; over this axis nothing was sent before."""
+    rows = [
+        replace(row(BACKWARD, f"stage{place}", "all_reduce", nbytes, axis="tp"), ranks=of)
+        for place, (of, nbytes) in enumerate(ranks.items())
+    ]
+    (step,) = explain(profile(), profile(extra=[rows])).steps
+    assert sentence(step) == f"sent over tp now, over which nothing was: {calls}"
+
+
 def under_hsdp(rows):
     """The same units, whose gradients are reduced between replicas as well."""
     rows = [replace(one, axis="shard") if one.axis == "dp" else one for one in rows]
