@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from pytest_fsdp_comm.comm.calls import UNTIMED
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.causes import Cause, Seen, find_causes
+from pytest_fsdp_comm.comm.explanation.causes import Cause, Seen, find_causes, swapped_axes
 from pytest_fsdp_comm.comm.explanation.search import Explanation, explain
 from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
@@ -133,7 +133,8 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
         return Comparison(changes=())
     cost = cost_of_change(old, new)
     if not rows:
-        return Comparison(changes=frames, left=frames, cost=cost)
+        causes = tuple(swapped_axes(old, new))
+        return Comparison(changes=frames, left=frames, causes=causes, cost=cost)
     explanation = explain(old, new)
     return Comparison(
         changes=(*frames, *rows),

@@ -21,7 +21,14 @@ from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.snapshots.documents import Profile
 from pytest_fsdp_comm.tree import diff as tree_diff
 from pytest_fsdp_comm.tree.diff import TreeChange
-from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, policy_change
+from pytest_fsdp_comm.tree.profile import (
+    ParameterFacts,
+    TreeFacts,
+    TreeProfile,
+    lost_root,
+    new_roots,
+    policy_change,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +157,18 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
             for policy in [policy_change(before[unit], after[unit])]
             if policy
         },
-        new_roots=frozenset(
-            unit for unit in units if after[unit].is_root and not before[unit].is_root
+        new_roots=new_roots(old, new),
+        lost_root=lost_root(old, new),
+        prefetching=frozenset(
+            name
+            for name in ("forward_prefetch", "backward_prefetch", "prefetch")
+            for unit in units
+            if getattr(before[unit], name) != getattr(after[unit], name)
         ),
         is_other_dtype=any(was.dtype != now.dtype for pairs in held.values() for was, now in pairs),
         is_other_policy=any(before[unit].precision != after[unit].precision for unit in units),
+        is_other_shape={name: facts.shape for name, facts in old.parameters.items()}
+        != {name: facts.shape for name, facts in new.parameters.items()},
         is_reduce_dtype_unset=all(
             facts.kind == "fsdp2" and facts.precision.reduce_dtype is None
             for unit in units
@@ -175,6 +189,6 @@ def _parameters_of(
         module = name
         while module and module not in unit_of:
             module = module.rpartition(".")[0]
-        if module in unit_of:
-            found[unit_of[module]].append((old[name], new[name]))
+        unit = unit_of.get(module, name.rpartition(".")[0])
+        found[unit].append((old[name], new[name]))
     return found

@@ -17,6 +17,7 @@ from pytest_fsdp_comm.tree.profile import (
     TreeProfile,
     UnitFacts,
     comparable,
+    lost_root,
     policy_change,
 )
 
@@ -37,10 +38,6 @@ class TreeChange:
         return f"{self.subject}: {self.what}{cause}"
 
 
-_NO_ROOT: Final = (
-    "fully_shard on the root is missing, so each of these becomes a root and keeps its parameters "
-    "after forward"
-)
 _NEW_ROOT: Final = "becomes a root"
 _Fact = TypeVar("_Fact")
 
@@ -107,7 +104,7 @@ def _frame_change(
 def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
     """List the changes of world, mesh, units and parameters, each in natural order."""
     units = _units_by_label(old), _units_by_label(new)
-    likely = _NO_ROOT if "" in units[0] and "" not in units[1] else ""
+    likely = lost_root(old, new)
     return (
         *_frame_change("world_size", old.world_size, new.world_size),
         *_frame_change("mesh", old.mesh_axes, new.mesh_axes, show_mesh),

@@ -44,6 +44,33 @@ def policy_change(old: UnitFacts, new: UnitFacts) -> str:
     return f"sharding_strategy {_strategy(old)} -> {_strategy(new)}"
 
 
+def lost_root(old: TreeFacts, new: TreeFacts) -> str:
+    """Say why units below the root became roots of their own; empty if none did."""
+    before, after = old.units.get(1, {}), new.units.get(1, {})
+    roots = new_roots(old, new)
+    if "" not in before or not roots:
+        return ""
+    below = "each unit below is a root of its own"
+    if "" in after:
+        return f"the forward of the root is not called, so that {below}"
+    if any(not new.parameters.get(name, was).managed for name, was in old.parameters.items()):
+        below = (
+            f"its own parameters are not sharded, their gradients not reduced by FSDP, and {below}"
+        )
+    elif any(policy_change(before[name], after[name]) for name in roots):
+        below += " and keeps its parameters after forward"
+    call = "FullyShardedDataParallel" if before[""].kind == "fsdp1" else "fully_shard"
+    return f"{call} on the root is missing: {below}"
+
+
+def new_roots(old: TreeFacts, new: TreeFacts) -> frozenset[str]:
+    """The units of both trees that are roots in the new one alone."""
+    before, after = old.units.get(1, {}), new.units.get(1, {})
+    return frozenset(
+        name for name in before.keys() & after.keys() if after[name].is_root > before[name].is_root
+    )
+
+
 def _strategy(unit: UnitFacts) -> str:
     if unit.reshard_after_forward is None:
         return "NO_SHARD"

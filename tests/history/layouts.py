@@ -32,6 +32,7 @@ def hybrid_fell_back_to_all_ranks(changed):
     happened="The axes of the mesh were in the wrong order: ranks of tensor parallelism lay on "
     "different nodes.",
     first="mesh: dp=2 stride 2, tp=2 stride 1 -> dp=2 stride 1, tp=2 stride 2",
+    likely="the axes dp and tp are swapped in the mesh: dp is inside now",
 )
 def tensor_parallelism_across_nodes(changed):
     return of(sharded(axes=mesh(tp=2, dp=2) if changed else mesh(dp=2, tp=2)), step)
@@ -85,7 +86,7 @@ def on_all_heads():
     happened="The plan had the norms of queries and keys work on all heads, gathered before each, "
     "although a norm needs one head alone.",
     first="layers.{0..1}.attention.key_norm, layers.{0..1}.attention.query_norm forward: redistributed (Shard(dim=2)) -> (Replicate()), which sends all_gather[tp]: 4 calls, 4.0 KiB in all",
-    likely="its layouts in the plan and those before or after it no longer match",
+    likely="its layouts in the plan and those before or after it differ now, or redistribute() or full_tensor() is called",
     more={"all_gather": 8},  # 2 norms of 2 layers, in forward and in backward
     neighbour=lambda: normed(BY_HEAD, nn.LayerNorm),
 )
@@ -131,7 +132,7 @@ def a_product_that_needs_no_gather(changed):
     happened="Log-probabilities of the chosen tokens were taken from logits of the whole "
     "vocabulary, gathered on each rank.",
     first="head forward: redistributed (Shard(dim=2)) -> (Replicate()), which sends all_gather[tp]: 1 call of 2.0 KiB",
-    likely="its layouts in the plan and those before or after it no longer match",
+    likely="its layouts in the plan and those before or after it differ now, or redistribute() or full_tensor() is called",
     more={"all_gather": 1, "all_reduce": -3},  # maximum, sum and loss were reduced
 )
 def logits_of_the_whole_vocabulary(changed):

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Final
 
 from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Sizes
+from pytest_fsdp_comm.comm.explanation.passes import NORM
 from pytest_fsdp_comm.comm.explanation.search import Explanation
+from pytest_fsdp_comm.comm.explanation.states import Owner, count_of, role_of, sole, template
 from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.text.fqn import name_owners
 
-# Note [Causes]: a step is exact, so a cause explains all of its rows. The rule of a step names what
-# its rows suggest, unless the trees of the test, or a change of torch's own, know it better; here
-# several steps together decide first. docs/causes.md has what would refute each,
-# `tests/regressions` its cases.
-
-_CALLED: Final = (
-    "called several times in one forward, as by a loss in chunks: unshard it once around the "
-    "calls, or leave it in its parent's unit"
-)
+# Note [Causes]: a step is exact, so a cause explains all of its rows. The rule of a step names all
+# readings of its rows, unless the recordings, the trees of the test, or a change of torch's own
+# refute some. Several steps together, and rows that no step explains, have rules of their own.
+# docs/causes.md lists the causes, `tests/regressions/look_alikes.json` has changes that look alike.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +32,14 @@ class Cause:
     steps: tuple[Step, ...] = ()
     is_of_torch: bool = False
     """Whether another version of torch does it, without any change of the user's."""
+    is_unwanted: bool = False
+    """Whether nobody wants it, whatever its steps are."""
 
     @property
     def is_of_regression(self) -> bool:
-        return any(isinstance(step, Replaced) and _is_regression(step) for step in self.steps)
+        return self.is_unwanted or any(
+            isinstance(step, Replaced) and _is_regression(step) for step in self.steps
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,10 @@ class Seen:
     old: CommProfile
     new: CommProfile
     trees: Evidence | None
+
+    @property
+    def sides(self) -> tuple[CommProfile, CommProfile]:
+        return self.old, self.new
 
 
 def _is_regression(step: Replaced) -> bool:
@@ -62,26 +71,40 @@ def find_causes(
     explanation: Explanation, seen: Seen, *, is_same_mesh: bool = True
 ) -> tuple[Cause, ...]:
     """Name the probable causes of a difference, those of regressions first, torch's own last."""
-    found = _root_not_sharded(explanation)
+    roots = _roots(explanation, seen)
+    found = [
+        *roots,
+        *swapped_axes(*seen.sides),
+        *_norms_one_by_one(explanation, seen),
+        *_left_gathered(explanation, seen),
+    ]
     explained = [step for cause in found for step in cause.steps]
     for step in explanation.steps:
-        is_of_mesh = step.kind == "sizes" and not is_same_mesh
+        is_of_mesh = step.kind in {"sizes", "redistributed"} and not is_same_mesh
         # Beside rows that are left over, gathers may have moved there from elsewhere.
         is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
             text = _cause(step, seen)
             is_of_torch = isinstance(step, Dtype) and text == _reading_of_torch(step, seen) != ""
             found.append(Cause(text=text, steps=(step,), is_of_torch=is_of_torch))
-    if explanation.is_exact and not explanation.steps:
-        found += [Cause(text=one.cause) for one in explanation.timings]
+    # Units that are roots of their own are not gathered ahead.
+    found += [] if roots else _prefetching(explanation, seen)
     unique = {cause.text: cause for cause in found if cause.text}
     return tuple(
         sorted(unique.values(), key=lambda cause: (not cause.is_of_regression, cause.is_of_torch))
     )
 
 
-def _root_not_sharded(explanation: Explanation) -> list[Cause]:
-    """The root's unit is gone, and those below it behave as roots."""
+# Of several steps, or of rows that no step explains.
+
+_MISSING_ROOT: Final = (
+    "fully_shard on the root is missing: its own parameters are not sharded, their gradients not "
+    "reduced by FSDP, and each unit below is a root of its own; or its forward is not called"
+)
+
+
+def _roots(explanation: Explanation, seen: Seen) -> list[Cause]:
+    """The root's unit is gone or not called, and those below it behave as roots."""
     gone, kept = (
         [
             step
@@ -90,62 +113,233 @@ def _root_not_sharded(explanation: Explanation) -> list[Cause]:
         ]
         for kind in ("unit", "freed")
     )
-    if not (gone and kept and gone[0].owners == (ROOT_FQN,)):
-        return []
-    text = (
-        "fully_shard on the root is missing: its own parameters are not sharded, their "
-        "gradients not reduced by FSDP, and each unit below is a root of its own"
+    gone = [step for step in gone if step.owners == (ROOT_FQN,)]
+    trees = seen.trees
+    if trees is not None and trees.lost_root:
+        kept = [step for step in kept if trees.new_roots.issuperset(step.owners)]
+        return [Cause(text=trees.lost_root, steps=(*gone, *kept), is_unwanted=True)]
+    not_ahead = [
+        one
+        for one in explanation.timings
+        if one.subject == "ahead" and one.key.phase is Phase.BACKWARD and one.after[-1][0] == 0
+    ]
+    if trees is None and gone and (kept or not_ahead):
+        return [Cause(text=_MISSING_ROOT, steps=(*gone, *kept))]
+    return []
+
+
+def swapped_axes(old: CommProfile, new: CommProfile) -> Iterator[Cause]:
+    """Name axes of a mesh that change places."""
+    was, now = (
+        {axis.name: (axis.size, axis.dims[0][1]) for axis in side.mesh_axes if len(axis.dims) == 1}
+        for side in (old, new)
     )
-    return [Cause(text=text, steps=(*gone, *kept))]
+    for one, other in combinations(sorted(was.keys() & now.keys()), 2):
+        sizes, strides = zip(was[one], was[other], strict=True)
+        new_sizes, new_strides = zip(now[one], now[other], strict=True)
+        is_turned = (strides[0] < strides[1]) != (new_strides[0] < new_strides[1])
+        is_other = was[one] != now[one] and was[other] != now[other]
+        if is_other and is_turned and new_sizes in (sizes, sizes[::-1]):
+            inner = one if new_strides[0] < new_strides[1] else other
+            text = f"the axes {one} and {other} are swapped in the mesh: {inner} is inside now"
+            yield Cause(text=text, is_unwanted=True)
+        elif is_other and new_sizes == sizes[::-1] != sizes:
+            text = f"the sizes of {one} and {other} are swapped"
+            yield Cause(text=text, is_unwanted=True)
+
+
+def _norms_one_by_one(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
+    """Norms that were stacked and reduced in one call are reduced in a call each."""
+    (was, norms_before), (now, norms) = map(_reduced_norms, seen.sides)
+    gone, came = was - now, now - was
+    nbytes = [sum(size * count for size, count in calls.items()) for calls in (gone, came)]
+    is_single = gone and came and max(came) <= _SCALAR < min(gone)
+    if norms > max(norms_before, 1) and is_single and nbytes[1] <= nbytes[0]:
+        kinds = {"phase", "gathered in full", "redistributed"}
+        steps = [step for step in explanation.steps if step.kind in kinds]
+        text = (
+            "norms of gradients or weights are reduced one by one: pass all parameters to one "
+            "clip_grad_norm_, or stack the norms before they are reduced"
+        )
+        yield Cause(text=text, steps=tuple(steps), is_unwanted=True)
+
+
+_SCALAR: Final = 8
+"""The most bytes of one norm."""
+
+
+def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
+    """Sums in the phases that reduce norms of DTensors, by their bytes, and how many norms."""
+    norms, calls = Counter[Phase](), Counter[int]()
+    rows = [row for row in profile.rows if row.owner is None]
+    for row in rows:
+        norms[row.phase] += row.count * row.what.startswith(NORM)
+    for row in rows:
+        for call in row.calls if row.what == "all_reduce" and norms[row.phase] else ():
+            calls[call.nbytes] += call.count
+    return calls, norms.total()
+
+
+def _left_gathered(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
+    """Units that are no longer freed after the step, or after backward, and nothing else."""
+    rows = set(explanation.before) ^ set(explanation.after)
+    was, now = (
+        Counter({(row.owner, row.phase, row.what): row.count for row in side})
+        for side in (explanation.before, explanation.after)
+    )
+    acts = {(phase, what) for _, phase, what in was - now}
+    phases = {phase for phase, what in acts if what == "reshard"}
+    is_more = now - was or any(row.subject == "redistribution" for row in rows)
+    is_sent = any(row.axis and role_of((row,)) != Role.PARAMETERS for row in rows)
+    if explanation.steps or is_more or is_sent or (Phase.OUTSIDE, "unshard") in acts:
+        return
+    owners = {row.owner for row in rows}
+    # A unit alone may be one that an evaluation ran.
+    has_others = not owners.issuperset(_acts(seen.new, Phase.FORWARD, "unshard"))
+    is_freed = any(now[owner, Phase.BACKWARD, "reshard"] for owner in owners)
+    where = ""
+    if phases == {Phase.OUTSIDE} and has_others:
+        where = "after the step: is reshard() still called?"
+    elif phases == {Phase.BACKWARD} and not is_freed:
+        where = "after backward: set_reshard_after_backward(False), or set_is_last_backward(False)"
+    if where:
+        yield Cause(text=f"{name_owners(owners)} left gathered {where}", is_unwanted=True)
+
+
+def _prefetching(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
+    """Units are gathered earlier or later, for lists of the user's."""
+    timings = [one for one in explanation.timings if one.subject == "ahead"]
+    rows = (*explanation.before, *explanation.after)
+    is_felt = timings or any(role_of((row,)) == Role.PARAMETERS for row in rows)
+    is_renamed = any(step.kind in {"layers", "renamed"} for step in explanation.steps)
+    for way in (Phase.FORWARD, Phase.BACKWARD):
+        found = [(one.before[-1][0], one.after[-1][0]) for one in timings if one.key.phase is way]
+        later = {after < before for before, after in found}
+        if explanation.steps or not explanation.is_exact:
+            later = set()
+        call, changed = f"set_modules_to_{way}_prefetch", f"{way}_prefetch"
+        trees = seen.trees
+        if later == {True} and (trees is None or {changed, "prefetch"} & trees.prefetching):
+            # Units that are roots of their own are gathered by themselves alone.
+            has_root = trees or way is Phase.FORWARD or _acts(seen.new, way, "reshard")[ROOT_FQN]
+            is_ahead = any(after for _, after in found)
+            root = "" if has_root or is_ahead else ", or fully_shard on the root is missing"
+            yield Cause(text=f"less {way} prefetching ({call}; FSDP1: {changed}){root}")
+        elif trees is None and later == {True, False}:
+            yield Cause(text=f"{call} names other modules, or modules run in another order")
+        elif trees is not None and changed in trees.prefetching and is_felt and not is_renamed:
+            yield Cause(text=f"other lists of {call}, as the tree says")
+
+
+# Of one step.
 
 
 def _cause(step: Step, seen: Seen) -> str:
     """Why a step may have come about; empty if its sentence says all, or nothing is known."""
     match step:
         case Counts():
-            return _of_counts(step)
+            return _of_counts(step, seen)
         case Sizes():
-            # Gradients follow their parameters, or the mesh.
-            return "" if step.axis else "another batch or sequence, or another width"
+            return _of_sizes(step, seen)
         case Dtype():
             return _of_dtype(step, seen)
         case Replaced(kind="recomputed" | "phase" | "redistributed" | "gathered in full"):
             return _of_passes(step)
         case Replaced():
-            return _of_units(step, seen.trees)
+            return _of_units(step, seen)
     return ""
 
 
-def _of_counts(step: Counts) -> str:
+def _gathers(profile: CommProfile) -> set[tuple[Owner, str, int]]:
+    """Which units gather parameters, over which axes, and how many bytes in a call."""
+    return {
+        (row.owner, row.axis, call.nbytes)
+        for row in profile.collectives
+        for call in row.calls
+        if call.role == Role.PARAMETERS
+    }
+
+
+def _gathered_axes(profile: CommProfile) -> set[str]:
+    return {axis for _, axis, _ in _gathers(profile)}
+
+
+def _acts(profile: CommProfile, phase: Phase, act: str) -> Counter[Owner]:
+    """How often each unit is gathered (``unshard``), or freed (``reshard``), in a phase."""
+    counts = Counter[Owner]()
+    for row in profile.rows:
+        if (row.subject, row.phase, row.what) == ("reshard", phase, act):
+            counts[row.owner] += row.count
+    return counts
+
+
+def _of_counts(step: Counts, seen: Seen) -> str:
     if step.factor < 1 or step.factor.denominator != 1:
         return ""
+    often = f"{step.factor} times as many"
     if step.scope is Scope.EVERYTHING:
-        cause = "as many steps, or as many micro-batches, each of which reduces gradients"
-        return f"{step.factor} times {cause}"
+        rows = seen.new.collectives
+        if any(call.role == Role.GRADIENTS for row in rows for call in row.calls):
+            each = ", each of which reduces gradients"
+            return f"{often} steps, or as many micro-batches{each}"
+        is_forward = {row.phase for row in rows} <= {Phase.FORWARD}
+        what = "steps or micro-batches, or inputs of one loss"
+        return f"{often} {'forwards' if is_forward else what}"
     if step.scope is Scope.FORWARD:
+        sent = [
+            sum(row.count for row in side.rows if row.what in {"send", "recv"})
+            for side in seen.sides
+        ]
+        if sent[1]:
+            return f"{often} micro-batches" if sent[1] == sent[0] * step.factor else ""
+        was, now = (_acts(side, Phase.BACKWARD, "reshard") for side in seen.sides)
+        if any(now[owner] > count > 0 for owner, count in was.items()):
+            return "several forwards share one backward, as where a loss takes two inputs"
         return "forwards without a backward, such as an evaluation"
     is_of_passes = step.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
     if not is_of_passes or step.reductions == step.factor:
         return ""
     other = "" if step.has_activations else ", or parameters freed after each backward"
-    return f"gradients accumulated over {step.factor} times as many micro-batches{other}"
+    return f"gradients accumulated over {often} micro-batches{other}"
+
+
+def _of_sizes(step: Sizes, seen: Seen) -> str:
+    if step.axis:
+        return ""  # gradients follow their parameters, or the mesh
+    kinds = {row.what for row in seen.old.collectives if role_of((row,)) == Role.ACTIVATIONS}
+    batch = "another batch or sequence"
+    if kinds == {"all_to_all"}:
+        batch = "another batch, sequence, expert capacity or routing"
+    was, now = map(_gathers, seen.sides)
+    is_same_width = was == now != set() or (seen.trees and not seen.trees.is_other_shape)
+    return batch if is_same_width else f"{batch}, or another width"
 
 
 def _of_dtype(step: Dtype, seen: Seen) -> str:
-    trees = seen.trees
-    if trees is not None and trees.is_other_dtype != trees.is_other_policy:
-        what = "the model's own dtype" if trees.is_other_dtype else "MixedPrecisionPolicy"
-        return f"{what}, as the tree says"
+    trees, is_refuted = seen.trees, False
+    if trees is not None:
+        is_dtype, is_policy = trees.is_other_dtype, trees.is_other_policy
+        is_refuted = not (is_dtype or is_policy)
+        if is_dtype != is_policy:
+            what = "the model's own dtype" if is_dtype else "MixedPrecisionPolicy"
+            return f"{what}, as the tree says"
     if torchs := _reading_of_torch(step, seen):
         return torchs
     if Role.PARAMETERS in step.roles:
         # Which trees do not show.
-        own = "the weights' own fsdp_pre_all_gather, such as torchao's float8 all-gather, "
-        is_own = ("float8" in step.old) != ("float8" in step.new)
-        return own * is_own + "MixedPrecisionPolicy, or the model's own dtype"
-    if Role.GRADIENTS in step.roles:
-        return "reduce_dtype of MixedPrecisionPolicy, or a communication hook"
-    return "the model's own dtype, or autocast"
+        own = "the weights' own fsdp_pre_all_gather, such as torchao's float8 all-gather"
+        if is_refuted:
+            return own
+        own = f"{own}, " * (("float8" in step.old) != ("float8" in step.new))
+        return f"{own}MixedPrecisionPolicy, or the model's own dtype"
+    gathered = _gathered_axes(seen.old)
+    is_partial = gathered and gathered.isdisjoint(axis for _, axis in step.parts)
+    if Role.GRADIENTS in step.roles and not is_partial:
+        hook = "a communication hook"
+        policy = f"reduce_dtype of MixedPrecisionPolicy, or {hook}"
+        return f"{hook}, or gradients cast by hand" if is_refuted else policy
+    known = "MixedPrecisionPolicy, " if gathered else "the model's own dtype, "
+    return f"{'' if is_refuted else known}autocast, or a cast by hand"
 
 
 _REDUCES_IN_FLOAT32: Final = (2, 15)
@@ -172,11 +366,7 @@ def _reading_of_torch(step: Dtype, seen: Seen) -> str:
         return ""
     since = f"in float32 since torch 2.15, in {low} before"
     axes = {axis for _, axis in step.parts}
-    gathered = {
-        row.axis
-        for row in old.rows
-        if row.what == "all_gather" and any(call.role == Role.PARAMETERS for call in row.calls)
-    }
+    gathered = _gathered_axes(old)
     if gathered and axes.isdisjoint(gathered):
         return (
             f"FSDP2 has partial gradients reduced over {', '.join(sorted(axes))} {since}: it casts "
@@ -204,28 +394,40 @@ def _of_passes(step: Replaced) -> str:
             if facts["is_partly"]:
                 more_or_less = "more" if came else "less"
                 return f"{more_or_less} is recomputed: other modules, or other checkpointing"
-            return f"activation checkpointing was switched {'on' if came else 'off'}"
+            if came:
+                other = "selective checkpointing no longer saves what is sent"
+            elif facts["gathers_again"]:
+                other = "use_reentrant became False"
+            else:
+                other = "selective checkpointing saves what is sent now"
+            return f"activation checkpointing was switched {'on' if came else 'off'}, or {other}"
         case "phase", came:
             if not facts["has_norms"]:
                 return ""
             if came:
-                return "norms of gradients are computed, as clip_grad_norm_ does"
-            gone = "norms of gradients are no longer computed"
+                return (
+                    "norms of gradients or weights are computed, as by clip_grad_norm_, a log of "
+                    "norms, or an optimizer such as LAMB"
+                )
+            gone = "norms of gradients or weights are no longer computed"
             if facts["is_elsewhere"]:
                 return f"{gone} as clip_grad_norm_ does, or not at all"
             return f"{gone}: is clip_grad_norm_ still called in each step?"
         case "redistributed", came:
             if not came or facts["phase"] is not Phase.FORWARD or None in step.owners:
                 return ""
-            return "its layouts in the plan and those before or after it no longer match"
+            return (
+                "its layouts in the plan and those before or after it differ now, or "
+                "redistribute() or full_tensor() is called"
+            )
     where = "a full state dict as of a checkpoint, or a DTensor that is printed or logged"
     if facts["phase"] is Phase.FORWARD:
         where = "such as once for each chunk of a loss"
     return f"full_tensor() or redistribute(), {where}"
 
 
-def _of_units(step: Replaced, trees: Evidence | None) -> str:
-    facts = step.facts
+def _of_units(step: Replaced, seen: Seen) -> str:
+    facts, trees = step.facts, seen.trees
     match step.kind, step.came:
         case "freed", came:
             now, before, cost = ("False", "SHARD_GRAD_OP", "less traffic, more memory")
@@ -247,13 +449,18 @@ def _of_units(step: Replaced, trees: Evidence | None) -> str:
                 "set_unshard_in_backward(False) is no longer called on it, which saves gathering "
                 "what its backward does not need, such as the weight of an embedding"
             )
-        case "split off", _ if facts["times"]:
-            return _CALLED
-        case "called", _ if facts["is_called"]:
-            return _CALLED
+        case "split off" | "called", _ if facts["times"] and facts.get("is_called", True):
+            return _of_called(step, seen)
         case "reduced times", _ if facts["times"] > 1:
-            return _of_reduced_times(step)
+            return _of_reduced_times(step, seen)
         case "reduced", came:
+            axes = {key.axis for held in step.rows.values() for key in held if key.axis}
+            gathered = _gathered_axes(seen.old)
+            if not came and gathered and axes.isdisjoint(gathered):
+                return (
+                    "frozen, detached, or its placements say Replicate where the gradient is "
+                    "Partial"
+                )
             lost = "frozen, detached, or gradient synchronization switched off"
             return _frozen_or_thawed(step, trees) or ("" if came else lost)
         case "part reduced", _:
@@ -266,20 +473,51 @@ def _of_units(step: Replaced, trees: Evidence | None) -> str:
     return ""
 
 
-def _of_reduced_times(step: Replaced) -> str:
+def _of_called(step: Replaced, seen: Seen) -> str:
+    # Not how often it is gathered in backward: that may be ahead, by an order of modules that the
+    # call without a backward changed.
+    forward = _acts(seen.new, Phase.FORWARD, "unshard")
+    was, now = (_acts(side, Phase.BACKWARD, "reshard") for side in seen.sides)
+    if any(now[at] > was[at] > 0 or now[at] == forward[at] > 1 for at in step.owners):
+        return (
+            "called several times in one forward, as by a loss in chunks: unshard it once around "
+            "the calls, or leave it in its parent's unit"
+        )
+    again = "run again without a backward, as under no_grad"
+    # Of several layers of a list, all but the first get inputs that need gradients.
+    lists = Counter(template(owner) for owner in step.owners if owner is not None)
+    if any("*" in name and number > 1 for name, number in lists.items()):
+        return again
+    return f"{again}; or called several times on inputs that need no gradient"
+
+
+def _of_reduced_times(step: Replaced, seen: Seen) -> str:
     kinds = {key.what for held in step.rows.values() for key in held if key.axis}
     call = f"set_requires_{'all_reduce' if kinds == {'all_reduce'} else 'gradient_sync'}(False)"
-    if step.facts["is_alone"]:
+    is_sharded = step.facts["is_sharded"]
+    # A unit that was gathered by hand, beside others.
+    if step.facts["is_alone"] or (not is_sharded and _gathered_axes(seen.new)):
         return (
             "its backward runs several times, as by a loss in chunks: "
             f"call {call} on it for all but the last"
         )
-    switch, steps = f"call {call}", ""
-    if not step.facts["is_sharded"]:
+    switch, steps, each = f"call {call}", "", "in each micro-batch"
+    if not is_sharded:
         switch, steps = "enter no_sync()", f"{step.facts['times']} steps in place of one, or "
-    elif kinds != {"all_reduce"}:
-        switch += ", or enter no_sync() with FSDP1,"
-    return f"{steps}reduced in each micro-batch: {switch} for all micro-batches but the last"
+    else:
+        if kinds != {"all_reduce"}:
+            switch += ", or enter no_sync() with FSDP1,"
+        reduced = {
+            count_of(rows) for held in step.rows.values() for key, rows in held.items() if key.axis
+        }
+        gathered = _acts(seen.new, Phase.BACKWARD, "unshard")
+        backwards = {gathered[owner] for owner in step.owners} - {0}
+        often, passes = sole(reduced, 0), sole(backwards, 0)
+        if 1 < often < passes:
+            each = f"in {often} of {passes} micro-batches"
+        elif often > passes > 0 or not passes:
+            each = "in each micro-batch, or in several backwards of one forward"
+    return f"{steps}reduced {each}: {switch} for all micro-batches but the last"
 
 
 def _units_in(step: Replaced, trees: Evidence | None) -> set[str]:
@@ -295,11 +533,7 @@ def _policy(step: Replaced, trees: Evidence | None) -> str:
         return ""
     changes = {trees.policies.get(owner) for owner in owners}
     change = changes.pop() if len(changes) == 1 else None
-    if change is not None:
-        return f"{change}, as the tree says"
-    if owners <= trees.new_roots:
-        return "became roots, as the tree says: is fully_shard on the module above missing?"
-    return ""
+    return f"{change}, as the tree says" if change is not None else ""
 
 
 def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
@@ -310,5 +544,8 @@ def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
     if not step.came and owners <= trees.frozen:
         return "frozen, as the tree says"
     if not step.came and owners.isdisjoint(trees.frozen | trees.partly_frozen):
-        return "detached, or not synchronized: as the tree says, nothing was frozen"
+        other = (
+            "its output no longer used" if step.kind == "used in backward" else "not synchronized"
+        )
+        return f"detached, or {other}: as the tree says, nothing was frozen"
     return "no longer frozen, as the tree says" if step.came and owners <= trees.thawed else ""

@@ -23,6 +23,9 @@ from pytest_fsdp_comm.comm.explanation.states import (
 from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
+NORM: Final = "(_NormPartial"
+"""DTensor's placement of a norm before it is reduced (read in torch 2.6 to 2.15)."""
+
 
 def propose_of_passes(between: Between) -> Iterator[Step]:
     """Steps about phases, axes and activations."""
@@ -160,8 +163,7 @@ def _phase(
         keys,
         came=came,
         phases=phases,
-        # DTensor's placement of a norm before it is reduced (read in torch 2.6 to 2.15).
-        has_norms=any("(_NormPartial" in key.what for held in keys.values() for key in held),
+        has_norms=any(key.what.startswith(NORM) for held in keys.values() for key in held),
         is_elsewhere=any(
             key.subject == "redistribution"
             and key.phase is Phase.OUTSIDE

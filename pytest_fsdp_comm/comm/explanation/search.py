@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Final, Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.amounts import (
     propose_counts,
     propose_dtypes,
@@ -89,15 +88,6 @@ class TimingChange:
     """By their new names, in natural order."""
     before: Shares
     after: Shares
-
-    @property
-    def cause(self) -> str:
-        """Why it may have come about, where nothing else changed; empty if nothing is known."""
-        way = self.key.phase
-        is_later = self.after[-1][0] < self.before[-1][0]
-        if self.subject == "ahead" and is_later and way in {Phase.FORWARD, Phase.BACKWARD}:
-            return f"less {way} prefetching (set_modules_to_{way}_prefetch; FSDP1: {way}_prefetch)"
-        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,9 +44,15 @@ class Evidence:
     policies: Mapping[str, str]
     """As `tree.profile.policy_change` words it, of those with another policy after forward."""
     new_roots: frozenset[str] = frozenset()
+    lost_root: str = ""
+    """Why they are roots, as `tree.profile.lost_root` words it."""
+    prefetching: frozenset[str] = frozenset()
+    """Fields of `tree.profile.UnitFacts` that say what is gathered early, and differ."""
     is_other_dtype: bool = False
     is_other_policy: bool = False
     """Whether units that both have got another mixed precision."""
+    is_other_shape: bool = False
+    """Whether a parameter has another shape, came or went."""
     is_reduce_dtype_unset: bool = False
     """Whether, on both sides, all units with a `param_dtype` are FSDP2's, and set no
     `reduce_dtype`."""

@@ -48,6 +48,11 @@ def tree(**changes):
     return TreeFacts(world_size=4, mesh_axes=(), units={1: units}, parameters=parameters)
 
 
+def without_root(facts):
+    units = {name: unit for name, unit in facts.units[1].items() if name}
+    return replace(facts, units={1: units})
+
+
 def layers(suffix="", **change):
     return {f"layers_{number}{suffix}": change for number in range(3)}
 
@@ -75,7 +80,13 @@ def texts(change, new_tree):
         (
             kept,
             tree(**layers(is_root=True)),
-            "became roots, as the tree says: is fully_shard on the module above missing?",
+            "the forward of the root is not called, so that each unit below is a root of its own",
+        ),
+        (
+            kept,
+            without_root(tree(**layers(is_root=True, reshard_after_forward=False))),
+            "fully_shard on the root is missing: each unit below is a root of its own and keeps "
+            "its parameters after forward",
         ),
         (
             in_bfloat16,
@@ -100,7 +111,7 @@ def test_the_tree_decides_between_readings(change, new_tree, text):
         (frozen, tree(layers_2_weight={"trainable": False}), "detached, or not synchronized"),
         # A tree that changed in nothing says nothing of a policy.
         (kept, tree(), "reshard_after_forward became False"),
-        (in_bfloat16, tree(), "MixedPrecisionPolicy, or the model's own dtype"),
+        (in_bfloat16, tree(), "the weights' own fsdp_pre_all_gather"),
         (reduced_often, tree(layers_1_weight={"trainable": False}), "reduced in each micro-batch"),
     ],
 )
@@ -226,8 +237,12 @@ SET_TREE = in_half(param_dtype="bfloat16", reduce_dtype="float32")
         (HALF_TREE, HALF_TREE, f"reduce_dtype is unset, as the tree says: {UNSET}; {KEEPS}"),
         (HALF_TREE, SET_TREE, "MixedPrecisionPolicy, as the tree says"),
         # FSDP1 reduces in param_dtype with every torch; a hook does as it likes.
-        (of_fsdp1(HALF_TREE), of_fsdp1(HALF_TREE), "reduce_dtype of MixedPrecisionPolicy, or a"),
-        (SET_TREE, SET_TREE, "reduce_dtype of MixedPrecisionPolicy, or a communication hook"),
+        (
+            of_fsdp1(HALF_TREE),
+            of_fsdp1(HALF_TREE),
+            "a communication hook, or gradients cast by hand",
+        ),
+        (SET_TREE, SET_TREE, "a communication hook, or gradients cast by hand"),
     ],
 )
 def test_the_tree_decides_whether_torch_reduces_otherwise(was, now, text):
@@ -263,6 +278,22 @@ def test_partial_gradients_of_another_axis_need_no_unset_reduce_dtype():
     assert UNSET not in compare(old, new).causes[0].text
 
 
+@pytest.mark.parametrize(
+    ("evidence", "text"),
+    [
+        (None, "MixedPrecisionPolicy, autocast, or a cast by hand"),
+        (tree_evidence(SET_TREE, SET_TREE), "autocast, or a cast by hand"),
+        (tree_evidence(tree(), SET_TREE), "MixedPrecisionPolicy, as the tree says"),
+    ],
+)
+def test_partial_gradients_in_bfloat16_are_cast(evidence, text):
+    old, new = (
+        made([*HALF.rows, row(BACKWARD, "layers.0", "all_reduce", size, "gradients", **options)])
+        for size, options in ((128, {"axis": "tp"}), (64, {"axis": "tp", "dtype": "bfloat16"}))
+    )
+    assert [cause.text for cause in compare(old, new, evidence=evidence).causes] == [text]
+
+
 def test_what_the_user_changed_is_told_before_what_torch_changed():
     new = kept(FULL)
     comparison = compare(HALF, replace(new, torch_version="2.15.0"))
@@ -286,7 +317,9 @@ def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):
 
 
 GATHERED = "full_tensor() or redistribute()"
-OTHERWISE = "norms of gradients are no longer computed as clip_grad_norm_ does, or not at all"
+OTHERWISE = (
+    "norms of gradients or weights are no longer computed as clip_grad_norm_ does, or not at all"
+)
 
 
 def logged(old):
@@ -301,8 +334,12 @@ def logged(old):
 @pytest.mark.parametrize(
     ("old", "new", "beginnings"),
     [
-        (clipped(profile()), profile(), ["norms of gradients are no longer computed"]),
-        (profile(), clipped(profile()), ["norms of gradients are computed, as clip_grad_norm_"]),
+        (clipped(profile()), profile(), ["norms of gradients or weights are no longer computed"]),
+        (
+            profile(),
+            clipped(profile()),
+            ["norms of gradients or weights are computed, as by clip_grad_norm_"],
+        ),
         # They may be computed of gradients that are gathered whole.
         (clipped(profile()), logged(profile()), [OTHERWISE, GATHERED]),
         # An optimizer that gathers for another reason clips nothing.
@@ -314,4 +351,4 @@ def test_removed_clipping_comes_first(old, new, beginnings):
     assert len(causes) == len(beginnings)
     assert all(text.startswith(begin) for text, begin in zip(causes, beginnings, strict=True))
     both = compare(clipped(in_bfloat16(profile())), profile())
-    assert both.causes[0].text.startswith("norms of gradients are no longer computed")
+    assert both.causes[0].text.startswith("norms of gradients or weights are no longer computed")

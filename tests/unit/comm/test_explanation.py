@@ -127,7 +127,7 @@ def test_an_innocent_neighbour_of_a_cause_is_not_called_so(new, never):
 
 def test_a_head_that_is_split_off_and_called_for_each_chunk_is_named_as_both():
     rows = unit("head", 1_024)
-    rows = [times(one, 4) if one.what == "all_gather" else one for one in rows]
+    rows = [one if one.what == "reduce_scatter" else times(one, 4) for one in rows]
     layers = unit("layers.0", NBYTES)
     old = made([*unit("", NBYTES, kept=True), *layers])
     new = made([*unit("", NBYTES - 1_024, kept=True), *layers, *rows])

@@ -173,7 +173,7 @@ def test_a_regression_comes_first_and_each_change_has_its_cause():
         "parameters[dp], gradients[dp] float32 -> bfloat16, x1/2 bytes",
     ]
     causes = [line.partition("; likely: ")[2] for line in explained.told]
-    assert causes[0].startswith("reduced in each micro-batch: call set_requires_gradient_sync")
+    assert causes[0].startswith("reduced in each micro-batch, or in several backwards of one")
     assert causes[1] == "MixedPrecisionPolicy, or the model's own dtype"
     # The same order on the terminal.
     assert explained.changes[0].startswith(reduced)
