@@ -60,18 +60,13 @@ def resolve(
     _check_simulation(given, simulation)
     real = _real_axes(given["real"] or {}, world_size) if simulation else ()
     backend = "fake" if simulation else given["backend"] or options.backend
-    if device == "cuda" and backend == "fake":
+    if device == "cuda" and given["backend"] == "fake":
         raise BadValueError(
             "device='cuda' with the fake backend, whose ranks are simulated on the CPU; drop "
             "device='cuda', or run the test on GPUs with backend='nccl'"
         )
     if backend is None:
         backend = "nccl" if device != "cpu" and count_gpus() >= world_size else "gloo"
-    if device == "cuda" and backend == "gloo" and count_gpus() == 0:
-        raise BadValueError(
-            "device='cuda', but no GPU is visible; drop it, or guard the test with "
-            "pytest.mark.skipif(not torch.cuda.is_available(), reason=...) and device=None"
-        )
     if backend == options.backend == "nccl" and given["backend"] is None and count_gpus() == 0:
         raise BadValueError(
             "the session's backend is nccl, but no GPU is visible; drop --comm-backend nccl (ini "

@@ -142,16 +142,25 @@ def join_group(context: RankContext) -> object:
             "init_process_group(), or move it into a fixture of the tests that are not "
             "distributed; each rank of a distributed test gets a group before its fixtures run"
         )
+    settings = context.settings
+    # Not when the marker is read: a mark may skip the test on a machine without GPUs.
+    if settings.device == "cuda" and settings.backend == "fake":
+        raise FsdpCommError(
+            "device='cuda', but the session's backend is fake, whose ranks are simulated on the "
+            "CPU; drop device='cuda', or give the marker a backend"
+        )
     if context.device.startswith("cuda"):
         count = torch.cuda.device_count()
         if count < context.local_world_size:
-            raise RuntimeError(
+            remedy = "backend='gloo' (or None, which falls back to gloo)"
+            if settings.device == "cuda":
+                remedy = "drop device='cuda'"
+            raise FsdpCommError(
                 f"{context.local_world_size} ranks need one GPU each (visible: {count}); "
-                "use fewer ranks, backend='gloo' (or None, which falls back to gloo), or skip the "
+                f"use fewer ranks, {remedy}, or skip the "
                 "test with pytest.mark.skipif(torch.cuda.device_count() < N, reason=...)"
             )
         torch.cuda.set_device(context.local_rank)
-    settings = context.settings
     if settings.backend == "fake":
         join_fake_group(context.rank, settings.world_size)
         return dist.group.WORLD

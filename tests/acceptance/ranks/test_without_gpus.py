@@ -54,6 +54,13 @@ from torch.distributed.fsdp import fully_shard
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(): assert False
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.distributed(world_size=2, device="cuda")
+def test_on_gpus(): pass
+
+@pytest.mark.distributed(world_size=2, device="cuda")
+def test_on_missing_gpus(): pass
+
 @pytest.mark.distributed(world_size=2)
 def test_step(device_mesh):
     assert "PYTEST_FSDP_COMM_RANK" not in os.environ, "spawned"
@@ -93,4 +100,8 @@ def test_ranks_are_forked_whatever_was_queried_of_cuda(run_session, ask):
     conftest = f"{STAND_IN}\ntry:\n    {ASKS[ask]}\nexcept RuntimeError:\n    pass\n"
     result = run_session(TEST, conftest=conftest)
     assert "which a fork does not survive" not in result.output
-    assert "6 passed, 1 skipped" in result.output, result.output
+    assert "6 passed, 2 skipped, 1 error" in result.output, result.output
+    assert (
+        "2 ranks need one GPU each (visible: 0); use fewer ranks, drop device='cuda', or skip the "
+        "test with"
+    ) in result.output
