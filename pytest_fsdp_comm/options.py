@@ -24,6 +24,7 @@ Scope = Literal["test", "module"]
 Device = Literal["cpu", "cuda"]
 Simulation = Literal["", "answering", "strict"]
 UnseenLevel = Literal["error", "warn"]
+Start = Literal["auto", "fork", "spawn"]
 
 MARKER_NAME: Final = "distributed"
 MARKER_SIGNATURE: Final = (
@@ -151,6 +152,7 @@ class SessionOptions:
     backend: Backend | None = None
     timeout_s: float = 120.0
     rank_slots: int | None = None
+    start: Start = "auto"
     artifacts_dir: Path | None = None
     report_dir: Path | None = None
     pdb_rank: int | None = None
@@ -273,6 +275,15 @@ DECLARED: Final = (
         "for its ranks",
         "no limit",
         flag="--rank-slots=N",
+        ini="string",
+    ),
+    Setting(
+        "start",
+        partial(parse_choice, allowed=get_args(Start)),
+        "fork: ranks are forked, which is fast; spawn: each is a new pytest process, which takes "
+        "seconds per test; auto: forked, unless threads, CUDA or a process group that was started "
+        "during collection would not survive it",
+        flag="--comm-start=HOW",
         ini="string",
     ),
     Setting(
@@ -512,6 +523,8 @@ def describe(options: SessionOptions) -> str:
     text = f"fsdp-comm: world size {options.world_size}, backend {backend}"
     if launched := options.launched:
         text += f", rank {launched.rank} of {launched.world_size} started by {launched.launcher}"
+    if options.start != "auto" and not options.launched:
+        text += f", ranks are {'forked' if options.start == 'fork' else 'new processes'}"
     if options.rank_slots is not None:
         text += f", at most {options.rank_slots} ranks at once"
     return text

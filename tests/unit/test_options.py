@@ -211,9 +211,6 @@ def test_a_bad_world_size_is_refused(value):
          "overlap: give each its size and its stride in the mesh, such as {'ep': (8, 1)}")),
         ([1024], {"simulate": True, "real": {"pp": 512}}, ("ranks: at most 256 simulated ranks "
          "run, got 512; name some of them, ranks=[0, 3]")),
-        ([], {"device": "cuda"}, ("device='cuda', but no GPU is visible; drop it, or guard the "
-         "test with pytest.mark.skipif(not torch.cuda.is_available(), reason=...) and "
-         "device=None")),
         ([], {"backend": "fake", "device": "cuda"}, ("device='cuda' with the fake backend, whose "
          "ranks are simulated on the CPU; drop device='cuda', or run the test on GPUs with "
          "backend='nccl'")),
@@ -223,13 +220,9 @@ def test_bad_arguments_are_refused_with_a_remedy(args, kwargs, text):
     assert problem(*args, **kwargs) == text
 
 
-def test_simulated_ranks_have_no_gpu_however_the_backend_was_chosen():
-    simulated = session_options(backend="fake")
-    assert problem(device="cuda", options=simulated).startswith(
-        "device='cuda' with the fake backend"
-    )
-    assert settle(device="cpu", options=simulated).backend == "fake"
-    assert settle(device="cuda", options=session_options(backend="gloo"), gpus=1).device == "cuda"
+@pytest.mark.parametrize("backend", [None, "gloo", "fake"])
+def test_marker_for_gpus_is_no_usage_error(backend):
+    assert settle(device="cuda", options=session_options(backend=backend)).device == "cuda"
 
 
 def test_nccl_for_the_session_needs_gpus():
@@ -258,6 +251,7 @@ def test_the_header_names_world_size_backend_and_slots():
     assert describe(session_options(world_size=4, backend="fake")) == (
         "fsdp-comm: world size 4, backend fake"
     )
+    assert describe(session_options(start="spawn")).endswith("gloo, ranks are new processes")
     assert describe(session_options(rank_slots=8)) == (
         "fsdp-comm: world size 2, backend nccl with enough GPUs, else gloo, at most 8 ranks at once"
     )

@@ -55,15 +55,15 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     raised = _reported_exception(frames)
     stack = _stack(frames) if raised is None else _raising_frames(raised)
     user, is_recorded = _users(stack), not any(map(_is_unrecorded, frames))
+    waits = is_waiting(stack)
     return Position(
         site=user.site if user else "",
         code=user.code if user and raised is None else "",
         stack=show_stack(stack),
         module=_module(frames),
-        groups=_groups(since_ns, frames, waits=is_recorded and is_waiting(stack))
-        if with_groups
-        else (),
+        groups=_groups(since_ns, frames, waits=is_recorded and waits) if with_groups else (),
         activity=Activity.RUNS if raised is None else Activity.REPORTS,
+        is_waiting=waits or not is_recorded,
         is_reporting=raised is not None or (is_recorded and any(map(_is_comparing, frames))),
     )
 

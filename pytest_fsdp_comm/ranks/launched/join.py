@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, OWN_RANK_VARIABLE, LaunchedRank
-from pytest_fsdp_comm.options import SETTINGS
+from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.launched.process import become_rank
 from pytest_fsdp_comm.ranks.launched.ranks import LaunchedRanks
 from pytest_fsdp_comm.ranks.rank.context import RankExtension
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
 from pytest_fsdp_comm.ranks.start.ending import end_with_parent
-from pytest_fsdp_comm.ranks.start.spawn import arguments_of, end_openmp_threads, unsafe_to_fork
+from pytest_fsdp_comm.ranks.start.spawn import arguments_of, reason_to_spawn
 
 
 def join_session(
@@ -73,7 +73,7 @@ def _start_own_rank(
     extensions: Sequence[RankExtension[Any]],
 ) -> int:
     """Start the child of this process that is rank 0; return its process id."""
-    if unsafe_to_fork():
+    if reason_to_spawn(session.config.stash[OPTIONS].start):
         arguments, environment = arguments_of(session.config)
         environment = {**environment, OWN_RANK_VARIABLE: "1"}
         environment.pop(INSIDE_VARIABLE)
@@ -85,7 +85,6 @@ def _start_own_rank(
         )
         process.returncode = 0  # it is waited for by its id, as if it had been forked
         return process.pid
-    end_openmp_threads()
     parent = os.getpid()
     pid = fork_quietly()
     if pid == 0:

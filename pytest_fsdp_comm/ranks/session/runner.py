@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ from pytest_fsdp_comm.ranks.start.fork_server import (
     fork_server,
 )
 from pytest_fsdp_comm.ranks.start.slots import Slots
-from pytest_fsdp_comm.ranks.start.spawn import end_openmp_threads, spawn_server, unsafe_to_fork
+from pytest_fsdp_comm.ranks.start.spawn import reason_to_spawn, spawn_server
 from pytest_fsdp_comm.ranks.wire.messages import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit
 from pytest_fsdp_comm.text.codec import load_tagged
@@ -116,23 +117,22 @@ class RankRunner:
                 ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
                 gpus=gpus,
             )
-            self._fallback_reason = "" if self._launched else unsafe_to_fork()
+            start = self._session.config.stash[OPTIONS].start
+            self._fallback_reason = "" if self._launched else reason_to_spawn(start)
             if self._launched:
                 self._server = self._launched
             elif self._fallback_reason:
                 self._server = spawn_server(self._session.config, directory, self._terminal)
             else:
-                end_openmp_threads()
                 self._server = fork_server(self._prepare_ranks, directory, self._preloaded)
             undo.pop_all()
         self._directory = directory
-        reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
-        if self._fallback_reason and reporter is not None:
-            reporter.write_line(
+        if self._fallback_reason and start == "auto":
+            _show_remark(
+                self._session.config,
                 f"fsdp-comm: {self._fallback_reason}, which a fork does not survive; ranks are "
                 "started as new pytest processes, which takes seconds per test. Move that into a "
-                "fixture to have ranks forked",
-                yellow=True,
+                "fixture to have ranks forked (--comm-start=fork forks them in any case)",
             )
 
     def _close_server(self) -> int | None:
@@ -179,7 +179,11 @@ class RankRunner:
         results = self._run_ranks(item, nextitem)
         load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
         reports = merge_reports(
-            item, results, lambda data: load(data=data), timeout_s=settings.timeout_s
+            item,
+            results,
+            lambda data: load(data=data),
+            timeout_s=settings.timeout_s,
+            are_forked=not (self._launched or self._fallback_reason),
         )
         replay_warnings(item.config, results.values())
         exits = {rank: one.session_exit for rank, one in results.items()}
@@ -424,6 +428,15 @@ def _exit_session(item: pytest.Item, exits: Mapping[int, SessionExit]) -> None:
         raise KeyboardInterrupt(text)
     else:
         pytest.exit(text, returncode=first.status)
+
+
+def _show_remark(config: pytest.Config, text: str) -> None:
+    if hasattr(config, "workerinput"):  # an xdist worker sends only its warnings to the terminal
+        warning = warnings.WarningMessage(text, pytest.PytestWarning, __file__, 1)
+        sent = {"warning_message": warning, "when": "collect", "nodeid": "", "location": None}
+        config.hook.pytest_warning_recorded.call_historic(kwargs=sent)
+    elif reporter := config.pluginmanager.get_plugin("terminalreporter"):
+        reporter.write_line(text, yellow=True)
 
 
 def _module(item: pytest.Item) -> pytest.Module | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,9 +19,9 @@ from typing import Any, NoReturn
 import pytest
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, RANK_VARIABLE, SPEC_VARIABLE
-from pytest_fsdp_comm.options import join_paths
+from pytest_fsdp_comm.options import Start, join_paths
 from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started, no_gpu_error, visible_gpus_variable
-from pytest_fsdp_comm.ranks.rank.processes import redirect_output
+from pytest_fsdp_comm.ranks.rank.processes import fork_quietly, redirect_output
 from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import FORK_SERVER, RankSetSpec
@@ -29,14 +31,34 @@ from pytest_fsdp_comm.text.codec import dump_tagged
 _HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout", "pytest_rerunfailures")
 
 _OMP_PAUSE_HARD = 2  # omp.h
+_OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
+
+# Note [Native threads]: polars, torch's inter-op pool and others start threads that `threading`
+# does not list. A fork loses them, and a rank that waits for one hangs. Linux lists all threads in
+# _TASKS; those without Python code are native. Three kinds do no harm: OpenMP's threads are ended
+# here; OpenBLAS ends its own before a fork, so a child is forked that ends at once; jemalloc, which
+# comes with pyarrow, restarts its thread in the child. Where _TASKS is missing, as on macOS, native
+# threads are not noticed.
+_TASKS = Path("/proc/self/task")
+_HARMLESS_NATIVE = "jemalloc_bg_thd"
+# A thread that was told to end may take a moment.
+_THREADS_END_WITHIN_S = 0.2
 
 
 def unsafe_to_fork() -> str:
-    """Say what a test module or conftest did at import that a fork does not survive; else ""."""
+    """Say what a test module or conftest did at import that a fork does not survive; else "".
+
+    Ends the threads of OpenMP, which a fork would not survive either.
+    """
+    _end_openmp_threads()
     threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
     if threads:
         names = ", ".join(repr(thread.name) for thread in threads)
         return f"threads have been running since collection: {names}"
+    return _unsafe_torch() or _unsafe_native_threads()
+
+
+def _unsafe_torch() -> str:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ""
@@ -54,12 +76,60 @@ def unsafe_to_fork() -> str:
     return ""
 
 
-def end_openmp_threads() -> None:
+def reason_to_spawn(start: Start) -> str:
+    """Say why ranks are not forked; empty if they are, which nothing has to be done for."""
+    if start == "spawn":
+        return "the settings ask for new processes"
+    reason = unsafe_to_fork()
+    return "" if start == "fork" else reason
+
+
+def _unsafe_native_threads() -> str:
+    """Say which threads without Python code are left where a fork ends others; else ""."""
+    if not _native_threads()[0]:
+        return ""
+    pid = fork_quietly()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    until = time.monotonic() + _THREADS_END_WITHIN_S
+    while (native := _native_threads())[0] and time.monotonic() < until:
+        time.sleep(0.01)
+    count, names = native
+    if not count:
+        return ""
+    shown = f": {', '.join(sorted(map(repr, names)))}" if names else ""
+    threads = "thread has" if count == 1 else "threads have"
+    return f"{count} native {threads} been running since collection{shown}"
+
+
+def _native_threads() -> tuple[int, set[str]]:
+    """Count the threads that run no Python code, with the names that some have; 0 if unknown."""
+    names = {}
+    with contextlib.suppress(FileNotFoundError):
+        for task in _TASKS.iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                names[task.name] = (task / "comm").read_text().strip()
+    names = {task: name for task, name in names.items() if name != _HARMLESS_NATIVE}
+    # Not those of `threading`, which does not list execnet's.
+    count = len(names) - len(sys._current_frames())  # noqa: SLF001  # documented for debuggers
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    # A thread that its library gave no name is called as the program is.
+    unnamed = names.get(str(os.getpid()))
+    return count, {names[task] for task in names.keys() - known} - {unnamed}
+
+
+def _end_openmp_threads() -> None:
     """End the threads with which torch did maths, if any; they come back when it does more."""
     # A forked process takes them to be alive, and waits for them as soon as it uses more than one
-    # thread: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU).
-    with contextlib.suppress(AttributeError):  # OpenMP is not loaded, or older than 5.0
-        ctypes.CDLL(None).omp_pause_resource_all(_OMP_PAUSE_HARD)
+    # thread: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU). Libraries such as
+    # scikit-learn bring an OpenMP of their own.
+    libraries: set[str | None] = {None}
+    with contextlib.suppress(OSError):
+        libraries |= {*_OPENMP_LIBRARY.findall(Path("/proc/self/maps").read_text())}
+    for library in libraries:
+        with contextlib.suppress(OSError, AttributeError):  # not loaded, or older than OpenMP 5.0
+            ctypes.CDLL(library).omp_pause_resource_all(_OMP_PAUSE_HARD)
 
 
 def _is_harmless(thread: threading.Thread) -> bool:

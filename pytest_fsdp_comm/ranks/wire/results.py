@@ -78,6 +78,8 @@ class Position:
     groups: tuple[GroupPosition, ...] = ()
     """Each process group of the rank; empty if only the place was read."""
     activity: Activity = Activity.RUNS
+    is_waiting: bool = False
+    """Whether it is inside torch, or waits for other ranks or for what it started in torch."""
     is_reporting: bool = False
     """Whether it compares with a snapshot or formats a failure, and so waits for no other rank."""
 

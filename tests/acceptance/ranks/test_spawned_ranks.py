@@ -31,6 +31,15 @@ UNSAFE = {
         "fsdp-comm: threads have been running since collection: 'poller', which a fork does "
         "not survive",
     ),
+    "native": (
+        "import ctypes\n"
+        "thread = ctypes.c_ulong()\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.pthread_create(ctypes.byref(thread), None, libc.usleep, 60_000_000)\n"
+        "libc.pthread_setname_np(thread, b'pool-1')",
+        "fsdp-comm: 1 native thread has been running since collection: 'pool-1', which a fork "
+        "does not survive",
+    ),
     "group": (
         "import os, tempfile, torch.distributed as dist\n"
         "if 'PYTEST_FSDP_COMM_RANK' not in os.environ:\n"
@@ -56,8 +65,30 @@ def test_ranks_are_spawned_where_forking_is_unsafe(pytester, unsafe):
     assert "from rank 0" in shown
 
 
-def test_forked_ranks_are_not_explained(pytester):
-    pytester.makepyfile(test_it=TEST)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "test_sum")
-    result.assert_outcomes(passed=1, deselected=1)
-    assert "which a fork does not survive" not in result.stdout.str()
+WHICH = """
+import os
+import pytest
+
+@pytest.mark.distributed(world_size=2)
+def test_start():
+    assert "PYTEST_FSDP_COMM_LAUNCHED" {operator} os.environ
+"""
+
+
+@pytest.mark.parametrize(
+    ("conftest", "option", "operator", "line"),
+    [
+        ("", "--comm-start=auto", "not in", "fsdp-comm: world size 2, backend *gloo"),
+        (UNSAFE_TO_FORK, "--comm-start=fork", "not in", "fsdp-comm: *, ranks are forked"),
+        ("", "-ofsdp_comm_start=spawn", "in", "fsdp-comm: *, ranks are new processes"),
+        # A worker of xdist has no terminal.
+        (UNSAFE_TO_FORK, "-n1", "in", "*: PytestWarning: fsdp-comm: threads have been running *"),
+    ],
+)
+def test_start_of_ranks_follows_the_setting(pytester, conftest, option, operator, line):
+    pytester.makeconftest(conftest)
+    pytester.makepyfile(test_it=WHICH.format(operator=operator))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", option)
+    result.assert_outcomes(passed=1, warnings=int(option == "-n1"))
+    result.stdout.fnmatch_lines([line])
+    assert ("which a fork does not survive" in result.stdout.str()) == (option == "-n1")

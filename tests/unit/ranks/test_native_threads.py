@@ -1,0 +1,102 @@
+"""Threads that Python does not list: those that a fork loses make ranks new processes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pytest_fsdp_comm.ranks.start import spawn
+
+THREAD = """
+import ctypes
+libc = ctypes.CDLL(None)
+
+def start_native(name=None):
+    thread = ctypes.c_ulong()
+    assert not libc.pthread_create(ctypes.byref(thread), None, libc.usleep, 60_000_000)
+    if name:
+        assert not libc.pthread_setname_np(thread, name)
+"""
+INTER_OP = """
+import torch
+
+@torch.jit.script
+def add(x): return x + 1
+
+@torch.jit.script
+def fork(x): return torch.jit.wait(torch.jit.fork(add, x))
+
+fork(torch.ones(2))
+"""
+# What test modules do when they are imported, without any harm to a fork.
+USUAL = """
+import _thread, threading
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+[*DataLoader(range(8), num_workers=2)]
+np.ones((300, 300)) @ np.ones((300, 300))
+x = torch.rand(300, 300, requires_grad=True)
+(x @ x).exp().sum().backward()
+torch.nn.functional.conv2d(torch.rand(4, 8, 64, 64), torch.rand(8, 8, 3, 3))
+torch.rand(2000, 2000).exp()
+lock = threading.Lock()
+lock.acquire()
+_thread.start_new_thread(lambda: lock.acquire(), ())  # as execnet does
+"""
+
+
+def reason(tmp_path, code):
+    """What `unsafe_to_fork` says in a process that ran some code; it and a fork of it work on."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"{code}\nfrom pytest_fsdp_comm.ranks.start.spawn import unsafe_to_fork\n"
+        "print(unsafe_to_fork())\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("start", "text"),
+    [
+        ("start_native()", "1 native thread has been running since collection"),
+        (
+            "start_native(); start_native(b'pool-1'); start_native(b'jemalloc_bg_thd')",
+            "2 native threads have been running since collection: 'pool-1'",
+        ),
+        ("start_native(b'jemalloc_bg_thd')", ""),
+        ("", ""),
+    ],
+)
+def test_native_threads_are_counted_and_named(tmp_path, start, text):
+    assert reason(tmp_path, THREAD + start) == text
+
+
+@pytest.mark.upstream
+def test_inter_op_pool_of_torch_is_unsafe_to_fork(tmp_path):
+    assert "'PTThreadPool'" in reason(tmp_path, INTER_OP)
+
+
+@pytest.mark.upstream
+def test_usual_imports_are_safe_to_fork(tmp_path):
+    code = f"{USUAL}\nimport os\nassert len(os.listdir('/proc/self/task')) > 2"
+    assert reason(tmp_path, code) == ""
+
+
+def test_native_threads_are_unknown_without_proc(monkeypatch, tmp_path):
+    monkeypatch.setattr(spawn, "_TASKS", tmp_path / "missing")
+    assert spawn._native_threads()[0] <= 0
+
+
+@pytest.mark.parametrize(
+    ("start", "text"), [("fork", ""), ("auto", "CUDA"), ("spawn", "the settings")]
+)
+def test_the_setting_decides_before_what_is_unsafe(monkeypatch, start, text):
+    monkeypatch.setattr(spawn, "unsafe_to_fork", lambda: "CUDA was initialised")
+    assert spawn.reason_to_spawn(start).startswith(text)
+    assert (spawn.reason_to_spawn(start) == "") == (start == "fork")
