@@ -40,7 +40,7 @@ _PARENTS_CAPTURE = pytest.StashKey[object]()
 
 
 class LogTerminal:
-    """A rank's terminal reporter: where ``--setup-show`` and others write."""
+    """A rank's terminal reporter: where ``--setup-show`` and live logs go."""
 
     def __init__(self) -> None:
         self._tw = TerminalWriter(io.StringIO())
@@ -48,6 +48,15 @@ class LogTerminal:
     def open(self, path: Path) -> None:
         # Not the rank's stdout, which a test may capture with capfd.
         self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
+
+    # For the handler of live logs, which begins them with an empty line and a title: in the session
+    # the name of its rank is before each line instead.
+    def write(self, text: str) -> None:
+        if text.strip():
+            self._tw.write(text)
+
+    def section(self, *_: object, **__: object) -> None:
+        pass
 
 
 def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
@@ -92,7 +101,16 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
     config.option.maxfail = 0
     terminal = LogTerminal()
     manager.register(terminal, "terminalreporter")
+    handler = live_log_handler(config)
+    if handler is not None:
+        handler.stream = terminal
     return terminal
+
+
+def live_log_handler(config: pytest.Config) -> Any:
+    """What shows logs on the terminal under ``log_cli``; None if nothing does."""
+    handler = getattr(config.pluginmanager.get_plugin("logging-plugin"), "log_cli_handler", None)
+    return handler if isinstance(handler, logging.StreamHandler) else None
 
 
 def capture_manager(config: pytest.Config) -> Any:

@@ -22,8 +22,9 @@ from pytest_fsdp_comm.text.rank_lists import name_equal
 class Echo:
     """Follows the logs of a rank set."""
 
-    def __init__(self, spec: RankSetSpec) -> None:
+    def __init__(self, spec: RankSetSpec, config: pytest.Config) -> None:
         self._spec = spec
+        self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
         self._offsets: Counter[tuple[int, str]] = Counter()
 
     def copy(self) -> None:
@@ -37,6 +38,8 @@ class Echo:
                 # The rest of the last line is still to come.
                 whole = data[: data.rfind(b"\n") + 1]
                 self._offsets[rank, stream] += len(whole)
+                if whole and self._reporter is not None:
+                    self._reporter.ensure_newline()
                 for line in whole.decode("utf-8", "backslashreplace").splitlines():
                     sys.stdout.write(f"[rank {rank}] {line}\n")
                 sys.stdout.flush()

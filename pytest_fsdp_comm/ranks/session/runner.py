@@ -27,10 +27,10 @@ from pytest_fsdp_comm.options import (
 from pytest_fsdp_comm.ranks.rank.context import RankExtension
 from pytest_fsdp_comm.ranks.rank.debugger import copied_terminal, kept_foreground
 from pytest_fsdp_comm.ranks.rank.gpus import name_missing_gpu, visible_gpu_count, visible_gpu_names
-from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
+from pytest_fsdp_comm.ranks.rank.isolation import live_log_handler, resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, silence_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
-from pytest_fsdp_comm.ranks.session.progress import show_progress
+from pytest_fsdp_comm.ranks.session.progress import Echo, show_progress
 from pytest_fsdp_comm.ranks.session.recorded import merge_user_properties, replay_warnings
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
@@ -372,7 +372,7 @@ class RankRunner:
                 gpus=grant.gpus,
             )
             connections = self._server.start_ranks(spec)
-        return Supervision(spec, self._server, connections)
+        return Supervision(spec, self._server, connections, Echo(spec, config))
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
         """End the rank set; unless hurried, the next report names ranks that do not go."""
@@ -444,12 +444,12 @@ def _module(item: pytest.Item) -> pytest.Module | None:
 
 
 def _echoes(config: pytest.Config) -> tuple[str, ...]:
-    shows_setup = any(
+    shows_terminal = live_log_handler(config) is not None or any(
         config.getoption(name, default=False) for name in ("setupshow", "setuponly", "setupplan")
     )
     return (
         *(("stdout", "stderr") if config.getoption("capture", "fd") == "no" else ()),
-        *(("terminal",) if shows_setup else ()),
+        *(("terminal",) if shows_terminal else ()),
     )
 
 

@@ -71,6 +71,7 @@ class Supervision:
         spec: RankSetSpec,
         server: RankServer,
         connections: Mapping[int, tuple[Connection, Connection]],
+        echo: Echo,
     ) -> None:
         self.spec = spec
         self.server = server
@@ -85,7 +86,7 @@ class Supervision:
         self._exited: set[int] = set()
         # The size of each log when a later test of the rank set began.
         self._log_starts: dict[tuple[int, str], int] = {}
-        self._echo = Echo(spec)
+        self._echo = echo
         self._questions = 0
         self._begin(spec.next_test)
 

@@ -34,7 +34,8 @@ class RankSetSpec:
     """Of this rank set alone; holds the logs and the stores."""
     basetemp: Path
     echoes: tuple[str, ...]
-    """Streams to show meanwhile: with ``-s`` the rank's, with ``--setup-show`` its pytest's."""
+    """Streams to show meanwhile: with ``-s`` the rank's, with ``--setup-show`` or ``log_cli`` its
+    pytest's."""
     next_test: NextTest = NextTest()
     store_prefix: str = ""
     """Of this rank set's names on the launcher's store; empty if it has a store of its own."""

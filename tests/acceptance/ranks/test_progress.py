@@ -1,8 +1,9 @@
-"""The terminal shows that a test is slow but healthy, and where its ranks are."""
+"""The terminal shows that a test is slow but healthy, where its ranks are, and what they log."""
 
 import re
 
 import pytest
+from running import UNSAFE_TO_FORK
 
 SOURCE = """
 import time
@@ -53,3 +54,37 @@ def test_a_bad_interval_is_a_usage_error(project):
     result = project.runpytest_subprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*ini fsdp_comm_progress_s: *soon*"])
+
+
+LOGS = """
+import logging
+import pytest
+
+@pytest.mark.distributed(world_size=2)
+def test_ranks(dist_info):
+    logging.info("one\\ntwo %d", dist_info.rank)
+    logging.debug("below the level")
+
+def test_plain():
+    logging.info("three")
+"""
+LIVE = ("-o", "log_cli=true", "--log-cli-level=INFO", "-k", "test_")
+
+
+@pytest.mark.parametrize("conftest", ["", UNSAFE_TO_FORK], ids=["forked", "spawned"])
+def test_live_logs_name_their_rank(run_session, conftest):
+    session = run_session(LOGS, *LIVE, conftest=conftest)
+    text = session.output.partition("test_it.py::")[2]
+    for rank in (0, 1):
+        said = rf"\n\[rank {rank}\] INFO +root:test_it.py:7 one\n\[rank {rank}\] +two {rank}\n"
+        assert re.search(said, text), text
+    assert text.count(" one\n") == 2
+    assert "below" not in text
+    assert re.search(r"^test_it.py::test_ranks PASSED +\[ 50%\]$", text, re.MULTILINE), text
+    assert re.search(r"^INFO +root:test_it.py:11 three$", text, re.MULTILINE), text
+
+
+def test_live_logs_are_not_shown_under_xdist(run_session):
+    session = run_session(LOGS, *LIVE, "-n", "1")
+    assert session.status == 0, session.output
+    assert "one" not in session.output

@@ -7,6 +7,7 @@ from multiprocessing.connection import Pipe
 import pytest
 
 from pytest_fsdp_comm.options import DistributedSettings
+from pytest_fsdp_comm.ranks.session.progress import Echo
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -58,9 +59,9 @@ def spec(tmp_path):
 
 
 @pytest.fixture
-def supervision(spec):
+def supervision(spec, pytestconfig):
     server = NoServer()
-    supervision = Supervision(spec, server, server.connections)
+    supervision = Supervision(spec, server, server.connections, Echo(spec, pytestconfig))
     yield supervision
     supervision.end(0.0)
 
@@ -93,6 +94,7 @@ def test_rank_that_ends_as_the_deadline_stops_it_is_late(supervision, rank, monk
     end_test_when_located(supervision, rank, monkeypatch)
     results = supervision.run(started_at=time.monotonic() - 19.9)
     assert results[1].stopped is Stopped.AT_DEADLINE
+    assert 0 < results[1].unfinished_s < 20
     assert not supervision.is_reusable
 
 
