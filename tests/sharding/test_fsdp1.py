@@ -73,7 +73,7 @@ def test_the_outline_has_no_wrappers():
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_local_numels_are_what_each_rank_keeps(use_orig_params):
+def test_ranks_keep_all_elements_of_a_parameter_together(use_orig_params):
     kept = []
     for rank in range(WORLD):
         dist.destroy_process_group()
@@ -81,8 +81,7 @@ def test_local_numels_are_what_each_rank_keeps(use_orig_params):
         tree = capture_tree(wrapped(use_orig_params=use_orig_params))
         kept.append({fqn: entry.local_numel for fqn, entry in tree.named_parameters()})
     for fqn, entry in tree.named_parameters():
-        assert entry.local_numels == tuple(numels[fqn] for numels in kept), fqn
-        assert sum(entry.local_numels) == math.prod(entry.shape)
+        assert sum(numels[fqn] for numels in kept) == math.prod(entry.shape), fqn
 
 
 def test_a_flat_parameter_is_padded_to_equal_shards():
@@ -119,7 +118,6 @@ def test_hybrid_sharding_has_a_shard_axis_and_a_replicate_axis():
     assert block.replicate_axis == MeshAxis(name="replica", size=2, dims=((2, 2),))
     entry = dict(tree.named_parameters())["layers.0.up.weight"]
     assert [placement.text for placement in entry.placements] == ["Replicate()", "FlatShard()"]
-    assert entry.local_numels[:2] == entry.local_numels[2:]
 
 
 def test_a_shard_of_one_rank_is_replicated_over_itself_as_nothing_else_is_reduced():
@@ -237,8 +235,8 @@ def test_the_private_names_are_where_they_were_read():
         ),
         (
             wrapper._handle.flat_param,
-            "_param_infos _shared_param_infos _shapes _numels _numels_with_padding "
-            "_is_padding_mask _shard_param_infos _sharded_size _params _is_flat_param",
+            "_param_infos _shared_param_infos _shapes _numels _shard_param_infos _sharded_size "
+            "_params _is_flat_param",
         ),
         (
             block._get_fsdp_state(),

@@ -46,7 +46,7 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
         for stack in wrapping.stacks
         if len(modules.intersection(stack)) > 1
         # Something around them has to run, or nothing could be their root.
-        and any(tree.modules[at].has_forward for at in wrapping.around(stack[0]) if at != stack[0])
+        and any(tree.modules[at].has_forward for at in tree.around(stack[0]) if at != stack[0])
         for module in modules.intersection(stack)
     }
     enclosing = {above for unit in tree.units for above in wrapping.above(unit)}
@@ -106,7 +106,7 @@ def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     late: defaultdict[int, dict[int, None]] = defaultdict(dict)
     for parameter in tree.parameters if empty else ():
-        inside = next((at for at in wrapping.around(parameter.module) if at in empty), None)
+        inside = next((at for at in tree.around(parameter.module) if at in empty), None)
         manager = parameter.unit
         if inside is not None and manager is not None and tree.units[manager].modules[0] < inside:
             late[manager][empty[inside]] = None

@@ -61,7 +61,7 @@ class Wrapping:
         holding: set[int] = set()
         for parameter in self.tree.parameters:
             # Only as far as no other parameter went: a model may be 100,000 modules deep.
-            for module in self.around(parameter.module):
+            for module in self.tree.around(parameter.module):
                 if module in holding:
                     break
                 holding.add(module)
@@ -94,14 +94,8 @@ class Wrapping:
     def is_trainable(self, unit: ShardUnit) -> bool:
         return any(parameter.trainable for parameter in self.parameters(unit))
 
-    def around(self, module: int) -> Iterator[int]:
-        at: int | None = module
-        while at is not None:
-            yield at
-            at = self.tree.modules[at].parent
-
     def above(self, unit: ShardUnit) -> Iterator[int]:
-        return islice(self.around(unit.modules[0]), 1, None)
+        return islice(self.tree.around(unit.modules[0]), 1, None)
 
     def enclosing_unit(self, unit: ShardUnit) -> ShardUnit | None:
         """The unit that would manage a unit's parameters if that were none."""
@@ -115,14 +109,10 @@ class Wrapping:
 
     def in_order_of_forward(self) -> list[tuple[int, ShardUnit]]:
         """The units with parameters, with their indices, as their forwards end."""
-        # Taking modules to run in the order of their registration.
-
-        def end_of_forward(entry: tuple[int, ShardUnit]) -> tuple[int, int]:
-            # What ends together is nested, and the inner one ends first.
-            return self.end(entry[1]), -entry[1].modules[0]
-
+        # Taking modules to run in the order of their registration. What ends together is nested,
+        # and the inner one ends first.
         units = [(index, unit) for index, unit in enumerate(self.tree.units) if unit.parameters]
-        return sorted(units, key=end_of_forward)
+        return sorted(units, key=lambda entry: (self.end(entry[1]), -entry[1].modules[0]))
 
     def separable(self, unit: ShardUnit, *, trainable: bool) -> dict[int, list[ParameterNode]]:
         """The fewest modules below a unit's that hold only its trainable, or frozen, parameters."""
@@ -130,13 +120,13 @@ class Wrapping:
         # sort too.
         held: defaultdict[int, set[bool]] = defaultdict(set)
         for parameter in self.parameters(unit):
-            for module in self.around(parameter.module):
+            for module in self.tree.around(parameter.module):
                 held[module].add(parameter.trainable)
         found: defaultdict[int, list[ParameterNode]] = defaultdict(list)
         for parameter in self.parameters(unit):
             pure = [
                 module
-                for module in self.around(parameter.module)
+                for module in self.tree.around(parameter.module)
                 if module > unit.modules[0]
                 and held[module] == {trainable}
                 and self.tree.modules[module].has_forward

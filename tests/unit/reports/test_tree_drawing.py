@@ -14,13 +14,7 @@ from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.reports.html.pages import tree_page
 from pytest_fsdp_comm.reports.trees import policy_words, render_tree, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding
-from pytest_fsdp_comm.tree.model import (
-    FlatRange,
-    ModuleNode,
-    Precision,
-    dump_tree,
-    load_tree,
-)
+from pytest_fsdp_comm.tree.model import ModuleNode, Precision, dump_tree, load_tree
 
 FINDING = Finding(
     code="partly-wrapped",
@@ -171,13 +165,11 @@ def test_a_very_deep_tree_is_drawn_flat_below_a_limit_and_cut_on_the_page():
 
 def test_json_round_trips():
     fsdp1 = unit(0, (0,), kind="fsdp1", prefetch="FORWARD", forward_prefetch=(1,))
-    flat = parameter(
-        0, "flat", flat=FlatRange(start=1, shard_numel=9), tied=((1, "x"),), shape=(), unit=0
-    )
+    tied = parameter(0, "tied", tied=((1, "x"),), shape=(), unit=0)
     tree = replace(
         stack(blocks=2), units=(fsdp1, unit(2, (1,))), findings=(FINDING,), notes=("a note",)
     )
-    tree = replace(tree, parameters=(flat, *tree.parameters[1:]))
+    tree = replace(tree, parameters=(tied, *tree.parameters[1:]))
     assert load_tree(dump_tree(tree)) == tree
 
 
