@@ -32,7 +32,6 @@ from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers, RecordedBlock
 from pytest_fsdp_comm.recording.estimates import Estimate, estimating
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes, own_world
-from pytest_fsdp_comm.recording.operations import is_unknown_kind
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
 from pytest_fsdp_comm.recording.owners.module_names import parts_of
 from pytest_fsdp_comm.recording.rank_files import RankFiles
@@ -441,8 +440,6 @@ class CommMode(CommDebugAnswers):
         asked = f"{name}({question})"
         block = self._known_block()
         recorded, names = block.recording.collectives, block.names
-        if question.kind is not None and is_unknown_kind(question.kind):
-            names = replace(names, kinds=names.kinds | {question.kind})
         if question.axis is not None and question.axis not in names.axes:
             names = names.with_axes(existing_axes(), recorded)
         if isinstance(question.axis, str):  # as the recording has it, if it does

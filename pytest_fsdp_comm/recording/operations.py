@@ -191,23 +191,8 @@ def look_up(func: Any) -> Operation | None:
     name = func.overloadpacket.__name__
     if func.namespace not in NAMESPACES or name in SILENT:
         return None
-    return _known(func.namespace, name) or Operation(f"{UNKNOWN}{name}", Place.ALL, NOWHERE)
-
-
-def _known(namespace: str, name: str) -> Operation | None:
-    return {"c10d": _C10D, "symm_mem": _SYMM_MEM}.get(namespace, _FUNCTIONAL).get(name)
-
-
-def is_unknown_kind(kind: str) -> bool:
-    """Whether torch has the operation of ``unknown:<op>``, and the table does not."""
-    name = str(kind).removeprefix(UNKNOWN)
-    return name != kind and any(
-        name not in SILENT
-        and _known(namespace, name) is None
-        # torch.ops also has methods; of an operation, there are overloads.
-        and hasattr(getattr(getattr(torch.ops, namespace), name, None), "overloads")
-        for namespace in NAMESPACES
-    )
+    known = {"c10d": _C10D, "symm_mem": _SYMM_MEM}.get(func.namespace, _FUNCTIONAL).get(name)
+    return known or Operation(f"{UNKNOWN}{name}", Place.ALL, NOWHERE)
 
 
 class Call:
