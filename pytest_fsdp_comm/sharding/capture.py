@@ -119,7 +119,11 @@ def _collect_parameters(
     origins: dict[object, int] = {}
     parameters = []
     for index, (unit, held, unordered) in enumerate(found.values()):
-        slots = _in_natural_order(unordered, visit)
+        slots = unordered
+        if len(slots) > 1:  # no FQNs are put together for the many that are not tied
+            slots = sorted(
+                slots, key=lambda slot: natural_key(f"{_path(visit, slot[0])}.{slot[1]}")
+            )
         by_slot.update(dict.fromkeys(slots, index))
         first = index if held.origin is None else origins.setdefault(held.origin, index)
         (module, name), *tied = slots
@@ -172,12 +176,6 @@ def _path(visit: Visit, index: int) -> str:
     return ".".join(names[1:]) or ROOT_TEXT
 
 
-def _in_natural_order(slots: list[Slot], visit: Visit) -> list[Slot]:
-    if len(slots) == 1:  # no FQNs are put together for the many that are not tied
-        return slots
-    return sorted(slots, key=lambda slot: natural_key(f"{_path(visit, slot[0])}.{slot[1]}"))
-
-
 def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterator[ShardUnit]:
     numbers: dict[int, list[int]] = {}
     for number, unit in enumerate(units):
@@ -215,12 +213,8 @@ class WrapExpectation:
     def unexpected(self) -> tuple[str, ...]:
         return tuple(fqn for fqn in self.wrapped if fqn not in set(self.expected))
 
-    @property
-    def is_met(self) -> bool:
-        return not self.missing and not self.unexpected
-
     def __bool__(self) -> bool:
-        return self.is_met
+        return self.expected == self.wrapped
 
     def __str__(self) -> str:
         parts = [

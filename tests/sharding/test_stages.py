@@ -147,7 +147,7 @@ def test_a_policy_is_expected_of_each_part(policy, stages):
         blocks = policy
         policy = lambda module, recurse, **_: recurse or blocks(module)  # noqa: E731  # short
     expectation = TreeFactory().expect(stages, policy)
-    assert expectation.is_met, expectation
+    assert expectation, str(expectation)
     assert set(expectation.expected) == {f"layers.{n}" for n in (0, 1, 6, 7)}
     assert TreeFactory().expect([stages[0], Stage([6, 7])], policy).missing == (
         "layers.6",
