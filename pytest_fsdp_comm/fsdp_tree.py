@@ -22,7 +22,7 @@ from pytest_fsdp_comm.sharding.capture import (
 from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.tree.finding import FindingSettings
-from pytest_fsdp_comm.tree.findings.rules import compares_ranks, find_between_ranks
+from pytest_fsdp_comm.tree.findings.rules import find_between_ranks
 from pytest_fsdp_comm.tree.model import ShardTree, dump_tree
 from pytest_fsdp_comm.tree.profile import TreeProfile, ranks_of_stages, tree_facts
 
@@ -69,8 +69,6 @@ class TreeFactory:
         Ranks that have no parameter name in common run different stages, and are not compared.
         """
         tree = self(model)
-        if not compares_ranks(self._findings):
-            return tree
         trees = gather_alike(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
         by_rank = dict(zip(self._ranks or range(len(trees)), trees, strict=True))
         # Ranks with the same tree share it.

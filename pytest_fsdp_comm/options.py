@@ -110,12 +110,8 @@ def parse_real(value: object) -> dict[str, tuple[int, ...]]:
     """Parse axes with their size, and the stride if it is given; BadValueError for others."""
     axes = value if isinstance(value, dict) else {}
     found = {name: own if isinstance(own, tuple) else (own,) for name, own in axes.items()}
-    for own in found.values():
-        is_whole = all(type(number) is int and number > 0 for number in own)
-        if not (is_whole and len(own) in {1, 2} and own[0] > 1):
-            found = {}
-            break
-    if not found:
+    are_whole = all(type(number) is int and number > 0 for own in found.values() for number in own)
+    if not (found and are_whole and all(own >= (2,) and not own[2:] for own in found.values())):
         raise BadValueError(
             "expected axes with their sizes, of at least 2, such as {'pp': 4}, or with size and "
             f"stride, such as {{'ep': (8, 1)}}, got {value!r}"

@@ -159,8 +159,9 @@ class _Hook:
         elif problem is None and status == SAME:
             problem = too_short(0, self._given[0].last_step)
         if self._has_ended_script:
-            from pytest_fsdp_comm.recording.steps import leave_group  # noqa: PLC0415  # loads torch
+            from pytest_fsdp_comm.ranks.rank.process_group import leave_group  # noqa: PLC0415  # loads torch
 
+            # Threads of gloo that are still there when the process ends may abort it.
             leave_group()
             time.sleep(_GLOO_ENDS_S)
         if problem is None:

@@ -151,13 +151,6 @@ def keeping_group() -> Iterator[None]:
         yield
 
 
-def leave_group() -> None:
-    """Destroy the process group of a script that was ended before it could itself."""
-    # Threads of gloo that are still there when the process ends may abort it.
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def record_script(
     comm_mode: CommMode,
     script: str | Callable[[], object],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -33,7 +32,7 @@ from pytest_fsdp_comm.snapshots.files import keep_artifacts, read_snapshot
 from pytest_fsdp_comm.snapshots.lines import REMEDY
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import closest, did_you_mean, show_path
+from pytest_fsdp_comm.text.words import show_path
 from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import merge, tree_facts
 
@@ -50,9 +49,6 @@ if TYPE_CHECKING:
 
     # Exchanges text among the ranks of a test.
     Gather: TypeAlias = Callable[[str], list[str]]
-
-# The arguments that syrupy's ``snapshot`` takes.
-_PLAIN_ARGUMENTS: Final = frozenset(inspect.signature(SnapshotAssertion.__call__).parameters)
 
 UNWRITTEN: Final = pytest.StashKey["dict[str, AssertionResult]"]()
 """In a test's stash: the comparisons whose files an update writes, by path."""
@@ -223,10 +219,6 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def write_snapshot_collection(cls, **_: Any) -> None:
         """Write nothing: `replay.settle_updates` does, once the test has passed."""
 
-    def delete_snapshots(self, *, snapshot_location: str, snapshot_names: set[str]) -> None:
-        """Fail: nothing deletes snapshots."""
-        raise AssertionError(snapshot_location, snapshot_names)
-
     # Where files are.
 
     @classmethod
@@ -361,14 +353,6 @@ class CommSnapshot(SnapshotAssertion):
             "value_dependent": allow_value_dependent,
             "idle_model": allow_idle_model,
         }
-        if not _PLAIN_ARGUMENTS.issuperset(changes):
-            unknown = min(changes.keys() - _PLAIN_ARGUMENTS)
-            known = ["name", *(f"allow_{kind}" for kind in (*allowed, "unused"))]
-            known += ["activation_nbytes"]
-            raise TypeError(
-                f"comm_snapshot: got an unexpected keyword argument {unknown!r}; it takes "
-                f"{', '.join(known)}{did_you_mean(closest(unknown, known))}"
-            )
         if not isinstance(activation_nbytes, bool):
             raise TypeError(f"activation_nbytes={activation_nbytes!r}: expected True or False")
         super().__call__(**changes)

@@ -79,7 +79,7 @@ def dump_tagged(value: Any) -> str:
     return _write({_TAG: type(value).__name__, **to_json(value)})
 
 
-def load_tagged(classes: Mapping[str, type[_Value]], text: str) -> _Value:
+def load_tagged(classes: Mapping[str, type[_Value]], text: str | bytes) -> _Value:
     """Read what `dump_tagged` wrote of one of some classes, or raise CodecError."""
     data = _parse(text, "a message")
     name = data.pop(_TAG, None) if isinstance(data, dict) else None
@@ -109,7 +109,7 @@ def _write(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
-def _parse(text: str, what: str) -> Any:
+def _parse(text: str | bytes, what: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as problem:

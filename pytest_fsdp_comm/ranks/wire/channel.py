@@ -13,7 +13,7 @@ from os import getpid
 from typing import Final, Generic, TypeVar
 
 from pytest_fsdp_comm.ranks.wire.messages import Message
-from pytest_fsdp_comm.text.codec import CodecError, dump_tagged, load_tagged
+from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 _Received = TypeVar("_Received")
 
@@ -100,11 +100,7 @@ class Channel(Generic[_Received]):
                 self.is_closed = True
                 return None
             raise
-        try:
-            text = data.decode("ascii")  # what the codec writes, surrogates included
-        except UnicodeDecodeError as problem:
-            raise CodecError(f"expected a message as JSON, got other bytes: {problem}") from None
-        return load_tagged(self._receives, text)
+        return load_tagged(self._receives, data)
 
     def receive_available(self) -> Iterator[_Received]:
         """Read messages for as long as more have arrived."""

@@ -36,11 +36,6 @@ def find_between_ranks(texts: Mapping[int, str], settings: FindingSettings) -> t
     return _apply(mistakes.ranks_differ, texts, settings)
 
 
-def compares_ranks(settings: FindingSettings) -> bool:
-    """Whether the project wants the trees of the ranks compared."""
-    return settings.levels.get(mistakes.ranks_differ.code) != "off"
-
-
 def _apply(rule: Rule, subject: object, settings: FindingSettings) -> tuple[Finding, ...]:
     level = settings.levels.get(rule.code, rule.level)
     return () if level == "off" else tuple(rule.findings(subject, level))
