@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
-from os import getpid
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
+from pytest_fsdp_comm.errors import NO_SPACE, FsdpCommError, RanksDivergedError
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 _Value = TypeVar("_Value")
@@ -37,9 +38,14 @@ class TextStore:
             data[offset : offset + _CHUNK_NBYTES]
             for offset in range(0, max(len(data), 1), _CHUNK_NBYTES)
         ]
-        for number, chunk in enumerate(chunks[1:], 1):
-            self._store.set(f"{name}@{number}", chunk)
-        self._store.set(name, b"%d " % len(chunks) + chunks[0])
+        try:
+            for number, chunk in enumerate(chunks[1:], 1):
+                self._store.set(f"{name}@{number}", chunk)
+            self._store.set(name, b"%d " % len(chunks) + chunks[0])
+        except RuntimeError as problem:
+            if self._directory is None or os.strerror(errno.ENOSPC) not in str(problem):
+                raise
+            raise FsdpCommError(NO_SPACE.format(self._directory)) from None
 
     def has(self, name: str) -> bool:
         """Whether there is a text; never waits."""
@@ -68,13 +74,13 @@ class Exchange:
         self._rank = rank
         self._ranks = ranks
         self._rounds = 0
-        self._pid = getpid()
+        self._pid = os.getpid()
         self.before: Callable[[], None] = lambda: None
         """Called before each comparison."""
 
     def __call__(self, text: str) -> list[str]:
         """Give this rank's text; return those of all in rank order, equal ones as one object."""
-        if getpid() != self._pid:
+        if os.getpid() != self._pid:
             raise RanksDivergedError(
                 f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
                 "the rank itself can: end the forked process with os._exit before the comparison"
@@ -110,7 +116,7 @@ class Exchange:
 
     def leave(self) -> None:
         """Announce that this rank makes no more comparisons; do nothing in a forked process."""
-        if getpid() == self._pid:
+        if os.getpid() == self._pid:
             with contextlib.suppress(FsdpCommError):
                 self._texts.put(f"left.{self._rank}", "")
 

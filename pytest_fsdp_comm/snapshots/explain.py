@@ -110,7 +110,7 @@ def _explain(
     for name, result in results.items():
         where = show_path(Path(result.snapshot_location), root)
         if result.exception is not None:
-            explanation = FailureText.of_text(describe_error(result, root))
+            explanation = FailureText.of_text(describe_error(result.exception))
             text = describe_problem(result.exception, where=where)
             differences[name] = Difference(explanation=explanation, text=text)
         elif result.recalled_data is None:
@@ -209,8 +209,6 @@ def _unreached(assertion: CommSnapshot) -> str:
 
 def describe_problem(error: BaseException, *, where: str) -> str:
     """The same in a few words, for the headline; `where` is the path as errors have it."""
-    if isinstance(error, OSError):
-        return f"cannot write the snapshot ({error.strerror or error})"
     lines = str(error).splitlines() or [type(error).__name__]
     if isinstance(error, SnapshotFormatError):
         return f"snapshot {lines[0].removeprefix(where).lstrip(', ').partition('; expected')[0]}"

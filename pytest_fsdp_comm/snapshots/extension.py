@@ -216,7 +216,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return show_path(Path(location), self._rootdir)
 
     @classmethod
-    def write_snapshot_collection(cls, **_: Any) -> None:
+    def write_snapshot(cls, **_: Any) -> None:
         """Write nothing: `replay.settle_updates` does, once the test has passed."""
 
     # Where files are.

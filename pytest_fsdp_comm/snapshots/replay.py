@@ -161,8 +161,11 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, str(result.asserted_data))
             except OSError as error:
-                result.exception = error
-                problems.append(describe_error(result, item.config.rootpath))
+                problems.append(
+                    f"cannot write the snapshot {show_path(path, item.config.rootpath)} "
+                    f"({error.strerror or error}); the old one, if any, is unchanged. Make the "
+                    "directory writable, or choose another with ini fsdp_comm_snapshot_dir"
+                )
             else:
                 continue
         # So that syrupy does not count it among the files that it wrote.
@@ -211,7 +214,7 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
     if is_same:
         return ""
     if result.exception is not None:
-        return describe_error(result, config.rootpath)
+        return describe_error(result.exception)
     where = show_path(Path(result.snapshot_location), config.rootpath)
     return (
         f"a comparison with {where} failed and the test went on: it was caught, or its result not "

@@ -1,5 +1,6 @@
 """Ranks exchange texts through a store of torch, and name the rank that does not come."""
 
+import re
 import shutil
 import threading
 import time
@@ -151,3 +152,17 @@ def test_a_directory_that_vanished_is_named(tmp_path):
     for call in (partial(store.put, "other", ""), partial(store.has, "name")):
         with pytest.raises(FsdpCommError, match=str(directory)):
             call()
+
+
+@pytest.mark.upstream
+def test_put_on_a_full_disk_names_the_directory(tmp_path):
+    with pytest.raises(RuntimeError) as full:
+        FileStore("/dev/full", -1)
+
+    class FullStore:
+        def set(self, *_):
+            raise full.value
+
+    texts = TextStore(FullStore(), tmp_path)
+    with pytest.raises(FsdpCommError, match=re.escape(f"no space is left in {tmp_path}; make")):
+        texts.put("name", "text")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.errors import NO_SPACE, printable
 from pytest_fsdp_comm.marker import with_further_ranks
 from pytest_fsdp_comm.options import (
     MARKER_NAME,
@@ -325,7 +326,9 @@ class RankRunner:
             # A server that cannot prepare ranks says why, and removes the directory.
             if self._server is not None:
                 self._server.exit_statuses()
-            raise _NotStartedError(str(error)) from None
+            is_full = error.errno == errno.ENOSPC
+            text = NO_SPACE.format(self._directory) if is_full else str(error)
+            raise _NotStartedError(text) from None
         return self._kept
 
     def _lose_ranks(
