@@ -40,6 +40,8 @@ class Recorder(Protocol):
     tensors: TensorOwners
     answers: dict[Answer, None]
 
+    def owners_so_far(self) -> dict[tuple[str, int], str]: ...
+
     def enter_module(self, module: nn.Module) -> int: ...
 
     def enter_method(self, module: nn.Module) -> None: ...
@@ -87,6 +89,11 @@ _entered: Final[dict[int, tuple[Recorder, ...]]] = {}
 def is_any() -> bool:
     """Whether any recording is under way, on whichever thread."""
     return bool(_recorders)
+
+
+def owners_so_far() -> dict[tuple[str, int], str]:
+    """The owners that the latest recording knows; empty if nothing records."""
+    return _recorders[-1].owners_so_far() if _recorders else {}
 
 
 def entered() -> tuple[Recorder, ...]:

@@ -180,6 +180,23 @@ class Witness:
         alive = {thread.ident for thread in threading.enumerate()}
         self._running = alive & self._threads - {threading.get_ident()}
 
+    def numbered(
+        self, recorded: Iterable[Pending[Collective]]
+    ) -> dict[tuple[str, int], Pending[Collective]]:
+        """Find recorded calls by group and number, as long as both know the same of a group."""
+        issued: defaultdict[str | None, list[tuple[_Sent, Pending[Collective]]]] = defaultdict(list)
+        for call in recorded:
+            if _kind(call):
+                issued[call.group] += ((sent, call) for sent in _sent_by(call))
+        numbered = {}
+        for flight in flown(self._begin_ns)[0]:
+            left = issued[flight.group]
+            if left and left[0][0] == _sent(flight):
+                numbered[flight.group, flight.seq] = left.pop(0)[1]
+            else:
+                left.clear()
+        return numbered
+
     def end(self, recorded: Sequence[Pending[Collective]]) -> None:
         """Compare the block's collectives, as they returned, with the flight recorder."""
         flights, num_kept = flown(self._begin_ns)

@@ -184,6 +184,13 @@ class Recorder:
         self._roots[:], self.lacks_root = roots, lacks_root
         return block
 
+    def owners_so_far(self) -> dict[tuple[str, int], str]:
+        """Name owners by group and number in the flight recorder; callable on any thread."""
+        names = OwnerNames([*self._roots], are_parts=self._has_given_root)
+        recorded = sorted(self._all(Collective), key=attrgetter("index"))
+        numbered = self._witness.numbered(recorded)
+        return {at: names.owner(call.attribution) or "" for at, call in numbered.items()}
+
     def _all(self, record: type[Event]) -> list[Pending[Event]]:
         return [entry for entry in [*self._pending] if entry.record is record]
 

@@ -1,6 +1,7 @@
 """What the flight recorder saw and the recording did not is named; all else stays silent."""
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from models import Model, shard, step
 from torch_facts import needs_flight_recorder
 
 from pytest_fsdp_comm import UnseenCollectivesWarning
-from pytest_fsdp_comm.recording import kernels
+from pytest_fsdp_comm.recording import active, kernels
 
 ws2 = pytest.mark.distributed(world_size=2)
 
@@ -117,6 +118,24 @@ def test_what_is_sent_below_the_dispatcher_is_named(comm_mode, device_mesh):
         "1 collective sent below torch's dispatcher (by a backend's own method, or from C++): "
         "all_reduce of 6 B bfloat16 over dp"
     ]
+
+
+@needs_flight_recorder
+@ws2
+def test_owners_are_known_while_calls_are_recorded(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    dist.all_reduce(data())
+    with warnings.catch_warnings(action="ignore"), comm_mode(model):
+        step(model)
+        owners = [event.owner or "" for event in comm_mode.events]
+        numbered = dict(zip(itertools.count(2), owners, strict=False))
+        assert active.owners_so_far() == {("0", seq): owner for seq, owner in numbered.items()}
+        # From a call on that only one of the two knows, the numbers are unknown.
+        backend.allreduce([data(3)]).wait()
+        step(model)
+        assert len(active.owners_so_far()) == len(owners) > 4
+    assert active.owners_so_far() == {}
 
 
 @ws2

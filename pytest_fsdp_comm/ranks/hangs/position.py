@@ -165,9 +165,11 @@ def _groups(
 ) -> tuple[GroupPosition, ...]:
     if "torch.distributed" not in sys.modules:
         return ()
-    from pytest_fsdp_comm.recording.flight_recorder import flown  # noqa: PLC0415  # loads torch
+    from pytest_fsdp_comm.recording.active import owners_so_far  # noqa: PLC0415  # loads torch
+    from pytest_fsdp_comm.recording.flight_recorder import flown  # noqa: PLC0415  # as above
 
     flights, _ = flown(since_ns)
+    owners = owners_so_far()
     # For what threads without Python issue, such as autograd's, the main thread waits.
     others = {
         thread.ident
@@ -189,6 +191,7 @@ def _groups(
                 nbytes=flight.nbytes,
                 is_done=flight.is_done,
                 sent=_sent(flight),
+                owner=owners.get((flight.group, flight.seq), ""),
                 is_last=flight is flights[-1],
                 is_waited_in=is_own and waits,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
@@ -133,8 +133,10 @@ class _Stall:
     missing: frozenset[int]
     absent: Mapping[int, tuple[str, str]]
     """Of the ranks that do not wait in it and have answered, what they did with it, and where."""
-    note: str = ""
+    note: str
     """What must be equal and differs; empty if nothing does."""
+    parting: tuple[str, dict[int, str]]
+    """In words the first earlier call that ranks issued for different modules, and for which."""
 
 
 # Note [Who waits for whom]: a rank points to those that are missing in the collective that it waits
@@ -286,7 +288,20 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
         missing=never or (frozenset() if note else gone_on),
         absent=absent,
         note=note,
+        parting=_parting(group, seq),
     )
+
+
+def _parting(group: _Group, before: int) -> tuple[str, dict[int, str]]:
+    were_equal = False
+    for seq in range(1, before):
+        owners = {rank: one.owner for rank, one in group.issued_as(seq).items() if one.owner}
+        if len({*owners.values()}) > 1:
+            # Only the last calls are known, and only of a recording.
+            since = "" if were_equal or seq == 1 else " or before"
+            return f"ranks parted at #{seq} of {group.label}{since}", owners
+        were_equal |= len(owners) > 1
+    return "", {}
 
 
 def _place(position: Position) -> str:
@@ -311,6 +326,12 @@ def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> str:
 
 
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
+    for start in dict.fromkeys(stall.parting[0] for stall in stalls if stall.parting[0]):
+        owners = ChainMap(*(stall.parting[1] for stall in stalls if stall.parting[0] == start))
+        shown, ways, rest = _rarest(owners)
+        parts = [f"{name_ranks(ranks)} for {owner}" for ranks, owner in sorted(shown)]
+        parts += [f"{name_ranks(rest)} for {ways} others"] if rest else []
+        yield f"{start}: {', '.join(parts)}"
     waiting = {rank: text for stall in stalls for rank, text in stall.waiting.items()}
     yield from _told(waiting, dict.fromkeys(waiting, f"{{waits}} in {stalls[0].what}"))
     yield from dict.fromkeys(stall.note for stall in stalls if stall.note)

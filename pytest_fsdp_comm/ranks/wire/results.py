@@ -41,6 +41,8 @@ class IssuedCollective:
     """Whether the rank has finished it, or gloo has failed in it."""
     sent: str = ""
     """The rank's input in words, such as ``4 float32``."""
+    owner: str = ""
+    """FQN of the module that it serves; empty if it has none, or nothing recorded it."""
     is_last: bool = False
     """Whether the rank has issued none after it, on any group."""
     is_waited_in: bool = False

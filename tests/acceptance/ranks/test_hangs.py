@@ -145,6 +145,17 @@ def test_point_to_point(dist_info):
 def test_sizes(dist_info):
     dist.all_reduce(torch.ones(8 if dist_info.rank == 3 else 4))
 
+def test_parted(dist_info, device_mesh, comm_mode):
+    mesh = device_mesh(replicate=2, shard=2)
+    model = Model()
+    if dist_info.rank == 1:
+        model.forward = lambda x: model.layers[1](x)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with comm_mode(model):
+        model(torch.ones(2, 8)).sum().backward()
+
 def test_a_failure_does_not_mention_those_that_follow_from_it(dist_info):
     if dist_info.rank == 1:
         raise ValueError("early")
@@ -291,6 +302,11 @@ ranks 0-1 were still running and were ended at:
 rank 2 was still running and was ended at:
     test_it.py:N in test_died: raise Explaining
 """,
+    "parted": """\
+ranks 0-3 did not finish within 4 s, and every rank was ended.
+ranks parted at #1 of shard: rank 0 for layers.0, rank 1 for layers.1
+rank 0 waits in all_gather #3 of shard for layers.1 (144 B) at test_it.py:N in test_parted
+""",
     "sizes": """\
 rank 3 waits in all_reduce #1 of world (32 B) at test_it.py:N in test_sizes
   the sizes differ: #1 of world must have the same shape on every rank
@@ -310,7 +326,9 @@ WITH_RECORDER = [pytest.mark.upstream, needs_flight_recorder]
 @pytest.mark.parametrize(
     "test",
     [
-        pytest.param(test, marks=WITH_RECORDER if test in {"different", "in_a_model"} else ())
+        pytest.param(
+            test, marks=WITH_RECORDER if test in {"different", "in_a_model", "parted"} else ()
+        )
         for test in REPORTS
     ],
 )
@@ -331,6 +349,13 @@ def test_the_stacks_follow(reports):
         "rank 3 is at (innermost frame first):\n    test_it.py:N in test_missing: time.sleep(60)\n"
         in reports["missing"]
     )
+
+
+@pytest.mark.parametrize(
+    ("test", "is_outside"), [("lock", True), ("gil", True), ("missing", False)]
+)
+def test_hang_outside_torch_mentions_comm_start(reports, test, is_outside):
+    assert ("--comm-start=spawn" in reports[test]) == is_outside
 
 
 def test_only_a_stopped_process_says_nothing_and_no_report_is_long(reports):

@@ -35,6 +35,52 @@ def waits(seq, kind="all_gather", nbytes=8):
     return IssuedCollective(seq=seq, kind=kind, nbytes=nbytes, is_done=False)
 
 
+def served(owners, first=1):
+    """Finished collectives for modules, then one more that the rank waits in."""
+    calls = [replace(done(seq), owner=owner) for seq, owner in enumerate(owners.split(), first)]
+    return position(*calls, waits(first + len(calls)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [
+        (["tower a b", "a b b", "tower a b"], "#1 of dp: ranks 0, 2 for tower, rank 1 for a"),
+        (["a tower a", "a a b"], "#2 of dp: rank 0 for tower, rank 1 for a"),
+        # What nothing recorded is unknown, and a rank may be far behind.
+        (["a tower a", "a"], None),
+        (["a a", "a a"], None),
+        ([], None),
+    ],
+)
+def test_ranks_that_parted_are_named(ranks, line):
+    lines = explain_waiting({rank: served(owners) for rank, owners in enumerate(ranks)})
+    assert [text for text in lines if "parted" in text] == (
+        [f"ranks parted at {line}"] if line else []
+    )
+    unknown = {rank: position(done(1), waits(2)) for rank in range(3)}
+    unknown |= {1: served("a"), 2: position()}
+    assert not any("parted" in text for text in explain_waiting(unknown))
+
+
+def test_ranks_that_parted_before_what_is_known():
+    lines = explain_waiting({0: served("a b", first=20), 1: served("b b", first=20)})
+    assert "ranks parted at #20 of dp or before: rank 0 for a, rank 1 for b" in lines
+
+
+def test_ranks_of_parallel_groups_that_parted_share_a_line():
+    ways = {rank: served(f"layers.{rank // 2} b" if rank else "a b") for rank in range(12)}
+    other = {
+        rank: replace(one, groups=(replace(one.groups[0], name="1", ranks=(10, 11)),))
+        for rank, one in ways.items()
+        if rank >= 10
+    }
+    lines = explain_waiting(ways | other)
+    assert [text for text in lines if "parted" in text] == [
+        "ranks parted at #1 of dp: rank 0 for a, rank 1 for layers.0, ranks 2-3 for layers.1, "
+        "ranks 4-9 for 3 others"
+    ]
+
+
 def test_nothing_is_explained_where_nobody_waits():
     assert explain_waiting({}) == []
     assert explain_waiting({rank: position(done(1)) for rank in range(3)}) == []
