@@ -12,13 +12,11 @@ from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import CommProfile
-from pytest_fsdp_comm.command_line.documents import read_document, read_json
+from pytest_fsdp_comm.command_line.documents import read_document
 from pytest_fsdp_comm.command_line.terminal import SAME, Printer
 from pytest_fsdp_comm.reports.html.tables import cost_rows
-from pytest_fsdp_comm.reports.trees import render_tree
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import counted, itemsize, show_nbytes
-from pytest_fsdp_comm.tree.model import ShardTree
 
 if TYPE_CHECKING:
     import argparse
@@ -42,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     texts = {name: read_document(Path(name)) for name in options.files}
     for number, (name, text) in enumerate(texts.items()):
         several = [*([""] if number else []), f"{name}:"] if len(texts) > 1 else []
-        printer.lines([*several, *_show_file(Path(name), text)])
+        printer.lines([*several, *_show_file(text)])
     profiles = [
         (Path(name).name, text.profile)
         for name, text in texts.items()
@@ -64,16 +62,10 @@ def _side_by_side(profiles: Sequence[tuple[str, CommProfile]]) -> Iterator[str]:
     return _columns([("", *(name for name, _ in profiles)), *rows])
 
 
-def _show_file(path: Path, text: SnapshotText) -> Iterator[str]:
-    if path.suffix == ".json":
-        saved = read_json(path, where=str(path))
-        if isinstance(saved, ShardTree):
-            yield from render_tree(saved).splitlines()
-            return
+def _show_file(text: SnapshotText) -> Iterator[str]:
     if isinstance(text.profile, CommProfile):
-        yield from _show_comm(text, text.profile)
-    else:
-        yield from _show_tree(text, text.profile)
+        return _show_comm(text, text.profile)
+    return _show_tree(text, text.profile)
 
 
 def _head(what: str, text: SnapshotText) -> str:
