@@ -20,7 +20,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -76,20 +75,12 @@ class TracedModule:
         now = _parameters(self.module())
         if not now.keys() >= self.placements.keys():
             raise _model_is_gone()
-        # `.data` is an operation, and a question must not be part of what it asks about.
-        with _unwatched():
+        # `.data` is an operation, and a question must not be part of what it asks about: hide
+        # it from the recording and a test's own modes. Read in torch 2.6 to 2.15.
+        use = "the recorder relies on to answer within a block"
+        module = "torch.utils._python_dispatch"
+        with upstream.look_up("torch", module, "_disable_current_modes", use)():
             return {name: now[name].data for name in self.placements}
-
-
-def _unwatched() -> AbstractContextManager[object]:
-    """Hide what runs from the dispatch modes of this thread: the recording, and a test's own."""
-    use = "the recorder relies on to answer within a block"
-    # Read in torch 2.6 to 2.15.
-    disable = upstream.look_up(
-        "torch", "torch.utils._python_dispatch", "_disable_current_modes", use
-    )
-    unwatched: AbstractContextManager[object] = disable()
-    return unwatched
 
 
 def _traced(module: nn.Module) -> TracedModule:

@@ -141,7 +141,11 @@ def existing_axes() -> Iterator[tuple[str, str]]:
     yield WORLD, world.group_name
     for mesh in _existing_meshes():
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
-            yield printable(name), _group_name(mesh, dim)
+            group = ""
+            # RuntimeError: this rank is outside the mesh. The others: the mesh outlived its groups.
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+                group = mesh.get_group(dim).group_name
+            yield printable(name), group
 
 
 def axes_of_groups() -> dict[str, tuple[str, bool]]:
@@ -174,14 +178,6 @@ def _existing(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
         # Never isinstance(): it reads the class of proxies, which runs their code.
         if issubclass(type(found), cls) and hasattr(found, with_attribute):
             yield found
-
-
-def _group_name(mesh: DeviceMesh, dim: int) -> str:
-    # RuntimeError: this rank is outside the mesh. The others: the mesh outlived its groups.
-    with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
-        name: str = mesh.get_group(dim).group_name
-        return name
-    return ""
 
 
 def process_groups() -> list[dist.ProcessGroup]:

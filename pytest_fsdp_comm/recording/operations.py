@@ -17,9 +17,6 @@ import torch.distributed as dist
 
 from pytest_fsdp_comm.comm.events import Source
 
-_ASYNC_NAMES: Final = ("async_op", "asyncOp")
-"""The argument that says whether a call is asynchronous, as torch 2.13 and earlier ones name it."""
-
 NAMESPACES: Final = frozenset(
     {
         *("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"),
@@ -234,7 +231,8 @@ def group_of(bound: Mapping[Any, Any]) -> dist.ProcessGroup | None:
 def shows_async() -> bool:
     """Whether this torch says which calls are asynchronous."""
     arguments = torch.ops.c10d.allreduce_.default._schema.arguments
-    return not {argument.name for argument in arguments}.isdisjoint(_ASYNC_NAMES)
+    # As torch 2.13 and earlier ones name the argument.
+    return not {"async_op", "asyncOp"}.isdisjoint(argument.name for argument in arguments)
 
 
 def tensors_in(value: Any) -> list[Any]:
@@ -260,7 +258,11 @@ def messages(
             for call, number, tensor in calls
             for message in messages(call, group, {"tensor": tensor, call.peer: number}, None)
         ]
-    sent, received = _sent_and_received(operation, group, bound, result)
+    sent = operation.tensors_sent(bound)
+    received = operation.tensors_received(bound, result)
+    if PER_RANK in {operation.sent, operation.received}:
+        ranks = 1 if group is None else group.size()
+        sent, received = sent or received * ranks, received or sent * ranks
     root_rank = _rank_in(group, bound[operation.root]) if operation.root else None
     if operation.kind == "broadcast":
         is_source = group is not None and group.rank() == root_rank
@@ -269,7 +271,7 @@ def messages(
     return [
         {
             "kind": operation.kind,
-            "dtype": _dtype(sent or received),
+            "dtype": joined_dtypes(own.dtype for own in sent or received),
             "nbytes_sent": 0 if is_unsized else _nbytes(sent),
             "nbytes_received": 0 if is_unsized else _nbytes(received),
             "is_unsized": is_unsized,
@@ -285,18 +287,7 @@ def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[st
     """Dtype and bytes of each tensor, if gloo sends one after the other; else empty."""
     if operation.kind != "reduce_scatter":
         return ()
-    return tuple((_dtype([own]), _nbytes([own])) for own in operation.tensors_sent(bound))
-
-
-def _sent_and_received(
-    operation: Operation, group: dist.ProcessGroup | None, bound: Mapping[Any, Any], result: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    sent = operation.tensors_sent(bound)
-    received = operation.tensors_received(bound, result)
-    if PER_RANK in {operation.sent, operation.received}:
-        ranks = 1 if group is None else group.size()
-        return (sent, sent * ranks) if sent else (received * ranks, received)
-    return sent, received
+    return tuple((_dtype_name(own.dtype), _nbytes([own])) for own in operation.tensors_sent(bound))
 
 
 def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
@@ -326,12 +317,6 @@ def reduce_op(given: Any) -> str | None:
 @functools.cache
 def _reduce_op_name(number: int) -> str:
     return str(dist.ReduceOp.RedOpType(number).name).lower()
-
-
-def _dtype(tensors: Sequence[torch.Tensor]) -> str:
-    if len(tensors) == 1:
-        return _dtype_name(tensors[0].dtype)
-    return joined_dtypes([tensor.dtype for tensor in tensors])
 
 
 def joined_dtypes(dtypes: Iterable[torch.dtype]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,8 +36,6 @@ from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import find
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
-_ON_META: Final = "are on the meta device and hold no data yet"
-
 
 def capture_tree(
     model: nn.Module | Sequence[nn.Module], findings: FindingSettings | None = None
@@ -52,6 +50,7 @@ def capture_tree(
     parameters, by_slot = _collect_parameters(visit, units, axes)
     rank, world_size, backend = own_world()
     meta = sum(parameter.device == "meta" for parameter in parameters)
+    on_meta = f"{meta} of {len(parameters)} parameters are on the meta device and hold no data yet"
     tree = ShardTree(
         rank=rank,
         world_size=world_size,
@@ -61,7 +60,7 @@ def capture_tree(
         modules=tuple(visit.nodes),
         parameters=parameters,
         units=tuple(_settle_units(units, by_slot)),
-        notes=() if not meta else (f"{meta} of {len(parameters)} parameters {_ON_META}",),
+        notes=(on_meta,) if meta else (),
     )
     return replace(tree, findings=find(tree, findings or FindingSettings()))
 

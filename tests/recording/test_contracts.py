@@ -14,7 +14,7 @@ from torch.utils import _python_dispatch
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.recording import comm_debug, kernels, patches
+from pytest_fsdp_comm.recording import kernels, patches
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes, process_groups
 from pytest_fsdp_comm.recording.operations import BATCH, SILENT, VALUE_READS, Place, look_up
 from pytest_fsdp_comm.recording.owners import fsdp, stack, tensors
@@ -131,7 +131,7 @@ def test_dispatch_modes_can_be_hidden_from():
         return _python_dispatch._get_current_dispatch_mode_stack()
 
     with _python_dispatch.TorchDispatchMode() as mode:
-        with comm_debug._unwatched():
+        with _python_dispatch._disable_current_modes():
             assert active() == []
         assert active() == [mode]
 
