@@ -69,6 +69,8 @@ class Flight:
     """As ``threading.get_ident()``."""
     is_done: bool
     """Whether the backend has finished it, or gloo has failed in it."""
+    timeout_s: float = 0.0
+    """After which the backend gives up."""
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +132,7 @@ def _flight(entry: dict[str, Any]) -> Flight:
         thread_id=int(entry["thread_id"]),
         # NCCL retires an entry some time after the GPU has completed it.
         is_done=bool(entry["retired"]) or entry["state"] == "completed",
+        timeout_s=entry["timeout_ms"] / 1000,
     )
 
 

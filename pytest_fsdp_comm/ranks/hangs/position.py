@@ -43,6 +43,8 @@ _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
 """Methods that wait for what was started before, without a frame of Python."""
+_LIMITED_WAIT: Final = re.compile(r"\bwait\([^)]")
+"""``Work.wait`` with a timeout."""
 _UNSEEN = ("new_group", "split_group", "init_process_group", "monitored_barrier", "send", "recv")
 """Functions that wait for other ranks, of which the flight recorder knows nothing."""
 
@@ -61,8 +63,16 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
         code=user.code if user and raised is None else "",
         stack=show_stack(stack),
         module=_module(frames),
-        groups=_groups(since_ns, frames, waits=is_recorded and waits) if with_groups else (),
+        groups=_groups(
+            since_ns,
+            frames,
+            waits=is_recorded and waits,
+            is_limited=user is not None and _LIMITED_WAIT.search(user.code) is not None,
+        )
+        if with_groups
+        else (),
         activity=Activity.RUNS if raised is None else Activity.REPORTS,
+        is_joining=any(map(_is_joining, frames)),
         is_waiting=waits or not is_recorded,
         is_reporting=raised is not None or (is_recorded and any(map(_is_comparing, frames))),
     )
@@ -132,6 +142,11 @@ def _is_c10d(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith("distributed_c10d.py")
 
 
+def _is_joining(frame: FrameType) -> bool:
+    name = frame.f_code.co_name
+    return name == "join_group" and frame.f_code.co_filename.endswith("rank/process_group.py")
+
+
 def _is_unrecorded(frame: FrameType) -> bool:
     """Whether a call waits for other ranks, but in no collective of the flight recorder."""
     code = frame.f_code
@@ -161,7 +176,7 @@ def _module(frames: Sequence[FrameType]) -> str:
 
 
 def _groups(
-    since_ns: int, frames: Sequence[FrameType], *, waits: bool
+    since_ns: int, frames: Sequence[FrameType], *, waits: bool, is_limited: bool
 ) -> tuple[GroupPosition, ...]:
     if "torch.distributed" not in sys.modules:
         return ()
@@ -194,6 +209,7 @@ def _groups(
                 owner=owners.get((flight.group, flight.seq), ""),
                 is_last=flight is flights[-1],
                 is_waited_in=is_own and waits,
+                timeout_s=0.0 if is_limited else flight.timeout_s,
             )
         )
     ranks, axes = _made_groups()

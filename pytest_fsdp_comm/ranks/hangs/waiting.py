@@ -40,6 +40,8 @@ _WHEREABOUTS: Final = {
 }
 
 _Positions: TypeAlias = Mapping[int, "Position"]
+Stranded: TypeAlias = dict[int, tuple[str, tuple[int, ...]]]
+"""By rank, what it waits in and the ranks that never issued it."""
 
 
 def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
@@ -67,6 +69,29 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
             _say(f"{{ranks}} {{waits}} in {len(same) - _MOST_STALLS} more, not shown", [*rest])
         )
     return lines
+
+
+def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
+    """Find ranks that wait, for more than a time, for some that have finished the test."""
+    ended = {rank for rank, at in positions.items() if at.activity is Activity.HAS_ENDED}
+    groupless = tuple(sorted(rank for rank in ended if not positions[rank].groups))
+    last = {
+        rank: {of.name: max((one.seq for one in of.collectives), default=0) for of in at.groups}
+        for rank, at in positions.items()
+    }
+    stranded: Stranded = {}
+    for rank, position in positions.items():
+        if position.activity is not Activity.RUNS:
+            continue
+        if position.is_joining and groupless:
+            stranded[rank] = ("the process group", groupless)
+        for group in position.groups:
+            for one in group.collectives:
+                absent = ended & {*group.ranks}
+                absent = {other for other in absent if last[other].get(group.name, 0) < one.seq}
+                if one.is_waited_in and one.timeout_s > timeout_s and absent:
+                    stranded[rank] = (f"#{one.seq} of {group.name}", tuple(sorted(absent)))
+    return stranded
 
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
+from pytest_fsdp_comm.ranks.hangs.waiting import Stranded, find_stranded
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
 from pytest_fsdp_comm.ranks.session.progress import Echo
 from pytest_fsdp_comm.ranks.start.ending import remove_directory
@@ -101,6 +102,8 @@ class Supervision:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
         self._timers: dict[int, TimerSet] = {}
         self._have_ended_tests: set[int] = set()
+        self._stranded: Stranded = {}
+        self._look_at, self._look_after_s = 0.0, GRACE_S
         self._next_test = next_test
         self.is_reusable = False
         """Whether all ranks finished the last test and wait for another."""
@@ -148,20 +151,23 @@ class Supervision:
                 self._stop(Stopped.AFTER_FAILURE if has_failed else Stopped.AT_DEADLINE)
                 break
             if grace_ends_at is not None and now > grace_ends_at:
-                positions = self._positions()
-                if not any(
-                    positions[rank].is_reporting
-                    for rank in positions
-                    if not self._results[rank].is_over
-                ):
+                if not self._is_any_reporting():
                     self._stop(Stopped.AFTER_FAILURE)
                     break
                 grace_ends_at = time.monotonic() + GRACE_S
+            if grace_ends_at is None and self._is_any_stranded(now):
+                self._stop(Stopped.AFTER_END)
+                break
             after_s = now - started_at
             if show_progress and after_s > progress_after_s:
                 show_progress(self._positions, after_s)
                 progress_after_s = 2 * after_s
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
+        self._finish()
+        return dict(self._results)
+
+    def _finish(self) -> None:
+        results = self._results.values()
         # Once more: a rank may have failed and ended in one turn, and others wait for it. Those
         # that failed say what they called; where ranks were stopped, all have.
         has_failed = any(result.has_failed for result in results)
@@ -176,7 +182,6 @@ class Supervision:
             # The fixtures that they kept end with this test, and what fails then is its failure.
             self._end_tests()
         self._note_what_was_left()
-        return dict(self._results)
 
     def can_run(self, item_index: int) -> bool:
         """Whether the ranks expect a test, after one that they passed."""
@@ -326,7 +331,7 @@ class Supervision:
             if result.is_over:
                 continue
             # Not past the deadline: the question where it is may have freed it.
-            if why is Stopped.AFTER_FAILURE:
+            if why is not Stopped.AT_DEADLINE:
                 self._drain(result.rank)
             if result.is_done:
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
@@ -395,12 +400,38 @@ class Supervision:
                             result.position = replace(result.position, activity=Activity.HAS_ENDED)
                         break
 
-    def _positions(self) -> dict[int, Position]:
+    def _is_any_reporting(self) -> bool:
+        return any(
+            position.is_reporting
+            for rank, position in self._positions().items()
+            if not self._results[rank].is_over
+        )
+
+    def _is_any_stranded(self, now: float) -> bool:
+        """Whether a rank waits for one that has finished the test; look now and then."""
+        # A rank may go on for long after another, to write a file say. It cannot where it waits in
+        # a collective that the other never issued. To be sure, it must wait in it a second later.
+        if not any(result.is_done for result in self._results.values()):
+            self._look_at = now + self._look_after_s
+        if now < self._look_at:
+            return False
+        before = self._stranded
+        positions = self._positions(with_groups=True)
+        self._stranded = find_stranded(positions, self.spec.settings.timeout_s)
+        for rank, result in self._results.items():
+            result.waited_for = self._stranded[rank][1] if rank in self._stranded else ()
+        self._look_after_s = GRACE_S if self._stranded else 2 * self._look_after_s
+        self._look_at = time.monotonic() + self._look_after_s
+        return self._stranded == before != {}
+
+    def _positions(self, *, with_groups: bool = False) -> dict[int, Position]:
         """Where the ranks are now; those without an answer are missing."""
         for result in self._results.values():
             result.position = None
-        self._ask(self._results.values(), within_s=_ANSWER_S)
+        self._ask(self._results.values(), within_s=_ANSWER_S, with_groups=with_groups)
         positions = {rank: result.position for rank, result in self._results.items()}
+        for result in self._results.values():
+            result.position = None
         return {rank: position for rank, position in positions.items() if position is not None}
 
     def _note_what_was_left(self) -> None:

@@ -108,7 +108,12 @@ def merge_reports(
     ]
     failures = sorted(
         # Deaths come before what came at the same time.
-        [*_deaths(ranks), *raised, *_timeouts(ranks, timeout_s, are_forked=are_forked)],
+        [
+            *_deaths(ranks),
+            *raised,
+            *_strandings(ranks),
+            *_timeouts(ranks, timeout_s, are_forked=are_forked),
+        ],
         key=lambda one: (
             one.at == math.inf,
             one.is_echo,
@@ -309,6 +314,26 @@ def _uncaught(result: RankResult) -> str:
     return f": {uncaught[1]}: {uncaught[2]}"
 
 
+def _strandings(ranks: _Ranks) -> Iterable[_Failure]:
+    late = _stopped(ranks, Stopped.AFTER_END)
+    words = {"passed": "finished the test"}
+    for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
+        absent = {other: ranks[other].outcome for other in ranks[rank].result.waited_for}
+        did = {other: words.get(kind) or _skip(kind, why) for other, (kind, why) in absent.items()}
+        who = " and ".join(f"{name_ranks(same)}, which {text}" for same, text in fold_equal(did))
+        lines = [
+            f"waited for {who}; every rank was ended." if absent else "had not finished the test",
+            *_waiting(ranks, blamed=()),
+            *list_stacks(_stacks(ranks, late), "{ranks} {was} at (innermost frame first):"),
+        ]
+        when = ranks[rank].unfinished
+        yield _Failure(rank=rank, when=when, at=math.inf, text="\n".join(lines))
+
+
+def _skip(kind: str, reason: str) -> str:
+    return f"{kind} the test ({reason})" if kind == _SKIPPED else kind
+
+
 def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[_Failure]:
     late = _stopped(ranks, Stopped.AT_DEADLINE)
     if not late:
@@ -452,7 +477,12 @@ def _later(failures: Sequence[_Failure]) -> list[str]:
 
 def _unfailed_ranks(outcomes: Mapping[int, _Outcome], *, skipped: str = "the test") -> list[str]:
     words = {"passed": "did not fail", _SKIPPED: f"skipped {skipped}"}
-    return name_equal({rank: words.get(kind, kind) for rank, (kind, _) in outcomes.items()})
+    return name_equal(
+        {
+            rank: f"{words.get(kind, kind)}{f' ({reason})' if reason else ''}"
+            for rank, (kind, reason) in outcomes.items()
+        }
+    )
 
 
 def _add_disagreement(

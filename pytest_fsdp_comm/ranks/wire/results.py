@@ -47,6 +47,8 @@ class IssuedCollective:
     """Whether the rank has issued none after it, on any group."""
     is_waited_in: bool = False
     """Whether the main thread waits for it; False if done or in background."""
+    timeout_s: float = 0.0
+    """How long a rank waits for it at most; 0 if the call itself has a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,8 @@ class Position:
     groups: tuple[GroupPosition, ...] = ()
     """Each process group of the rank; empty if only the place was read."""
     activity: Activity = Activity.RUNS
+    is_joining: bool = False
+    """Whether it waits for the other ranks to make their process group."""
     is_waiting: bool = False
     """Whether it is inside torch, or waits for other ranks or for what it started in torch."""
     is_reporting: bool = False
@@ -91,6 +95,8 @@ class Stopped(StrEnum):
 
     AFTER_FAILURE = "after failure"
     """Another rank had failed, and the grace period was over."""
+    AFTER_END = "after end"
+    """A rank waited for one that had finished the test without joining it."""
     AT_DEADLINE = "at deadline"
     """The test, or what pytest-timeout limits, ran out of time."""
 
@@ -169,6 +175,8 @@ class RankResult:
     """The timeout of pytest-timeout that ran out; None if it was the test's deadline or none."""
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
     """What its unfinished phase printed, by ``stdout`` and ``stderr``; empty if it finished."""
+    waited_for: tuple[int, ...] = ()
+    """The ranks without which it could not go on, where it was stopped for that."""
     position: Position | None = None
     """Where it was when the rank set was stopped; None if it was not, or did not answer."""
     lost: str = ""

@@ -10,7 +10,7 @@ import pytest
 from running import command_lines, start, stories
 
 PRELUDE = """
-import os, re, resource, signal, subprocess, sys, threading, time, warnings
+import datetime, os, re, resource, signal, subprocess, sys, threading, time, warnings
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,15 +107,28 @@ FAULTS = {
     ),
     "skip_that_others_wait_for": Fault(
         body="if rank() == 1: pytest.skip('only')\n    dist.barrier()",
-        timeout_s=2,
-        says=("all wait for rank 1, which has finished", "\nrank 1 skipped the test\n"),
+        says=(
+            r"ranks 0, 2 waited for rank 1, which skipped the test \(only\); every rank was ended",
+            "ranks 0, 2 wait in barrier #1 of world",
+        ),
     ),
     "skip_before_the_group": Fault(
         decorators="@pytest.mark.skipif('rank() == 1', reason='only others')",
         body="pass",
         outcome="error",
+        says=(r"ranks 0, 2 waited for rank 1, which skipped the test \(only others\); every",),
+    ),
+    "wait_that_ends_by_itself": Fault(
+        body="if rank() == 1:\n"
+        "        work = dist.all_reduce(torch.ones(1), async_op=True)\n"
+        "        with pytest.raises(RuntimeError):\n"
+        "            work.wait(datetime.timedelta(seconds=4))",
+        outcome="passed",
+    ),
+    "skip_seen_at_the_deadline": Fault(
+        body="if rank() == 1: pytest.skip('only')\n    if rank() == 0: dist.recv(torch.ones(1), 1)",
         timeout_s=2,
-        says=("ranks 0, 2 did not finish within 2 s", "\nrank 1 skipped the test\n"),
+        says=("rank 0 did not finish within 2 s", r"\nrank 1 skipped the test \(only\)\n"),
     ),
     "hang_in_setup": Fault(
         before="@pytest.fixture\ndef slow():\n    if rank() == 1: time.sleep(1000)\n",

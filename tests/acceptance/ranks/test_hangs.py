@@ -225,7 +225,7 @@ rank 3 never issued it (its last of world was all_reduce #2), and is at test_it.
 test_missing: time.sleep(60)
 """,
     "ended_early": """\
-ranks 0-1, 3 did not finish within 4 s, and every rank was ended.
+ranks 0-1, 3 waited for rank 2, which finished the test; every rank was ended.
 all wait for rank 2, which has finished the test
 ranks 0-1, 3 wait in all_reduce #2 of world (16 B) at test_it.py:N in test_ended_early
 rank 2 never issued it (its last of world was all_reduce #1), and has finished the test
@@ -256,7 +256,7 @@ test_it.py:N in test_post_forward
 rank 3 never issued it, and is at test_it.py:N in test_post_forward: time.sleep(60)
 """,
     "new_group": """\
-ranks 1-2 did not finish within 4 s, and every rank was ended.
+rank 1 waited for ranks 0, 3, which finished the test; every rank was ended.
 rank 1 waits for ranks 0, 3, which have finished the test
   and for rank 2, at test_it.py:N in test_new_group: dist.new_group([0, 1, 2])
 rank 1 waits in all_reduce #1 of world (16 B) at test_it.py:N in test_new_group

@@ -12,7 +12,13 @@ from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
-from pytest_fsdp_comm.ranks.wire.results import Activity, PhaseReport, Position, Stopped
+from pytest_fsdp_comm.ranks.wire.results import (
+    Activity,
+    PhaseReport,
+    Position,
+    RankResult,
+    Stopped,
+)
 
 # The end of a pipe that nobody writes into.
 NEVER_READABLE, _ = os.pipe()
@@ -124,6 +130,32 @@ def test_grace_waits_for_a_rank_that_reports(supervision, rank, monkeypatch, is_
     results = supervision.run(started_at=time.monotonic())
     assert results[1].stopped is (None if is_reporting else Stopped.AFTER_FAILURE)
     assert len(asked) == (3 if is_reporting else 1)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "stopped"),
+    [
+        ((5, 5), Stopped.AFTER_END),
+        ((5, 6, 6), Stopped.AFTER_END),
+        ((5, 6), None),
+        ((5, 0, 5), None),
+    ],
+)
+def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, seqs, stopped):
+    monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
+    supervision._results[0] = RankResult(rank=0, is_done=True)
+    answers = [{1: (f"#{seq} of 0", (0,))} if seq else {} for seq in seqs]
+
+    def find(*_):
+        if stopped is None and len(answers) == 1:
+            rank.send(messages.TestEnded(payloads=(), escaped=None))
+        return answers.pop(0)
+
+    monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.find_stranded", find)
+    monkeypatch.setattr(supervision, "_ask", lambda *_, **__: None)
+    result = supervision.run(started_at=time.monotonic())[1]
+    assert (result.stopped, answers) == (stopped, [])
+    assert result.is_done == (stopped is None)
 
 
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(supervision, rank, monkeypatch):

@@ -99,7 +99,7 @@ def test_the_phase_fails_in_which_a_rank_fails(merge, setup, teardown, merged):
         ),
         (
             [rank(FAILED, "x"), rank(SKIPPED, "Skipped: on"), rank()],
-            ["x", "rank 0 failed first", "rank 1 skipped the test", "rank 2 did not fail"],
+            ["x", "rank 0 failed first", "rank 1 skipped the test (on)", "rank 2 did not fail"],
         ),
     ],
 )
@@ -277,6 +277,19 @@ def test_hang_outside_torch_names_comm_start(merge, position, is_named):
     advice = "--comm-start=spawn (ini fsdp_comm_start = spawn)."
     assert merge(rank(None, **late))[1].longrepr.endswith(advice) == is_named
     assert advice not in merge(rank(None, **late), are_forked=False)[1].longrepr
+
+
+def test_stranded_ranks_name_those_they_waited_for(merge):
+    stopped = {"stopped": Stopped.AFTER_END, "position": silent_at("a.py:1 in f")}
+    stranded = rank(None, waited_for=(1, 3), **stopped)
+    skipped = rank(SKIPPED, "Skipped: only me")
+    assert lines(merge(rank(None, **stopped), skipped, stranded, rank(), stranded)) == [
+        "ranks 2, 4 waited for rank 1, which skipped the test (only me) and rank 3, which finished "
+        "the test; every rank was ended.",
+        "ranks 0, 2, 4 were at (innermost frame first):",
+        "    a.py:1 in f",
+        "rank 0 had not finished the test",
+    ]
 
 
 def test_output_of_every_rank_is_shown_and_folded(merge):

@@ -4,7 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
+from pytest_fsdp_comm.ranks.hangs.waiting import (
+    explain_mismatch,
+    explain_waiting,
+    find_stranded,
+    list_stacks,
+)
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
 
@@ -301,6 +306,39 @@ def test_waiting_for_those_that_are_blamed_is_no_news():
     }
     assert explain_waiting(positions, blamed=[2]) == []
     assert explain_waiting(positions)[0] == "all wait for rank 2, which has finished the test"
+
+
+ENDLESS = replace(waits(2), timeout_s=30)
+LEFT = position(done(1), **ENDED)
+JOINING = Position(site="", is_joining=True)
+
+
+@pytest.mark.parametrize(
+    ("positions", "stranded"),
+    [
+        ([position(ENDLESS), LEFT, position(ENDLESS)], {0: (1,), 2: (1,)}),
+        ([position(ENDLESS), LEFT, LEFT], {0: (1, 2)}),
+        # It has issued collectives on other groups only, or none, or has destroyed the group.
+        ([position(ENDLESS), position(done(9), name="1", **ENDED)], {0: (1,)}),
+        ([position(ENDLESS), Position(site="", **ENDED)], {0: (1,)}),
+        ([JOINING, Position(site="", **ENDED)], {0: (1,)}),
+        # All have issued it, or may yet.
+        ([position(ENDLESS), position(done(2), **ENDED)], {}),
+        ([position(ENDLESS), position(waits(9), is_waiting=False, **ENDED)], {}),
+        ([position(ENDLESS), position(done(1), **AWAY)], {}),
+        ([position(ENDLESS), GIL], {}),
+        ([JOINING, LEFT], {}),
+        # It computes, or what it waits in ends by itself.
+        ([position(ENDLESS, is_waiting=False), LEFT], {}),
+        ([position(done(2), **AWAY), LEFT], {}),
+        ([position(replace(ENDLESS, timeout_s=10)), LEFT], {}),
+        # Not one of the group.
+        ([position(ENDLESS), position(done(2), **ENDED), position(ENDLESS), LEFT], {}),
+    ],
+)
+def test_stranded_ranks_wait_for_ended_ones(positions, stranded):
+    found = find_stranded(dict(enumerate(positions)), timeout_s=20)
+    assert {rank: absent for rank, (_, absent) in found.items()} == stranded
 
 
 def test_waits_in_two_groups_are_listed_apart():
