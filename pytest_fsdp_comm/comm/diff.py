@@ -14,6 +14,11 @@ from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.causes import Cause, Seen, find_causes, swapped_axes
 from pytest_fsdp_comm.comm.explanation.search import Explanation, explain
 from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
+from pytest_fsdp_comm.comm.explanation.training import (
+    TrainingChange,
+    find_training_changes,
+    says,
+)
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
 from pytest_fsdp_comm.comm.profile import (
     CommProfile,
@@ -87,6 +92,8 @@ class Comparison:
     """Readings of the explanation, those of regressions first; empty if none is known."""
     recorded: Mapping[Place, _Rows] = field(default_factory=dict)
     """The rows that were recorded, with their sites."""
+    training: tuple[TrainingChange | Step, ...] = ()
+    """What breaks training, the worst first."""
     cost: Cost = field(default_factory=Cost)
 
     def new_calls(self, owner: str | None, key: RowKey, was: _Rows, now: _Rows) -> NewCalls:
@@ -94,8 +101,8 @@ class Comparison:
         return _new_calls(owner, was, now, self.recorded.get((owner, key), ()))
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        """The steps as they are told: those of regressions first, those of torch last."""
+    def told(self) -> tuple[TrainingChange | Step, ...]:
+        """All that is told of the whole: what breaks training, regressions, the rest, torch's."""
         steps = () if self.explanation is None else self.explanation.steps
         # Of one dependence the step of forward is told before its counterpart in backward. By
         # identity: what a step writes is not hashable.
@@ -104,12 +111,21 @@ class Comparison:
             for cause in self.causes
             for step in cause.steps
         }
-        return tuple(
-            sorted(
-                steps,
-                key=lambda step: (places.get(id(step), (True, False)), _is_counterpart(step)),
-            )
+        others = sorted(
+            (step for step in steps if not says(self.training, step)),
+            key=lambda step: (places.get(id(step), (True, False)), _is_counterpart(step)),
         )
+        return (*self.training, *others)
+
+
+def _is_said(training: Iterable[TrainingChange | Step], change: Change) -> bool:
+    """Whether a row that is left over is all about gradients of which more is said."""
+    rows = (*change.before, *change.after)
+    return any(
+        isinstance(one, TrainingChange)
+        and all(one.covers(change.owners, row.key, row.calls) for row in rows)
+        for one in training
+    )
 
 
 def _is_counterpart(step: Step) -> bool:
@@ -136,15 +152,20 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
         causes = tuple(swapped_axes(old, new))
         return Comparison(changes=frames, left=frames, causes=causes, cost=cost)
     explanation = explain(old, new)
+    causes = find_causes(
+        explanation,
+        Seen(old=old, new=new, trees=evidence),
+        is_same_mesh=all(one.subject != "frame" for one in frames),
+    )
+    of_torch = [step for cause in causes if cause.is_of_torch for step in cause.steps]
+    training = find_training_changes(old, new, explanation.steps, evidence, of_torch)
+    left = _compare_rows(explanation.before, explanation.after, recorded)
     return Comparison(
         changes=(*frames, *rows),
         explanation=explanation,
-        left=(*frames, *_compare_rows(explanation.before, explanation.after, recorded)),
-        causes=find_causes(
-            explanation,
-            Seen(old=old, new=new, trees=evidence),
-            is_same_mesh=all(one.subject != "frame" for one in frames),
-        ),
+        left=(*frames, *(one for one in left if not _is_said(training, one))),
+        causes=causes,
+        training=training,
         recorded=recorded,
         cost=cost,
     )

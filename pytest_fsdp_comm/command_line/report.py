@@ -70,7 +70,7 @@ def _result(told: Sequence[tuple[Pair, Story]]) -> Result:
 
 
 def _compared(pair: Pair, story: Story) -> Compared:
-    changes = (*story.text.cost, *story.text.changes) if story.text else ()
+    changes = story.text.story if story.text else ()
     return Compared(
         name="",
         kind=kind_of(pair.newer.profile),

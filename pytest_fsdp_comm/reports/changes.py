@@ -13,6 +13,7 @@ from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.sentences import sentence, timing_sentence
 from pytest_fsdp_comm.comm.explanation.states import count_of, nbytes_of
 from pytest_fsdp_comm.comm.explanation.steps import WRITES, Replaced, Step
+from pytest_fsdp_comm.comm.explanation.training import TrainingChange
 from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import FailureText
@@ -29,11 +30,12 @@ def render_comparison(
     comparison: Comparison, *, snapshot: str, notes: Sequence[str] = ()
 ) -> FailureText:
     """Explain a failed comparison of recordings, the most important change first."""
-    new_calls = [_new_calls_of(step, comparison) for step in comparison.steps]
-    steps = [
-        f"{sentence(step)}, at {_name_lines(calls)}" if _lines(calls) else sentence(step)
-        for step, calls in zip(comparison.steps, new_calls, strict=True)
+    new_calls = [_new_calls_of(one, comparison) for one in comparison.told]
+    lines = [
+        f"{sentence(one)}, at {_name_lines(calls)}" if _lines(calls) else sentence(one)
+        for one, calls in zip(comparison.told, new_calls, strict=True)
     ]
+    num_of_training = len(comparison.training)
     cost = cost_lines(comparison.cost)
     # The lines about the cost say it better.
     told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
@@ -44,17 +46,18 @@ def render_comparison(
     timings = () if comparison.explanation is None else comparison.explanation.timings
     told = tuple(
         "; likely: ".join(
-            (sentence(step), *(cause.text for cause in comparison.causes if step in cause.steps))
+            (sentence(one), *(cause.text for cause in comparison.causes if one in cause.steps))
         )
-        for step in comparison.steps
+        for one in comparison.told
     )
     return FailureText(
         head=f"comm_mode differs from {snapshot}",
         compared="comm_mode",
         snapshot=snapshot,
+        training=tuple(lines[:num_of_training]),
         cost=cost,
         changes=(
-            *steps,
+            *lines[num_of_training:],
             *map(_change_line, loud),
             *map(timing_sentence, timings),
             *map(_change_line, quiet),
@@ -68,14 +71,23 @@ def render_comparison(
 
 def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> FailureText:
     """Explain how trees differ, the most important change first."""
+    lines = {
+        is_first: tuple(
+            f"{subject}: {', '.join(change.what for change in same)}"
+            for (subject, breaks), same in groupby(
+                changes, key=lambda one: (one.subject, one.breaks_training)
+            )
+            if breaks is is_first
+        )
+        for is_first in (True, False)
+    }
     return FailureText(
         head=f"fsdp_tree differs from {snapshot}",
         compared="fsdp_tree",
         snapshot=snapshot,
-        changes=tuple(
-            f"{subject}: {', '.join(change.what for change in same)}"
-            for subject, same in groupby(changes, key=lambda change: change.subject)
-        ),
+        training=lines[True],
+        changes=lines[False],
+        told=lines[True],
         causes=tuple(dict.fromkeys(one.likely for one in changes if one.likely)),
     )
 
@@ -84,23 +96,27 @@ def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], told: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield each change with the lines that send; without any, the first one that differs."""
+    # What is no longer sent has no line of its own: the backward's, if that sends anything else.
+    by_phase = sorted(comparison.changes, key=lambda change: change.phase is not Phase.BACKWARD)
+    differing = [one.new_calls for one in by_phase if _lines(one.new_calls)]
+    num_of_training = len(comparison.training)
     found = [
         (calls, line if calls.is_certain else f"{line}, at {_name_lines(calls)}")
-        for calls, line in zip(new_calls, told, strict=True)
+        for calls, line in zip(new_calls[num_of_training:], told[num_of_training:], strict=True)
     ]
     found += [
         (change.new_calls, _change_line(change))
         for change in comparison.left
         if change.phase is not Phase.BACKWARD
     ]
-    if not any(_lines(calls) for calls, _ in found):
-        differing = [one.new_calls for one in comparison.changes if _lines(one.new_calls)]
+    if not num_of_training and not any(_lines(calls) for calls, _ in found):
         found = [(calls, [*told, headline(comparison.changes)][0]) for calls in differing[:1]]
-    for calls, text in found:
+    first = [(calls, line) for calls in differing[:1] for line in told[:num_of_training]]
+    for calls, text in (*first, *found):
         yield from ((line, text) for line in _lines(calls)[:_MAX_LINES])
 
 
-def _new_calls_of(step: Step, comparison: Comparison) -> NewCalls:
+def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
     """The calls that a step adds, but for those of backward."""
     if not isinstance(step, Replaced) or step.kind in WRITES:
         return NewCalls()
@@ -214,20 +230,21 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
 
 
 def headline_of_steps(comparison: Comparison) -> str:
-    """Tell the first step in one line; empty for single modules and inexact explanations."""
+    """Tell what breaks training, or the first step; empty for single modules, and if inexact."""
     # Of single modules, the largest of their changes says as much in fewer words.
-    if (
-        not comparison.steps
-        or comparison.explanation is None
-        or not comparison.explanation.is_exact
-    ):
+    is_exact = comparison.explanation is not None and comparison.explanation.is_exact
+    if not comparison.told or not (comparison.training or is_exact):
         return ""
-    first, *others = comparison.steps
+    first, *others = comparison.told
     # Unless that is what another torch changed.
     has_torchs = any(cause.is_of_torch for cause in comparison.causes)
-    if isinstance(first, Replaced) and first.kind != "unit sizes" and not has_torchs:
+    is_of_modules = isinstance(first, Replaced) and first.kind != "unit sizes"
+    if is_of_modules and not (comparison.training or has_torchs):
         return ""
-    return f"{sentence(first)}, {len(others)} more" if others else sentence(first)
+    more = len(others)
+    if comparison.training:
+        more += sum(one.subject not in {"reshard", "memory"} for one in comparison.left)
+    return f"{sentence(first)}, {more} more" if more else sentence(first)
 
 
 def weight(change: Change) -> tuple[bool, bool, int]:

@@ -67,7 +67,7 @@ def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
         and axis.before.nbytes != axis.after.nbytes
     ]
     if len(changed) == 1:
-        in_all = [f"{_growth(cost)} in all"] if len(used) > 1 else []
+        in_all = [f"{_growth_in_all(cost)} in all"] if len(used) > 1 else []
         (one,) = changed
         return [
             f"{_growth(one)} bytes in {_what(one)} ({_sides(one)} {_whose(cost)})",
@@ -77,7 +77,7 @@ def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
     if cost.before.nbytes == cost.after.nbytes:
         head = f"bytes unchanged in all ({show_nbytes(cost.after.nbytes)} {_whose(cost)})"
     else:
-        head = f"{_growth(cost)} bytes in all ({_sides(cost)} {_whose(cost)})"
+        head = f"{_growth_in_all(cost, of='bytes ')} in all ({_sides(cost)} {_whose(cost)})"
         before, after = cost.before.nbytes, cost.after.nbytes
         if before and all(one.before.nbytes * after == one.after.nbytes * before for one in used):
             return [head, "alike in every kind"], []
@@ -139,8 +139,25 @@ def _growth(one: PartCost | Cost) -> str:
     return "unknown" if any(_unknown(one)) else show_growth(one.before.nbytes, one.after.nbytes)
 
 
+def _growth_in_all(cost: Cost, *, of: str = "") -> str:
+    """The growth of all bytes, which must not hide that there are more calls of some kind."""
+    growth = _growth(cost)
+    if growth.endswith("fewer") and any(
+        one.after.count > one.before.count for one in cost.collectives
+    ):
+        return f"{of}almost unchanged"
+    return f"{growth} {of}".rstrip()
+
+
 def _sides(one: PartCost | Cost) -> str:
-    return show_nbytes_change(one.before.nbytes, one.after.nbytes, _unknown(one))
+    before, after = one.before, one.after
+    sides = show_nbytes_change(before.nbytes, after.nbytes, _unknown(one))
+    # Bytes hide many small calls more; those of the whole, if they do not grow.
+    is_split = after.count * before.nbytes > 2 * before.count * after.nbytes
+    is_hidden = after.nbytes <= before.nbytes or (is_split and isinstance(one, PartCost))
+    if is_hidden and after.count > before.count > 0:
+        return f"{sides} in {before.count} -> {after.count} calls"
+    return sides
 
 
 def _unknown(one: PartCost | Cost) -> tuple[int, int]:

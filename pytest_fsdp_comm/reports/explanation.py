@@ -39,12 +39,15 @@ class FailureText:
     """The file that it differs from, as the user would type it; empty as above."""
     scope: str = ""
     """What the first line says of the whole, such as what is not compared; empty for most."""
+    training: tuple[str, ...] = ()
+    """What breaks training, the worst first."""
     cost: tuple[str, ...] = ()
     """What the changes cost."""
     changes: tuple[str, ...] = ()
-    """Most important first."""
+    """All other changes, most important first."""
     told: tuple[str, ...] = ()
-    """Each change of the whole in one line with its probable cause, those of regressions first."""
+    """Each of `training`, then each other change of the whole, in a line with its probable cause.
+    """
     sent: tuple[tuple[str, str], ...] = ()
     """Each change whose call site is known, as ``path:line`` and the text of the change."""
     causes: tuple[str, ...] = ()
@@ -57,7 +60,7 @@ class FailureText:
     def __post_init__(self) -> None:
         # Names in a file may not be printable.
         object.__setattr__(self, "head", printable(self.head))
-        for name in ("cost", "changes", "causes", "notes"):
+        for name in ("training", "cost", "changes", "causes", "notes"):
             object.__setattr__(self, name, tuple(map(printable, getattr(self, name))))
 
     @classmethod
@@ -67,10 +70,15 @@ class FailureText:
         return cls(head=first, changes=tuple(others))
 
     @property
+    def story(self) -> tuple[str, ...]:
+        """What differs, in the order of all reports: training, cost, everything else."""
+        return (*self.training, *self.cost, *self.changes)
+
+    @property
     def body(self) -> tuple[str, ...]:
         """All lines between the first one and what to do, with what they begin with."""
         return (
-            *_named("", self, (*self.cost, *self.changes)),
+            *_named("", self, self.story),
             *(f"{LIKELY}{cause}" for cause in self.causes),
             *(f"  note: {note}" for note in self.notes),
         )
@@ -104,6 +112,11 @@ def failure_lines(
     is_several = len(texts) > 1
     values = [(name if is_several else "", text) for name, text in texts.items()]
     has_own_heads = is_several and not _share_head(texts)
+    first = [
+        line
+        for name, text in sorted(values, key=lambda value: _place(value[1]))
+        for line in _named(name, text, text.training)
+    ]
     costs = [line for name, text in values for line in _named(name, text, text.cost)]
     changes = _in_turn(
         [_named(name, text, (*[text.head] * has_own_heads, *text.changes)) for name, text in values]
@@ -122,17 +135,42 @@ def failure_lines(
     # An error is shown as it is.
     is_fitted = any(text.compared or text.is_missing for text in texts.values())
     if everything or not is_fitted:
-        return (head, *costs, *changes, *likely, *(f"  note: {note}" for note in notes), *tail)
+        return (
+            head,
+            *first,
+            *costs,
+            *changes,
+            *likely,
+            *(f"  note: {note}" for note in notes),
+            *tail,
+        )
     what = "change" if any(text.compared for text in texts.values()) else "line"
+    story = [*first, *changes]
+    least = min(len(texts), len(story))
     # The command, which comes last, must not be what pytest cuts.
     for some in range(min(_MOST_COSTS, len(costs)), -1, -1):
-        for shown in range(len(changes), min(len(texts), len(changes)) - 1, -1):
-            left = len(changes) - shown
+        for shown in range(len(story), (max(least, len(first)) if some else least) - 1, -1):
+            left = len(story) - shown
             more = [f"  ... and {left} more {what}{'s' * (left > 1)} (-vv)"] if left else []
-            lines = [head, *costs[:some], *changes[:shown], *more, *likely[:1], *tail]
+            told = [*first[:shown], *costs[:some], *changes[: max(shown - len(first), 0)]]
+            lines = [head, *told, *more, *likely[:1], *tail]
             if len(lines) <= MOST_LINES and sum(map(len, lines)) <= MOST_CHARACTERS:
                 return tuple(lines)
     return tuple(lines)
+
+
+def told_lines(texts: Iterable[FailureText]) -> tuple[str, ...]:
+    """The changes of several comparisons in a line each, in the order of all reports."""
+    ordered = sorted(texts, key=_place)
+    return (
+        *(line for text in ordered for line in text.told[: len(text.training)]),
+        *(line for text in ordered for line in text.told[len(text.training) :]),
+    )
+
+
+def _place(text: FailureText) -> bool:
+    """Sort trees after recordings, whose problems are worse."""
+    return text.compared == "fsdp_tree"
 
 
 def _head(texts: Mapping[str, FailureText]) -> str:

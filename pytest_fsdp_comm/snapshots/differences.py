@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -151,6 +151,7 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         frozen=frozenset(frozen),
         partly_frozen=frozenset(partly_frozen),
         thawed=frozenset(thawed),
+        trainable=frozenset(_trainable({*before, *after}, new.parameters)),
         policies={
             unit: policy
             for unit in units
@@ -176,6 +177,17 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
             if facts.precision.param_dtype is not None
         ),
     )
+
+
+def _trainable(units: set[str], parameters: Mapping[str, ParameterFacts]) -> Iterator[str]:
+    """Name the unit and the module of each trainable parameter."""
+    unit_of = {module: unit for unit in units for module in unit.split("+")}
+    for name in (name for name, facts in parameters.items() if facts.trainable):
+        module = name.rpartition(".")[0]
+        yield module
+        while module and module not in unit_of:
+            module = module.rpartition(".")[0]
+        yield unit_of.get(module, module)
 
 
 def _parameters_of(

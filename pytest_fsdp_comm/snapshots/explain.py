@@ -18,7 +18,13 @@ from syrupy.terminal import disable_color
 from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
-from pytest_fsdp_comm.reports.explanation import ACCEPT, RECORD, FailureText, failure_lines
+from pytest_fsdp_comm.reports.explanation import (
+    ACCEPT,
+    RECORD,
+    FailureText,
+    failure_lines,
+    told_lines,
+)
 from pytest_fsdp_comm.snapshots.differences import (
     Difference,
     evidence_of,
@@ -70,7 +76,7 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
             files=(),
             headline=headline_of_values(differences) if assertion.explains else "",
             story=tuple(line for line in everything if not line.startswith(ACCEPT)),
-            told=tuple(line for one in texts.values() for line in one.told),
+            told=told_lines(texts.values()),
             sent=tuple(change for one in texts.values() for change in one.sent),
             cost=tuple(line for one in texts.values() for line in one.cost),
             # Where there is no snapshot yet, the story has the command.

@@ -32,6 +32,8 @@ class TreeChange:
     """``layers.2: reshard_after_forward True -> False`` without its subject."""
     likely: str = ""
     """The probable cause; empty if the pattern fits none."""
+    breaks_training: bool = False
+    """Whether it comes before what costs more."""
 
     def __str__(self) -> str:
         cause = f" (likely: {self.likely})" if self.likely else ""
@@ -39,6 +41,9 @@ class TreeChange:
 
 
 _NEW_ROOT: Final = "becomes a root"
+_NOT_MANAGED: Final = "no longer managed by a unit"
+# The factor by which gradients are divided, and the type in which they are reduced.
+_TRAINING: Final = (_NOT_MANAGED, "gradient_divide_factor ", "reduce_dtype ")
 _Fact = TypeVar("_Fact")
 
 
@@ -56,7 +61,25 @@ def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
         changes += _frame_change("world_size", old.world_size, new.world_size)
     else:
         changes += _changes_by_rank(old, new)
-    return tuple(changes)
+    differing = fold_fqns(_differing(new) - _differing(old))
+    changes += [
+        TreeChange(subject=subject, what="differs between ranks now", breaks_training=True)
+        for subject in differing
+    ]
+    return tuple(sorted(changes, key=lambda change: not change.breaks_training))
+
+
+def _differing(profile: TreeProfile) -> set[str]:
+    """The parameters that differ between ranks that have them."""
+    first: dict[str, ParameterFacts] = {}
+    for tree in profile.trees.values():
+        first = {**tree.parameters, **first}
+    return {
+        name
+        for tree in profile.trees.values()
+        for name, facts in tree.parameters.items()
+        if facts != first[name]
+    }
 
 
 def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
@@ -137,8 +160,9 @@ def _differences(
             names_of[tuple(describe(before, after))].append(name)
     lines = [(pattern, whats) for whats, names in names_of.items() for pattern in fold_fqns(names)]
     for pattern, whats in sorted(lines, key=lambda line: natural_key(expand(line[0])[0])):
+        breaks = any(what.startswith(_TRAINING) for what in whats)
         for what in whats:
-            yield TreeChange(subject=pattern, what=what)
+            yield TreeChange(subject=pattern, what=what, breaks_training=breaks)
 
 
 def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]:
@@ -195,7 +219,7 @@ def _parameter_changes(old: ParameterFacts | None, new: ParameterFacts | None) -
     if old.trainable != new.trainable:
         yield "frozen -> trainable" if new.trainable else "trainable -> frozen"
     if old.managed != new.managed:
-        yield "now managed by a unit" if new.managed else "no longer managed by a unit"
+        yield "now managed by a unit" if new.managed else _NOT_MANAGED
     if old.tied != new.tied:
         yield f"tied with {_shown(old.tied)} -> {_shown(new.tied)}"
 

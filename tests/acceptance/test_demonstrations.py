@@ -153,7 +153,10 @@ def test_a_missing_root_unit_is_explained(llama):
         "gradients not reduced by FSDP, and each unit below is a root of its own",
         ACCEPT,
     ]
-    assert "comm: (root) no longer gathered nor reduced, other units gathered as before" in lines
+    assert (
+        "comm: (root) no longer gathered nor reduced, other units gathered in forward as before"
+        in lines
+    )
 
 
 def test_accepting_a_change_takes_the_command_that_the_failure_names(llama):

@@ -1,6 +1,6 @@
 """All cases: importing a family's file adds its own."""
 
-from regressions import combined, frameworks, fsdp, moe, pipelines, replicas, tensor_parallel
+from regressions import combined, frameworks, fsdp, lost, moe, pipelines, replicas, tensor_parallel
 from regressions.table import TABLE
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "combined",
     "frameworks",
     "fsdp",
+    "lost",
     "moe",
     "pipelines",
     "replicas",

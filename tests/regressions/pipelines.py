@@ -20,7 +20,7 @@ def linear():
 class Part(nn.Module):
     """The layers of one stage; the first embeds as well."""
 
-    def __init__(self, number, axes, layers=2, **options):
+    def __init__(self, number, axes, layers=2, *, is_unit=True, **options):
         super().__init__()
         if number == 0:
             self.embed = linear()
@@ -28,7 +28,8 @@ class Part(nn.Module):
         if axes is not None:
             for layer in self.layers.values():
                 fully_shard(layer, mesh=axes, **options)
-            fully_shard(self, mesh=axes)
+            if is_unit:
+                fully_shard(self, mesh=axes)
 
     def forward(self, x):
         if hasattr(self, "embed"):

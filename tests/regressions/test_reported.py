@@ -289,7 +289,7 @@ def test_a_root_that_is_not_sharded_is_explained(record, device_mesh):
     reviewed = record(model, lambda: step(model))
     regressed = record(rootless, lambda: step(rootless))
     assert said(reviewed, regressed) == [
-        "(root) no longer gathered nor reduced, other units gathered as before",
+        "(root) no longer gathered nor reduced, other units gathered in forward as before",
         "layers.{0..1} kept gathered after forward, not gathered in backward: 2 calls, 1.0 KiB in "
         "all less",
         "peak gathered: 1_536 B -> 1_024 B",

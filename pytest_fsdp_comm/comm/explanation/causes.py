@@ -384,6 +384,8 @@ def _reading_of_torch(step: Dtype, seen: Seen) -> str:
 def _of_passes(step: Replaced) -> str:
     facts = step.facts
     match step.kind, step.came:
+        case "recomputed", _ if facts["is_moved"]:
+            return ""  # lists of units to gather early move gathers too
         case "recomputed", came:
             if came and facts["gathers_again"]:
                 return (

@@ -19,6 +19,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     keys_that_differ,
     nbytes_of,
     role_of,
+    total_count,
 )
 from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
@@ -62,11 +63,23 @@ def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
     ):
         return
     gathers = [more[at].gathers for at in keys]
+    # What moved there from backward is not repeated.
+    moved = {
+        at: [key for key in less[at].unit_rows if key.phase is Phase.BACKWARD]
+        for at in keys
+        if total_count(less[at].gathers[Phase.BACKWARD])
+        == total_count(more[at].gathers[Phase.RECOMPUTE])
+        > total_count(more[at].gathers[Phase.BACKWARD])
+    }
+    if moved and moved.keys() != keys.keys():
+        return
+    keys = {at: [*held, *moved.get(at, ())] for at, held in keys.items()}
     yield from replaced(
         between,
         "recomputed",
         keys,
         came=came,
+        is_moved=bool(moved),
         gathers_again=any(at[Phase.RECOMPUTE] and at[Phase.BACKWARD] for at in gathers),
         is_partly=any(key.phase is Phase.RECOMPUTE for key in less.row_keys()),
     )

@@ -9,13 +9,15 @@ from itertools import chain
 from typing import Final
 
 from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.cost import Volume
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Sizes
 from pytest_fsdp_comm.comm.explanation.names import AxisRenamed, Layers, Renamed
 from pytest_fsdp_comm.comm.explanation.passes import sum_in_forward
 from pytest_fsdp_comm.comm.explanation.search import TimingChange
-from pytest_fsdp_comm.comm.explanation.states import Owner, is_gather, largest
+from pytest_fsdp_comm.comm.explanation.states import Owner, count_of, is_gather, largest
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
+from pytest_fsdp_comm.comm.explanation.training import TrainingChange
 from pytest_fsdp_comm.comm.profile import RowKey
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, name_owners
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
@@ -25,9 +27,11 @@ _MAX_GROUPS: Final = 3
 _ROLES: Final = tuple(Role)
 
 
-def sentence(step: Step) -> str:
-    """Tell a step in one line."""
+def sentence(step: TrainingChange | Step) -> str:
+    """Tell a step, or what breaks training, in one line."""
     match step:
+        case TrainingChange():
+            return _of_training(step)
         case AxisRenamed() | Renamed() | Layers():
             return _of_names(step)
         case Counts():
@@ -149,6 +153,10 @@ def _of_replaced(step: Replaced) -> str:
                 f"sent over {facts['axis']} now, over which nothing was",
                 _calls(step, lambda key, _: key.axis == facts["axis"], is_new=True),
             )
+        case "recomputed" if facts["is_moved"]:
+            places = ("by recomputation", "in backward")
+            now, before = places if step.came else places[::-1]
+            return f"{who} gathered {now} instead of {before}"
         case "recomputed":
             if not step.came:
                 return f"nothing of {who} is sent again by recomputation any more"
@@ -226,18 +234,30 @@ def _of_replaced(step: Replaced) -> str:
             owners: defaultdict[int, list[Owner]] = defaultdict(list)
             for owner in step.owners:
                 owners[facts["times"][owner]].append(owner)
+            others = facts["others"]
+            if owners.keys() == {others}:
+                gathers = {
+                    sum(count_of(rows) for key, rows in held.items() if _is_of_forward(key))
+                    for held in step.was.values()
+                }
+                was = "/".join(map(str, sorted(gathers)))
+                return f"{who} gathered {was} -> {others} times in forward, as often as other units"
             shown = [
                 f"{name_owners(some)} {_times(count)}" for count, some in sorted(owners.items())
             ]
-            others = _times(facts["others"])
-            return f"gathered in forward: {', '.join(shown)}; other units {others}"
+            return f"gathered in forward: {', '.join(shown)}; other units {_times(others)}"
         case "unit":
+            others = facts["others"]
             if not step.came:
-                return f"{who} no longer gathered nor reduced, other units gathered as before"
-            return _with_calls(
-                f"{who} gathered now, other units as before", _calls(step, is_gather)
-            )
+                rest = f", other units gathered {others}" if others else ""
+                return f"{who} no longer gathered nor reduced{rest}"
+            rest = f", other units {others}" if others else ""
+            return _with_calls(f"{who} gathered now{rest}", _calls(step, is_gather))
     raise AssertionError(step)
+
+
+def _is_of_forward(key: RowKey) -> bool:
+    return key.subject == "collective" and key.phase is Phase.FORWARD
 
 
 def _of_sequence_parallel(step: Replaced) -> str:
@@ -330,6 +350,34 @@ def _sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
     ]
     more = len(groups) - len(shown)
     return f"{', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
+
+
+def _of_training(change: TrainingChange) -> str:
+    who, over = name_owners(change.owners), " and ".join(change.axes)
+    before, after, was, now = change.before, change.after, change.was, change.now
+    gradients = f"gradients of {who} are"
+    match change.problem:
+        case "not sharded":
+            return (
+                f"parameters of {who} are no longer sharded: no unit gathers them, and their "
+                f"gradients are no longer reduced over {over} ({_amount(was)})"
+            )
+        case "not reduced":
+            return f"{gradients} no longer reduced over {over}: {_amount(was)}"
+        case "fewer ranks":
+            return f"{gradients} reduced over {after} ranks instead of {before}: {_amount(now)}"
+        case "times":
+            nbytes = show_nbytes_change(was.nbytes, now.nbytes)
+            return (
+                f"{gradients} reduced {before} -> {after} times per step over {over}: "
+                f"{was.count} -> {now.count} calls, {nbytes} per rank"
+            )
+        case "dtype":
+            return f"{gradients} reduced over {over} in {after} instead of {before}: {_amount(now)}"
+
+
+def _amount(volume: Volume) -> str:
+    return f"{counted(volume.count, 'call')}, {show_nbytes(volume.nbytes)} per rank"
 
 
 def timing_sentence(change: TimingChange) -> str:

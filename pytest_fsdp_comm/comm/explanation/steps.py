@@ -41,6 +41,8 @@ class Evidence:
     """Those of which some parameters are frozen now, and others trainable."""
     thawed: frozenset[str] = frozenset()
     """Those of which some parameters are trainable now that were frozen."""
+    trainable: frozenset[str] = frozenset()
+    """Units of either tree, and modules, that have trainable parameters now."""
     policies: Mapping[str, str]
     """As `tree.profile.policy_change` words it, of those with another policy after forward."""
     new_roots: frozenset[str] = frozenset()
@@ -87,6 +89,10 @@ class Step:
         """Whether it speaks about a call, of the old profile after it or of the new one."""
         return False
 
+    def includes(self, owner: Owner) -> bool:
+        """Whether it changes anything of a module."""
+        return True
+
 
 class GlobalStep(Step):
     """A step that changes rows alike in all modules."""
@@ -103,10 +109,6 @@ class GlobalStep(Step):
                 made[content] = pool.content([self.change(row, content) for row in rows])
             after[owner] = made[content]
         return after
-
-    def includes(self, owner: Owner) -> bool:
-        """Whether it changes anything of a module."""
-        return True
 
     def change(self, row: Row, content: Content) -> Row:
         """A row after the step."""
@@ -129,6 +131,9 @@ class Replaced(Step):
     @property
     def owners(self) -> tuple[Owner, ...]:
         return tuple(self.rows)
+
+    def includes(self, owner: Owner) -> bool:
+        return owner in self.rows
 
     @cached_property
     def description_cost(self) -> float:

@@ -364,4 +364,12 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
     ):
         return
 
-    yield from replaced(between, "unit", keys, came=came)
+    others = {owner for owner, one in without.items() if one.gathers[Phase.FORWARD]} - keys.keys()
+    # They may be kept after forward now, and no longer gathered in backward.
+    is_other = any(
+        between.origin.get(owner, between.state[owner]).gathers[Phase.BACKWARD]
+        != between.target[owner].gathers[Phase.BACKWARD]
+        for owner in others
+    )
+    where = "in forward as before" if is_other else "as before"
+    yield from replaced(between, "unit", keys, came=came, others=where if others else "")

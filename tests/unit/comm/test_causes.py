@@ -300,11 +300,11 @@ def test_what_the_user_changed_is_told_before_what_torch_changed():
     assert [cause.text.split()[0] for cause in comparison.causes] == [
         *("reshard_after_forward", "reduce_dtype"),
     ]
-    assert [step.kind for step in comparison.steps] == ["freed", "dtype"]
+    assert [step.kind for step in comparison.told] == ["freed", "dtype"]
     assert headline_of_steps(comparison).startswith("layers.{0..2} kept gathered after forward")
     # With one version, the order is that of the steps.
     alike = compare(HALF, replace(new, torch_version="2.13.0"))
-    assert [step.kind for step in alike.steps] == ["dtype", "freed"]
+    assert [step.kind for step in alike.told] == ["dtype", "freed"]
 
 
 def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):

@@ -9,8 +9,10 @@ import pytest
 from sample_profiles import (
     BACKWARD,
     NBYTES,
+    RECOMPUTE,
     accumulated,
     changed,
+    counted,
     evaluated,
     frozen,
     in_bfloat16,
@@ -25,6 +27,7 @@ from sample_profiles import (
     role,
     row,
     sized,
+    split,
     times,
     twice,
     unit,
@@ -201,6 +204,65 @@ def test_calls_are_counted_for_each_rank(ranks, calls):
     assert sentence(step) == f"sent over tp now, over which nothing was: {calls}"
 
 
+def recomputed_unit(phase):
+    """A unit inside of a checkpointed layer, gathered in a phase for its backward."""
+    rows = [one for one in unit("a") if (one.phase, one.what) not in IN_BACKWARD]
+    return [
+        *rows,
+        row(phase, "a", "all_gather", NBYTES, "parameters"),
+        counted("reshard", phase, "a", "unshard"),
+    ]
+
+
+IN_BACKWARD = {(BACKWARD, "all_gather"), (BACKWARD, "unshard")}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (
+            [*unit("a"), *split("b")],
+            split("b"),
+            "a no longer gathered nor reduced",
+        ),
+        (
+            [*unit("a"), *unit("b")],
+            [
+                *[times(one, 2) if one.what == "all_gather" else one for one in unit("a")],
+                *unit("b"),
+            ],
+            "gathered in forward: a 2 times; other units once",
+        ),
+        (
+            [
+                *[times(one, 2) if one.what == "all_gather" else one for one in unit("a")],
+                *unit("b"),
+            ],
+            [*unit("a"), *unit("b")],
+            "a gathered 2 -> 1 times in forward, as often as other units",
+        ),
+        (
+            recomputed_unit(RECOMPUTE),
+            recomputed_unit(BACKWARD),
+            "a gathered in backward instead of by recomputation",
+        ),
+        (
+            recomputed_unit(BACKWARD),
+            recomputed_unit(RECOMPUTE),
+            "a gathered by recomputation instead of in backward",
+        ),
+        # Gathered in both is repeated.
+        (
+            unit("a"),
+            [*unit("a"), row(RECOMPUTE, "a", "all_gather", NBYTES, "parameters")],
+            "forward collectives of a repeated by recomputation in backward: 1 call of 5.0 KiB",
+        ),
+    ],
+)
+def test_a_sentence_says_only_what_happened(old, new, line):
+    assert [sentence(step) for step in explain(made(old), made(new)).steps] == [line]
+
+
 def under_hsdp(rows):
     """The same units, whose gradients are reduced between replicas as well."""
     rows = [replace(one, axis="shard") if one.axis == "dp" else one for one in rows]
@@ -216,7 +278,7 @@ def test_ddp_in_place_of_hsdp_tells_every_unit_that_is_gathered_now():
     assert explanation.is_exact
     assert {sentence(step) for step in explanation.steps} == {
         "nothing is sent over world any more",
-        "(root), a gathered now, other units as before: 3 calls, 320 B in all",
+        "(root), a gathered now: 3 calls, 320 B in all",
     }
 
 

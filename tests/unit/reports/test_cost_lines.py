@@ -85,8 +85,23 @@ def test_several_kinds_follow_the_whole_the_largest_first():
         "+50 % bytes in all (5.0 -> 7.5 MiB per rank and step), +100 % on dp, peak gathered "
         "unchanged",
         "reduce_scatter[dp] x3.0 (1.0 -> 3.0 MiB), all_gather[dp] +50 % (2.0 -> 3.0 MiB), "
-        "all_reduce[tp] -25 % (2.0 -> 1.5 MiB)",
+        "all_reduce[tp] -25 % (2.0 -> 1.5 MiB in 2 -> 3 calls)",
     ]
+
+
+@pytest.mark.parametrize("others", [[gather((1, MIB))], [gather((1, MIB), axis="tp")]])
+def test_more_and_smaller_calls_are_counted(others):
+    """One norm of all parameters, then one of each."""
+    old, new = [reduce((1, 120)), *others], [reduce((22, 4)), *others]
+    assert lines(old, new)[0].startswith(
+        "-27 % bytes in all_reduce[tp] (120 -> 88 B in 1 -> 22 calls per rank and step), "
+    )
+    assert "almost unchanged in all" in lines(old, new)[0]
+    whole, parts = lines(old, [*new, scatter((1, 8))])
+    assert whole.startswith("bytes almost unchanged in all (1_048_696 -> 1_048_672 B in 2 -> 24 ca")
+    assert parts.startswith("all_reduce[tp] -27 % (120 -> 88 B in 1 -> 22 calls), reduce_scatter")
+    # Fewer calls are fewer bytes.
+    assert lines(new, old)[0].startswith("+36 % bytes in all_reduce[tp] (88 -> 120 B per rank")
 
 
 def test_kinds_beyond_a_line_are_counted():

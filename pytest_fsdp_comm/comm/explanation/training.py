@@ -1,0 +1,365 @@
+"""What of a change breaks training, whatever it costs; see Note [Training]."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import chain
+from math import prod
+from typing import Final, Literal, TypeAlias, get_args
+
+from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.cost import Volume
+from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase, Role
+from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype
+from pytest_fsdp_comm.comm.explanation.names import Renamed
+from pytest_fsdp_comm.comm.explanation.states import Owner, calls_of, sole, template
+from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
+from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.text.words import itemsize
+
+# Note [Training]: a lost reduction of gradients trains a wrong model, and often sends less. It is
+# read from both profiles, not from the steps of the search: these explain many rows in few lines,
+# which may hide it. It is reported only if nothing harmless looks the same: another module that
+# reduces as many gradients instead, an axis whose place others take, a forward that changed over
+# the same axis, an evaluation, a module that is gone, or parameters that are frozen in the tree.
+
+Problem: TypeAlias = Literal["not sharded", "not reduced", "fewer ranks", "times", "dtype"]
+"""What is wrong with gradients, the worst first."""
+_PROBLEMS: Final[tuple[Problem, ...]] = get_args(Problem)
+_LOST: Final = frozenset({"not sharded", "not reduced"})
+
+_REDUCING: Final = frozenset({"all_reduce", "reduce_scatter", "reduce"})
+_BETWEEN_STAGES: Final = frozenset({"send", "recv"})
+_AFTER_FORWARD: Final = frozenset({Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingChange:
+    """A change of how the gradients of some modules are reduced."""
+
+    problem: Problem
+    owners: tuple[Owner, ...]
+    """By their new names, in natural order."""
+    axes: tuple[str, ...]
+    """Over which the problem is, sorted; by their old names where nothing is reduced now."""
+    before: str = ""
+    """The ranks, times or types of the snapshot; empty where nothing is reduced now."""
+    after: str = ""
+    was: Volume
+    """What the snapshot has over these axes, on the rank with the most."""
+    now: Volume
+
+    def covers(self, owners: Iterable[Owner], key: RowKey, calls: Iterable[Calls]) -> bool:
+        """Whether it says all that is to be said of calls."""
+        is_of_gradients = all(call.role == Role.GRADIENTS for call in calls)
+        is_reduced = key.axis in self.axes and key.what in _REDUCING
+        return is_of_gradients and is_reduced and set(owners) <= set(self.owners)
+
+
+def find_training_changes(
+    old: CommProfile,
+    new: CommProfile,
+    steps: Sequence[Step],
+    trees: Evidence | None,
+    of_torch: Collection[Step] = (),
+) -> tuple[TrainingChange | Step, ...]:
+    """Find what breaks training, worst first: steps, but `of_torch`, and what else rows prove."""
+    training = _Training(_Side(old, new, steps), _Side(new, new), trees)
+    # Other ranks reduce over other axes anyway.
+    is_same_world = (old.world_size, old.recorded_ranks) == (new.world_size, new.recorded_ranks)
+    found = [*training.problems()] if is_same_world else []
+    owners: defaultdict[_Found, list[Owner]] = defaultdict(list)
+    for owner, problem in found:
+        if not any(_is_said(problem[0], owner, step) for step in steps):
+            owners[problem].append(owner)
+    changes = [training.change(problem, some) for problem, some in owners.items()]
+    lost = {owner for owner, (problem, *_) in found if problem in _LOST}
+    told: list[tuple[int, TrainingChange | Step]]
+    told = [(_PROBLEMS.index(change.problem), change) for change in changes]
+    for step in steps:
+        named = _problem_of(step)
+        # Other modules may reduce the gradients instead.
+        is_real = named not in _LOST or any(map(step.includes, lost))
+        is_told = step in of_torch or says(changes, step)
+        if named is not None and is_real and not is_told:
+            told.append((_PROBLEMS.index(named), step))
+    return tuple(one for _, one in sorted(told, key=lambda one: one[0]))
+
+
+def says(training: Iterable[TrainingChange | Step], step: Step) -> bool:
+    """Whether a step is among what breaks training, or says nothing else."""
+    return any(
+        _says_all(one, step) if isinstance(one, TrainingChange) else one is step for one in training
+    )
+
+
+def _says_all(change: TrainingChange, step: Step) -> bool:
+    if not isinstance(step, Replaced) or step.came:
+        return False
+    if change.problem == "not sharded":
+        return step.kind == "unit"
+    return step.kind in {"redistributed", "axis"} and all(
+        key.subject != "collective" or change.covers([owner], key, calls_of(rows))
+        for owner, was in step.was.items()
+        for key, rows in was.items()
+    )
+
+
+def _problem_of(step: Step) -> Problem | None:
+    """The problem that the sentence of a step names; None for none."""
+    match step:
+        case Replaced(kind="reduced" | "reduced by more" | "used in backward" | "unit", came=False):
+            return "not reduced"
+        case Replaced(kind="reduced times"):
+            return "times"
+        case Dtype() if Role.GRADIENTS in step.roles:
+            return "dtype"
+    return None
+
+
+def _is_said(problem: Problem, owner: Owner, step: Step) -> bool:
+    """Whether a step says of a module what the problem is."""
+    if isinstance(step, Counts):
+        return problem == "times"
+    return _problem_of(step) == problem and step.includes(owner)
+
+
+class _Side:
+    """How one profile reduces gradients, by the names of the new one."""
+
+    def __init__(self, profile: CommProfile, new: CommProfile, steps: Sequence[Step] = ()) -> None:
+        self.profile = profile
+        self.axes = _new_names(profile, new)
+        self.sizes = {self.axes[axis.name]: axis.size for axis in profile.mesh_axes}
+        self.owners: set[Owner] = set()
+        self.reduced: defaultdict[Owner, defaultdict[str, list[Row]]]
+        self.reduced = defaultdict(lambda: defaultdict(list))
+        self.gathers: defaultdict[Owner, list[Row]] = defaultdict(list)
+        renames = [step for step in steps if isinstance(step, Renamed)]
+        for row in profile.rows:
+            owner = row.owner
+            for step in renames:
+                owner = step.name(owner)
+            self.owners.add(owner)
+            axis = self.axes.get(row.axis, "")
+            # FSDP1 reduces over a group of one rank too.
+            if row.what in _REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
+                self.reduced[owner][axis].append(row)
+            if any(call.role == Role.PARAMETERS for call in row.calls):
+                self.gathers[owner].append(row)
+
+    @property
+    def has_units(self) -> bool:
+        return any(row.subject == "reshard" for row in self.profile.rows)
+
+    @property
+    def reduces(self) -> bool:
+        return any(map(_gradients, self.profile.collectives))
+
+    def num_ranks(self, axes: Iterable[str]) -> int:
+        return prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def num_gradients(self, owner: Owner) -> int:
+        """How many gradients a module reduces, however often."""
+        sizes: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+        for row in chain.from_iterable(self.reduced.get(owner, {}).values()):
+            for call in _gradients(row):
+                sizes[row.axis, row.what].add(call.nbytes // itemsize(call.dtype))
+        return max(map(sum, sizes.values()), default=0)
+
+    def forward(self, axis: str) -> set[tuple[str, str]]:
+        """Which modules send what over an axis in forward, besides parameters."""
+        return {
+            (template(row.owner or ""), row.what)
+            for row in self.profile.collectives
+            if row.phase is Phase.FORWARD
+            and self.axes.get(row.axis) == axis
+            and any(call.role != Role.PARAMETERS for call in row.calls)
+        }
+
+    @cached_property
+    def work(self) -> list[Row]:
+        """What ranks send that work on one batch together."""
+        return [
+            row
+            for row in self.profile.collectives
+            if row.what in _BETWEEN_STAGES
+            or any(call.role == Role.ACTIVATIONS for call in row.calls)
+        ]
+
+    def num_ranks_besides(self, axes: set[str]) -> int:
+        """How many ranks work on one batch together, over other axes."""
+        return self.num_ranks({self.axes.get(row.axis, "") for row in self.work} - axes)
+
+
+def _new_names(profile: CommProfile, new: CommProfile) -> dict[str, str]:
+    """Each axis by the name that the new profile has for it, or its own if there is none."""
+    old = {axis.name for axis in profile.mesh_axes}
+    known = {axis.name for axis in new.mesh_axes}
+    renamed = {replace(axis, name=""): axis.name for axis in new.mesh_axes if axis.name not in old}
+    return {
+        axis.name: axis.name
+        if axis.name in known
+        else renamed.get(replace(axis, name=""), axis.name)
+        for axis in profile.mesh_axes
+    }
+
+
+def _gradients(row: Row) -> list[Calls]:
+    return [call for call in row.calls if call.role == Role.GRADIENTS]
+
+
+def _volume(rows: Iterable[Row]) -> Volume:
+    """The gradients that the rank with the most of them reduces."""
+    # Thousands of ranks share a few lists.
+    lists: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)
+    for row in rows:
+        calls = _gradients(row)
+        nbytes = sum(call.count * call.nbytes for call in calls)
+        lists[row.ranks] += Volume(count=sum(call.count for call in calls), nbytes=nbytes)
+    common = lists.pop((), Volume())
+    if len(lists) == 1:
+        return common + lists.popitem()[1]
+    of_ranks: defaultdict[int, Volume] = defaultdict(Volume)
+    for ranks, volume in lists.items():
+        for rank in ranks:
+            of_ranks[rank] += volume
+    return common + max(of_ranks.values(), key=lambda one: one.nbytes, default=Volume())
+
+
+_Found: TypeAlias = tuple[Problem, tuple[str, ...], str, str]
+"""A problem with axes, and what was before and is now."""
+
+
+class _Training:
+    def __init__(self, old: _Side, new: _Side, trees: Evidence | None) -> None:
+        self.old, self.new, self.trees = old, new, trees
+        self.grown = {
+            owner for owner in new.reduced if new.num_gradients(owner) > old.num_gradients(owner)
+        }
+
+    def problems(self) -> Iterator[tuple[Owner, _Found]]:
+        """What is wrong with the gradients of each module."""
+        old, new = self.old, self.new
+        is_known = self.trees is not None and self.trees.units
+        if old.has_units and not (new.has_units or new.gathers or new.reduces or is_known):
+            axes = {axis for reduced in old.reduced.values() for axis in reduced}
+            for owner in old.gathers if axes else ():
+                yield owner, ("not sharded", tuple(axes), "", "")
+        # An evaluation reduces nothing.
+        elif new.reduces or any(row.phase in _AFTER_FORWARD for row in new.profile.rows):
+            for owner, was in old.reduced.items():
+                for found in self._of_owner(owner, was, new.reduced.get(owner, {})):
+                    yield owner, found
+
+    def change(self, found: _Found, owners: Sequence[Owner]) -> TrainingChange:
+        """Describe a problem that some modules share."""
+        problem, axes, before, after = found
+        was, now = (
+            _volume(
+                row
+                for owner in (side.reduced if problem == "not sharded" else owners)
+                for axis, reduced in side.reduced.get(owner, {}).items()
+                for row in (reduced if axis in axes else ())
+            )
+            for side in (self.old, self.new)
+        )
+        names = [name for name, axis in self.old.axes.items() if axis in axes]
+        return TrainingChange(
+            problem=problem,
+            owners=tuple(sorted(owners, key=lambda name: (name is None, natural_key(name or "")))),
+            axes=tuple(sorted(names if problem in _LOST else axes)),
+            before=before,
+            after=after,
+            was=was,
+            now=now,
+        )
+
+    def _of_owner(
+        self, owner: Owner, was: Mapping[str, list[Row]], now: Mapping[str, list[Row]]
+    ) -> Iterator[_Found]:
+        ranks = self.old.num_ranks(was), self.new.num_ranks(now)
+        if ranks[1] < ranks[0] and not self._is_harmless(owner, {*was}, {*now}):
+            if now.keys() < was.keys():
+                yield "not reduced", tuple(sorted(was.keys() - now.keys())), "", ""
+            else:
+                yield "fewer ranks", tuple(sorted({*was, *now})), str(ranks[0]), str(ranks[1])
+        found: defaultdict[tuple[Problem, str, str], list[str]] = defaultdict(list)
+        for axis in sorted(was.keys() & now.keys()):
+            times = self._times(owner, was[axis], now[axis])
+            if times is not None:
+                found["times", *times].append(axis)
+            before, after = (
+                sole((call.dtype for row in rows for call in _gradients(row)), "")
+                for rows in (was[axis], now[axis])
+            )
+            if before and after and before != after:
+                found["dtype", before, after].append(axis)
+        for (problem, before, after), axes in found.items():
+            yield problem, tuple(axes), before, after
+
+    def _is_harmless(self, owner: Owner, was: set[str], now: set[str]) -> bool:
+        """Whether something else may be why a module reduces over fewer ranks."""
+        old, new, trees = self.old, self.new, self.trees
+        # More ranks may share the work of a batch, in place of batches of their own.
+        before, after = (
+            side.num_ranks(axes) * side.num_ranks_besides(was | now)
+            for side, axes in ((old, was), (new, now))
+        )
+        if after >= before or any(old.forward(axis) != new.forward(axis) for axis in was - now):
+            return True
+        if trees is not None and owner not in trees.trainable:
+            return True
+        grown = self.grown - {owner}
+        if owner in new.owners:
+            return any(_is_related(owner, other) for other in grown)
+        return bool(grown) or (trees is None and not self._is_left(owner))
+
+    def _is_left(self, owner: Owner) -> bool:
+        """Whether the rows show that a module without rows is still in the model."""
+        # A layer that is gone sends nothing at all.
+        layer = re.match(r"(.*\.)?[0-9]+\.", owner or "")
+        return owner == ROOT_FQN or (
+            layer is not None
+            and any((other or "").startswith(layer[0]) for other in self.new.owners)
+        )
+
+    def _times(self, owner: Owner, was: list[Row], now: list[Row]) -> tuple[str, str] | None:
+        """How often gradients are reduced; None if that is as before, or follows forward."""
+        sizes = [{call.nbytes for row in rows for call in _gradients(row)} for rows in (was, now)]
+        before, after = _volume(was).count, _volume(now).count
+        # Buckets of other sizes hold other parts of the gradients.
+        if before == after or len(sizes[0]) != 1 or len(sizes[1]) != 1:
+            return None
+        ratios = self._work_ratios or _ratios(self.old.gathers[owner], self.new.gathers[owner])
+        is_news = ratios and Fraction(after, before) not in ratios
+        return (str(before), str(after)) if is_news else None
+
+    @cached_property
+    def _work_ratios(self) -> set[Fraction]:
+        return _ratios(self.old.work, self.new.work)
+
+
+def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
+    """How much more often rows are sent that both sides have, but for those of backward."""
+    before = {(row.owner, row.key, row.ranks): row.count for row in old}
+    return {
+        Fraction(row.count, before[place])
+        for row in new
+        for place in [(row.owner, row.key, row.ranks)]
+        if place in before and row.phase not in _AFTER_FORWARD
+    }
+
+
+def _is_related(owner: Owner, other: Owner) -> bool:
+    """Whether one module is the other, or is inside of it."""
+    parts, others = (
+        [f"{part}." if part else "" for part in (one or "").split("+")] for one in (owner, other)
+    )
+    return any(one.startswith(two) or two.startswith(one) for one in parts for two in others)

@@ -1,0 +1,247 @@
+"""What breaks training is told first; changes that look like it are not."""
+
+from dataclasses import replace
+
+import pytest
+from sample_profiles import (
+    BACKWARD,
+    DP,
+    FORWARD,
+    NBYTES,
+    accumulated,
+    changed,
+    frozen,
+    in_bfloat16,
+    made,
+    more_layers,
+    profile,
+    renamed,
+    role,
+    row,
+    sized,
+    split,
+    times,
+    twice,
+    typed,
+    unit,
+)
+
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.explanation.sentences import sentence
+from pytest_fsdp_comm.comm.explanation.steps import Evidence
+from pytest_fsdp_comm.reports.changes import headline_of_steps, render_comparison
+
+GRADIENTS = "gradients"
+GATES = [row(BACKWARD, f"layers.{n}.gate", "all_reduce", 256, GRADIENTS, axis="tp") for n in (0, 1)]
+PARALLEL = profile(tensor_parallel=True)
+GATED = made([*PARALLEL.rows, *GATES])
+ATTENTION = [
+    row(phase, "layers.0.attention", "all_gather", 64, "activations", axis="tp")
+    for phase in (FORWARD, BACKWARD)
+]
+
+
+def without(old, *owners, kind="reduce_scatter"):
+    """A profile in which some modules no longer reduce gradients by a kind of collective."""
+
+    def change(one):
+        return None if one.owner in owners and (one.what, role(one)) == (kind, GRADIENTS) else one
+
+    return changed(old, change)
+
+
+def gathered(old, factor):
+    """A profile whose layers gather other bytes."""
+    return changed(
+        old,
+        lambda one: sized(one, factor) if one.owner != "" and role(one) == "parameters" else one,
+    )
+
+
+def over(old, *axes):
+    """A profile over another axis; gradients are all-reduced over a second one too."""
+    moved = [replace(one, axis=axes[0] if one.axis == "dp" else one.axis) for one in old.rows]
+    reduced = [one for one in moved if role(one) == GRADIENTS and one.what == "reduce_scatter"]
+    again = [replace(one, what="all_reduce", axis=axis) for axis in axes[1:] for one in reduced]
+    return made([*moved, *again])
+
+
+def often(old, count, *, forward=1):
+    """A profile whose gradients are reduced several times, and whose units are gathered so."""
+
+    def change(one):
+        is_gather = one.phase is FORWARD and role(one) == "parameters"
+        return times(one, count if role(one) == GRADIENTS else forward if is_gather else 1)
+
+    return changed(old, change)
+
+
+def ddp(*sizes, owner=""):
+    return [row(BACKWARD, owner, "all_reduce", size, GRADIENTS, axis="world") for size in sizes]
+
+
+def on_ranks(rows, *ranks):
+    return [replace(one, ranks=ranks) for one in rows]
+
+
+def reduced_in(old, dtype):
+    def change(one):
+        is_meant = one.owner == "layers.0" and role(one) == GRADIENTS
+        return typed(sized(one, 3), dtype) if is_meant else one
+
+    return changed(old, change)
+
+
+LAYERS = [f"layers.{n}" for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (
+            profile(),
+            without(gathered(profile(), 0.5), *LAYERS),
+            "gradients of layers.{0..2} are no longer reduced over dp: 3 calls, 30.0 KiB per rank",
+        ),
+        (
+            GATED,
+            PARALLEL,
+            "gradients of layers.{0..1}.gate are no longer reduced over tp: 2 calls, 512 B per "
+            "rank",
+        ),
+        # The gate is left in the model: other modules of its layer still send.
+        (
+            made([*GATES, *ATTENTION]),
+            made(ATTENTION),
+            "gradients of layers.0.gate are no longer reduced over tp: 1 call, 256 B per rank",
+        ),
+        (
+            over(profile(), "shard", "replicate"),
+            over(gathered(profile(), 2), "shard"),
+            "gradients of (root), layers.{0..2} are no longer reduced over replicate: 4 calls, "
+            "35.0 KiB per rank",
+        ),
+        (
+            over(profile(), "world"),
+            over(gathered(profile(), 2), "shard"),
+            "gradients of (root), layers.{0..2} are reduced over 4 ranks instead of 8: 4 calls, "
+            "35.0 KiB per rank",
+        ),
+        (
+            profile(),
+            often(profile(), 4, forward=2),
+            "gradients of (root), layers.{0..2} are reduced 1 -> 4 times per step over dp: 4 -> 16 "
+            "calls, 35.0 -> 140.0 KiB per rank",
+        ),
+        (
+            profile(),
+            reduced_in(profile(), "bfloat16"),
+            "gradients of layers.0 are reduced over dp in bfloat16 instead of float32: 1 call, "
+            "30.0 KiB per rank",
+        ),
+        (
+            profile(),
+            made(ATTENTION),
+            "parameters of (root), layers.{0..2} are no longer sharded: no unit gathers them, and "
+            "their gradients are no longer reduced over dp (4 calls, 35.0 KiB per rank)",
+        ),
+        # Each rank reduces those of its own stage.
+        (
+            made([*on_ranks(unit("layers.0"), 0, 1), *on_ranks(unit("layers.1"), 2, 3)]),
+            made(
+                [
+                    *on_ranks(without(made(unit("layers.0", 64)), "layers.0").rows, 0, 1),
+                    *on_ranks(without(made(unit("layers.1", 64)), "layers.1").rows, 2, 3),
+                ]
+            ),
+            "gradients of layers.{0..1} are no longer reduced over dp: 1 call, 5.0 KiB per rank",
+        ),
+    ],
+)
+def test_what_breaks_training_is_told_first(old, new, line):
+    comparison = compare(old, new)
+    text = render_comparison(comparison, snapshot="s")
+    assert text.training[0] == text.told[0] == text.story[0] == line
+    assert headline_of_steps(comparison).startswith(line)
+    # Once alone.
+    assert sum(line.partition(" over ")[0] in other for other in text.story) == 1
+
+
+def training(old, new, evidence=None):
+    return [sentence(one) for one in compare(old, new, evidence).training]
+
+
+HEAD = unit("head", 1_024)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (profile(), renamed(gathered(profile(), 2))),
+        (profile(), more_layers(gathered(profile(), 2))),
+        (profile(5), gathered(profile(), 2)),
+        # Merged into the root, split off it, and in another group.
+        (made([*unit(""), *HEAD]), made(unit("", NBYTES + 1_024))),
+        (made([*unit("", NBYTES + 1_024)]), made([*unit(""), *HEAD])),
+        (made([*unit("head"), *unit("norm")]), made(unit("head+norm", 2 * NBYTES))),
+        # An evaluation.
+        (profile(), changed(profile(), lambda one: None if one.phase is BACKWARD else one)),
+        # DDP: other buckets, modules that reduce by hand, and FSDP in its place.
+        (made(ddp(4_096, 2_048)), made(ddp(1_024, 3_072, 2_048))),
+        (made(ddp(4_096)), made([*ddp(2_048, owner="up"), *ddp(2_048, owner="down")])),
+        (made(ddp(4_096)), over(made(unit("layers.0", 4_096)), "world")),
+        (over(made(unit("layers.0", 4_096)), "world"), made(ddp(4_096))),
+        # Over an axis of another name, by another kind, over two axes, and over more ranks.
+        (
+            profile(),
+            replace(over(profile(), "data"), mesh_axes=(replace(DP, name="data"),)),
+        ),
+        (
+            profile(),
+            changed(
+                profile(),
+                lambda one: replace(one, what="all_reduce") if role(one) == GRADIENTS else one,
+            ),
+        ),
+        (over(profile(), "world"), over(gathered(profile(), 2), "shard", "replicate")),
+        (over(profile(), "shard"), over(gathered(profile(), 2), "world")),
+        # Ranks share the work of a batch in place of batches of their own.
+        (over(profile(), "world"), made([*profile().rows, *split("layers.0.mlp")])),
+        # Work that is split no more, with what it left partial.
+        (GATED, profile()),
+        # As many times as forwards.
+        (profile(), twice(gathered(profile(), 2))),
+        (profile(), accumulated(gathered(profile(), 2))),
+        # A layer that another stage runs.
+        (
+            made([*on_ranks(unit("layers.0"), 0), *on_ranks(unit("layers.1"), 0)]),
+            made([*on_ranks(unit("layers.0"), 0), *on_ranks(unit("layers.1"), 1)]),
+        ),
+        # A layer whose last module is gone.
+        (made([*GATES, *ATTENTION]), made([*GATES[:1], *ATTENTION])),
+        # Another number of ranks.
+        (over(profile(), "world"), replace(over(profile(), "shard"), world_size=4)),
+    ],
+)
+def test_what_looks_like_it_is_not_told(old, new):
+    assert compare(old, new).changes
+    assert training(old, new) == []
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_gradients_of_frozen_parameters_are_not_lost(is_frozen):
+    old = profile()
+    trainable = frozenset() if is_frozen else frozenset(LAYERS)
+    evidence = Evidence(units=frozenset(LAYERS), policies={}, trainable=trainable)
+    for new in (frozen(old), frozen(gathered(old, 2))):
+        assert bool(training(old, new, evidence)) != is_frozen
+
+
+def test_element_types_that_torch_changed_are_told_last():
+    old = in_bfloat16(profile())
+    new = changed(
+        old, lambda one: typed(sized(one, 2), "float32") if role(one) == GRADIENTS else one
+    )
+    versions = [replace(one, torch_version=f"2.{minor}.0") for one, minor in ((old, 13), (new, 15))]
+    assert training(*versions) == []
+    assert training(old, new) == ["gradients[dp] bfloat16 -> float32, x2 bytes"]
