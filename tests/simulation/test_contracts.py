@@ -37,7 +37,8 @@ def check_devices():
         DeviceMesh
     )
     assert parameters(torch.autocast.__init__)[:4] == ["self", "device_type", "dtype", "enabled"]
-    for name in (*devices._AUTOCAST, "get_device_module"):
+    autocast = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype")
+    for name in (*autocast, "set_autocast_dtype", "get_device_module"):
         assert callable(getattr(torch, name)), name
     for name in (*devices._IDLE, *devices._NOTHING, *devices._MEMORY):
         assert hasattr(torch.cuda, name), name
