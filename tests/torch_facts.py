@@ -39,6 +39,9 @@ SENT_ON_ONE_RANK = {"all_gather": VERSION < (2, 8), "reduce_scatter": BEFORE_2_1
 SHOWS_REDUCE_OP = not BEFORE_2_11
 """Whether the object that c10d's operations are given as the reduction has a method."""
 
+HAS_DIVIDE_FACTOR = VERSION >= (2, 8)
+"""Whether FSDP2 has `set_gradient_divide_factor` and `set_force_sum_reduction_for_comms`."""
+
 SHOWS_ASYNC = "async" in str(torch.ops.c10d.allreduce_.default._schema)
 """Whether each of c10d's operations is told if its caller has to wait."""
 

@@ -157,6 +157,9 @@ def policy_words(unit: ShardUnit) -> str:
         dtypes = dict.fromkeys(filter(None, (precision.param_dtype, precision.reduce_dtype)))
         words.append("/".join(dtypes))
     words += ["on host"] if unit.offload else []
+    factor = unit.gradient_divide_factor
+    words += [] if factor is None else [f"gradients divided by {factor:g}"]
+    words += ["gradients summed only"] if unit.force_sum_reduction else []
     words += ["root"] if unit.is_root else []
     return ", ".join(words)
 

@@ -8,9 +8,11 @@
 # Note [Private names of FSDP2]
 # Run with torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py fails when one moves.
 # FSDPModule: _get_fsdp_state; FSDPState: _modules, _is_root, _auto_reshard_after_forward,
-# _states_to_forward_prefetch, _states_to_backward_prefetch; FSDPParamGroup: fsdp_params, mesh_info,
-# post_forward_mesh_info, mp_policy, offload_policy, unshard_in_backward; FSDPParam: _module_info,
-# sharded_param, sharded_state, _orig_size, padded_sharded_param_size, _orig_param_uid (not in 2.7).
+# _states_to_forward_prefetch, _states_to_backward_prefetch; FSDPParamGroup: fsdp_params,
+# mesh_info, post_forward_mesh_info, mp_policy, offload_policy, unshard_in_backward,
+# gradient_divide_factor and force_sum_reduction_for_comms (not in 2.7); FSDPParam: _module_info,
+# sharded_param, sharded_state, _orig_size, padded_sharded_param_size, _orig_param_uid (not in
+# 2.7).
 
 from __future__ import annotations
 
@@ -91,6 +93,10 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
             gathered += param.padded_sharded_param_size.numel() * ranks * itemsize
             # Of the tensor that FSDP was given: under tensor parallelism that is this rank's part.
             whole += param._orig_size.numel() * itemsize
+    # Settings that torch 2.7 does not have.
+    divides = hasattr(FSDPModule, "set_gradient_divide_factor")
+    factor = group.gradient_divide_factor if divides else None
+    can_sum = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
     unit = replace(
         unit,
         shard_axis=None if shard_dim is None else axes.of_mesh(info.mesh, shard_dim),
@@ -98,6 +104,8 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
         reshard_after_forward=_reshard_after_forward(state, group, unit.is_root),
         precision=_precision(group),
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
+        gradient_divide_factor=None if factor is None else float(factor),
+        force_sum_reduction=can_sum and group.force_sum_reduction_for_comms,
         unshard_in_backward=group.unshard_in_backward,
         nbytes_gathered=gathered,
         nbytes_padding=gathered - whole,

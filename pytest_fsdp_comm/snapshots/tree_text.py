@@ -44,7 +44,7 @@ from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile
 _Facts = TypeVar("_Facts")
 
 
-def _write(value: bool | int | str | tuple[str, ...]) -> str:
+def _write(value: bool | float | str | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
         return ",".join(map(escape, value))
     return escape(value) if isinstance(value, str) else str(value).lower()
@@ -76,6 +76,8 @@ _UNIT_WORDS: Final[dict[str, Callable[[str], Any] | None]] = {
     "reshard_after_forward": _read_reshard,
     **_PRECISION,
     "offload": None,
+    "gradient_divide_factor": float,
+    "force_sum_reduction": None,
     **dict.fromkeys(("forward_prefetch", "backward_prefetch", "prefetch"), _read_names),
 }
 # The fields of `UnitFacts` whose names are not their words.

@@ -183,6 +183,7 @@ def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]
     yield from _value_changes(old.precision, new.precision)
     if old.offload != new.offload:
         yield "shards move to host memory" if new.offload else "shards move to the device"
+    yield from _value_changes(old, new, "gradient_divide_factor", "force_sum_reduction")
     yield from _value_changes(old, new, "forward_prefetch", "backward_prefetch", "prefetch")
 
 

@@ -152,6 +152,11 @@ class ShardUnit:
     """Indices of the units that the user asked to gather early; empty where torch decides."""
     backward_prefetch: tuple[int, ...] = ()
     """As `forward_prefetch`, in backward."""
+    gradient_divide_factor: float | None = None
+    """What gradients are divided by, as ``set_gradient_divide_factor`` set it; None where torch
+    averages over all ranks that reduce them."""
+    force_sum_reduction: bool = False
+    """Whether collectives only sum gradients (``set_force_sum_reduction_for_comms``)."""
     unshard_in_backward: bool = True
     """False where the user said that backward does not need the parameters."""
     prefetch: str = ""

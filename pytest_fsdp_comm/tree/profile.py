@@ -26,6 +26,10 @@ class UnitFacts:
     """As in `pytest_fsdp_comm.tree.model.ShardUnit`."""
     precision: Precision = field(default_factory=Precision)
     offload: bool = False
+    gradient_divide_factor: float | None = None
+    """As in `pytest_fsdp_comm.tree.model.ShardUnit`."""
+    force_sum_reduction: bool = False
+    """As `gradient_divide_factor`."""
     forward_prefetch: tuple[str, ...] = ()
     """Names of the units that the user asked to gather early."""
     backward_prefetch: tuple[str, ...] = ()
@@ -144,6 +148,8 @@ def _unit_facts(unit: ShardUnit, names: list[str]) -> UnitFacts:
         reshard_after_forward=unit.reshard_after_forward,
         precision=unit.precision,
         offload=unit.offload,
+        gradient_divide_factor=unit.gradient_divide_factor,
+        force_sum_reduction=unit.force_sum_reduction,
         forward_prefetch=tuple(names[index] for index in unit.forward_prefetch),
         backward_prefetch=tuple(names[index] for index in unit.backward_prefetch),
         prefetch=tuple(unit.prefetch.split()),

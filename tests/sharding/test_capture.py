@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_facts import HAS_DIVIDE_FACTOR
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.recording.comm_mode import CommMode
@@ -292,6 +293,9 @@ def test_precision_offload_and_prefetch_are_read_from_each_unit():
     )
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
     model.layers[1].set_modules_to_backward_prefetch([model.layers[0]])
+    if HAS_DIVIDE_FACTOR:
+        model.layers[1].set_gradient_divide_factor(8)
+        model.layers[1].set_force_sum_reduction_for_comms(enable=True)
     tree = capture_tree(model)
     first, second = unit_of(tree, "layers.0"), unit_of(tree, "layers.1")
     assert first.precision == Precision(param_dtype="bfloat16", reduce_dtype="float32")
@@ -304,6 +308,9 @@ def test_precision_offload_and_prefetch_are_read_from_each_unit():
         "unit layers.0 fsdp2 shard=world reshard_after_forward=true param_dtype=bfloat16 "
         "reduce_dtype=float32 offload forward_prefetch=layers.1\n"
     ) in format_tree(tree)
+    set_by_hand = (second.gradient_divide_factor, second.force_sum_reduction)
+    assert set_by_hand == ((8.0, True) if HAS_DIVIDE_FACTOR else (None, False))
+    assert (first.gradient_divide_factor, first.force_sum_reduction) == (None, False)
 
 
 def test_modules_grouped_into_one_unit_keep_their_own_parameters():

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch_facts import HAS_DIVIDE_FACTOR
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import UpstreamChangedError
@@ -244,7 +245,8 @@ def test_the_private_names_are_where_they_were_read():
         ),
         (
             group,
-            "fsdp_params mesh_info post_forward_mesh_info offload_policy unshard_in_backward",
+            "fsdp_params mesh_info post_forward_mesh_info offload_policy unshard_in_backward"
+            + HAS_DIVIDE_FACTOR * " gradient_divide_factor force_sum_reduction_for_comms",
         ),
         (
             param,

@@ -168,8 +168,9 @@ def frozen_gathered_in_backward(wrapping: Wrapping) -> Iterator[Case]:
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
     """Units far too small for a collective, which the enclosing unit could manage as well."""
-    # Silent if that differs in mesh, precision, element types or offload, if it has no parameters
-    # to gather, if it is gathered more often, and if FSDP1 would reduce what is frozen.
+    # Silent if that differs in mesh, precision, element types, offload or divide factor, if it has
+    # no parameters to gather, if it is gathered more often, and if FSDP1 would reduce what is
+    # frozen.
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):
             continue
@@ -193,7 +194,10 @@ def _can_join(wrapping: Wrapping, unit: ShardUnit, around: ShardUnit) -> bool:
     )
     is_same_policy = all(
         getattr(unit, name) == getattr(around, name)
-        for name in ("kind", "shard_axis", "replicate_axis", "precision", "offload")
+        for name in (
+            *("kind", "shard_axis", "replicate_axis", "precision", "offload"),
+            "gradient_divide_factor",
+        )
     )
     # FSDP1 reduces all of a unit where anything is trainable.
     sorts = {wrapping.is_trainable(unit), wrapping.is_trainable(around)}

@@ -63,7 +63,12 @@ def test_alike_blocks_share_a_row():
             {"replicate_axis": MeshAxis(name="replica", size=2), "offload": True},
             "dp=4, replicated replica=2, reshards after forward, bfloat16, on host",
         ),
-        ({"reshard_after_forward": 2}, "dp=4, reshards to 2 ranks after forward, bfloat16"),
+        (
+            {"reshard_after_forward": 2, "gradient_divide_factor": 8.0}
+            | {"force_sum_reduction": True},
+            "dp=4, reshards to 2 ranks after forward, bfloat16, gradients divided by 8, "
+            "gradients summed only",
+        ),
         (
             {"precision": Precision(reduce_dtype="float32"), "is_root": True},
             "dp=4, reshards after forward, float32, root",

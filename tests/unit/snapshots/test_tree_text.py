@@ -108,6 +108,8 @@ def shard_units(draw, modules):
             cast_forward_inputs=draw(st.booleans()),
         ),
         offload=draw(st.booleans()),
+        gradient_divide_factor=draw(st.one_of(st.none(), st.floats(allow_nan=False))),
+        force_sum_reduction=draw(st.booleans()),
         forward_prefetch=draw(st.sampled_from([(), (0,)])),
         prefetch=draw(st.sampled_from(["", "BACKWARD_PRE FORWARD"])),
         nbytes_gathered=0,
@@ -345,10 +347,15 @@ def test_every_other_change_has_its_words():
         "mesh: dp=4 stride 1 -> dp=8 stride 1",
     ]
     assert changes("dp=4 stride 1", "dp=2 stride 2") == ["mesh: dp=4 stride 1 -> dp=2 stride 2"]
-    assert changes("param_dtype=bfloat16", "reduce_dtype=float32 offload") == [
+    assert changes(
+        "param_dtype=bfloat16",
+        "reduce_dtype=float32 offload gradient_divide_factor=8.0 force_sum_reduction",
+    ) == [
         "layers.{0..3}: param_dtype bfloat16 -> None",
         "layers.{0..3}: reduce_dtype None -> float32",
         "layers.{0..3}: shards move to host memory",
+        "layers.{0..3}: gradient_divide_factor None -> 8.0",
+        "layers.{0..3}: force_sum_reduction False -> True",
     ]
     assert changes("fsdp2 root shard=dp", "fsdp1 root shard=dp replicate=pp") == [
         "(root): sharded by fsdp2 -> fsdp1",
