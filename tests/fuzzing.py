@@ -80,8 +80,9 @@ world_size 4
 mesh tp=4 stride 1
 activation sizes not compared
 forward layers.{0..3} all_reduce[tp] x1 of objects activations, x2 of float32 activations async
-backward layers.{0..3} all_reduce[tp] x2 of 64 B float32 gradients
-total all_reduce[tp] x20 512 B and 12 of unknown size
+backward layers.{0..3} all_reduce[tp] x2 of 64 B float32 gradients in 2 of 4 backwards
+outside (no-module) all_reduce[tp] x1 of 4 B float32 by max
+total all_reduce[tp] x21 516 B and 12 of unknown size
 end
 """,
 )
@@ -95,6 +96,7 @@ mesh tp=2 stride 1
 unit (root) fsdp2 root shard=dp reshard_after_forward=false
 unit layers.{0..3} fsdp2 shard=dp replicate=tp reshard_after_forward=true param_dtype=bfloat16
 unit layers.{4..5} fsdp1 shard=dp reshard_after_forward=2 cast_forward_inputs=false offload \
+gradient_divide_factor=0.5 force_sum_reduction \
 forward_prefetch=norm,(root) prefetch=BACKWARD_PRE,FORWARD
 unit layers.{0..1} fsdp2 group=2 shard=dp reshard_after_forward=true
 parameter embed.weight float32[512,64] frozen dp=Shard(0) tp=StridedShard(0,2) \
@@ -122,6 +124,7 @@ PIECES = [
     *(" ", "  ", "+", ".", "%20", "%41", "%", "\\x20", "\\x41", "\\", "(root)", "(no-module)", "#"),
     *("forward", "backward", "all_gather", "zzz", "unshard", "redistribute", "unknown:", "total"),
     *("ahead 1", " gradients", " async", " peer +1", " root 0", " of objects", " of unknown size"),
+    *(" by max", " in the last of 4 backwards", " in 2 of 4 backwards"),
     *(", x1 of unknown size int8", ", x1 of 8 B int8", " stride 1"),
     *("mesh a=2x2 stride 4x1\n", "mesh a=2 ranks 0,3\n", "peak gathered 8 B\n", "async unknown\n"),
     *(" activations", " of float32", "activation sizes not compared\n"),

@@ -15,6 +15,7 @@ from pytest_fsdp_comm.text.fqn import write_word
 # new field is one declaration, a default that older snapshots read as, and no change elsewhere.
 
 _WORD: Final = "word"
+NOT_LAST: Final = " but not the last"
 _COUNT: Final = r"[1-9][0-9]{0,5}"
 
 
@@ -23,12 +24,12 @@ class CallWord:
     """How one field of `Calls` is counted, written and read."""
 
     text: str
-    """What a snapshot has where the value is not the default; with ``{}`` for a number."""
+    """What a snapshot has where the value is not the default; with ``{}`` for the value."""
     of: Callable[[Collective], Any]
-    number: str = ""
-    """The pattern of the number; empty for a flag."""
-    kinds: frozenset[str] = frozenset()
-    """The kinds of collectives that can have it; empty for all."""
+    value: str = ""
+    """The pattern of the value; empty for a flag."""
+    convert: Callable[[str], Any] = int
+    """Makes the value of what `value` matches."""
     is_timing: bool = False
     """Whether it is about when a call is issued, which follows from the order of units."""
 
@@ -38,16 +39,16 @@ class CallWord:
 
     @property
     def pattern(self) -> str:
-        """What matches the text, with a group for the number, or for all of a flag."""
+        """What matches the text, with a group for the value, or for all of a flag."""
         before, placeholder, _ = self.text.partition("{")
-        return f"{re.escape(before)}({self.number})" if placeholder else f"({re.escape(before)})"
+        return f"{re.escape(before)}({self.value})" if placeholder else f"({re.escape(before)})"
 
     def read(self, matched: str) -> Any:
         """The value that the group of `pattern` stands for."""
-        return int(matched) if self.number else True
+        return self.convert(matched) if self.value else True
 
 
-def _word(default: int, text: str, of: Callable[[Collective], int], **declared: Any) -> Any:
+def _word(default: Any, text: str, of: Callable[[Collective], Any], **declared: Any) -> Any:
     return field(default=default, metadata={_WORD: CallWord(text=text, of=of, **declared)})
 
 
@@ -55,6 +56,11 @@ def _shorter_way(event: Collective) -> int:
     # Of pipelines, each stage sends by +1 and receives by -1, however many ranks there are.
     peer, size = event.peer or 0, event.group_size
     return peer - size if peer > size / 2 else peer
+
+
+def _users_reduction(event: Collective) -> str:
+    is_shown = event.source is Source.USER and event.reduce_op not in {None, "sum"}
+    return str(event.reduce_op) if is_shown else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -77,8 +83,7 @@ class Calls:
         0,
         "ahead {}",
         lambda event: event.ahead or 0,
-        number=_COUNT,
-        kinds=frozenset({"all_gather"}),
+        value=_COUNT,
         is_timing=True,
     )
     """As `events.Collective.ahead`; 0 where that is None."""
@@ -86,9 +91,7 @@ class Calls:
         default=False, text="async", of=lambda event: event.is_async is True, is_timing=True
     )
     """Whether the caller has to wait for each; False where torch does not say."""
-    peer: int = _word(
-        0, "peer {:+}", _shorter_way, number=f"[+-]{_COUNT}", kinds=frozenset({"send", "recv"})
-    )
+    peer: int = _word(0, "peer {:+}", _shorter_way, value=f"[+-]{_COUNT}")
     """The distance to the other rank of a send or a receive within the group, the shorter way
     around: 1 for the next rank, -1 for the one before. 0 for other kinds, and where none is
     known."""
@@ -96,19 +99,42 @@ class Calls:
         -1,
         "root {}",
         lambda event: -1 if event.root_rank is None else event.root_rank,
-        number=f"0|{_COUNT}",
-        kinds=frozenset({"broadcast", "scatter", "reduce", "gather"}),
+        value=f"0|{_COUNT}",
     )
     """As `events.Collective.root_rank`; -1 where that is None."""
+    reduce_op: str = _word(
+        "",
+        "by {}",
+        _users_reduction,
+        value="avg|product|min|max|band|bor|bxor|premul_sum",
+        convert=str,
+    )
+    """As `events.Collective.reduce_op` where user code reduces otherwise than by a sum; else empty.
+    FSDP and DDP sum on some backends and average on others."""
+    backwards: str = _word(
+        "",
+        "in {}",
+        lambda _: "",
+        value=rf"(?:the first|the last|{_COUNT}) of {_COUNT} backwards(?:{NOT_LAST})?",
+        convert=str,
+        is_timing=True,
+    )
+    """In which backward passes the row reduces gradients; empty if in all that compute them. Of a
+    comparison, see Note [Comparable]."""
     count: int = 0
     """How many there are; 0 for what each of them is, however many there are."""
+
+    @property
+    def lacks_last(self) -> bool:
+        """Whether gradients that the last backward computes are not reduced."""
+        return self.backwards.startswith("the first") or self.backwards.endswith(NOT_LAST)
 
     @property
     def lacks_size(self) -> bool:
         return self.is_object or self.is_unsized or self.is_unknown
 
     @classmethod
-    def of(cls, event: Collective) -> Calls:
+    def of(cls, event: Collective, backwards: str = "") -> Calls:
         """What one call is; its count is 0."""
         is_object = event.source is Source.OBJECT
         return cls(
@@ -117,7 +143,8 @@ class Calls:
             role="" if event.role is None else event.role.value,
             is_object=is_object,
             is_unknown=event.is_unsized and not is_object,
-            **{name: word.of(event) for name, word in CALL_WORDS.items()},
+            **{name: word.of(event) for name, word in CALL_WORDS.items()}
+            | {"backwards": backwards},
         )
 
     def __str__(self) -> str:

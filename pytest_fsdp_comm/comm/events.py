@@ -63,6 +63,10 @@ COLLECTIVE_KINDS: Final = (
 """The known kinds. An operation that is none of them is kept as ``unknown:<op>``, never dropped."""
 
 
+REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
+"""The kinds that carry gradients, where FSDP or DDP sends them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One communication call, as this rank issued it."""
@@ -115,6 +119,12 @@ class Collective:
     the functional collectives, for sends and receives, and in older torch."""
     ahead: int | None = None
     """As `Reshard.ahead`, of an all-gather that an unshard issued. None for all else."""
+    backward: int | None = None
+    """Of a reduction of gradients in backward or outside, the backward pass in which it was issued,
+    or the last one before it: from 1, among those that added to these gradients. None for all else,
+    and where there were fewer than two."""
+    num_backwards: int | None = None
+    """How many backward passes of the recording added to these gradients; None as `backward`."""
     is_unsized: bool = False
     """Whether its size is not known, as of symmetric memory's all-to-all: its bytes are 0 then."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -19,7 +19,7 @@ from typing import (
     get_args,
 )
 
-from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.calls import NOT_LAST, Calls
 from pytest_fsdp_comm.comm.events import (
     COLLECTIVE_KINDS,
     Answer,
@@ -237,7 +237,11 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
     for event in recording.collectives:
         events[event.phase, event.owner, event.kind, event.axis].append(event)
     for (phase, owner, kind, axis), alike in events.items():
-        calls = [Calls.of(event) for event in alike]
+        reduced_in: defaultdict[int | None, set[int | None]] = defaultdict(set)
+        for event in alike:
+            reduced_in[event.num_backwards].add(event.backward)
+        words = {total: _backwards(total, places) for total, places in reduced_in.items()}
+        calls = [Calls.of(event, words[event.num_backwards]) for event in alike]
         sites = Counter(
             (event.issued_in, event.call_site, one.nbytes, one.dtype)
             for event, one in zip(alike, calls, strict=True)
@@ -259,6 +263,17 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
                 for (issued_in, call_site, nbytes, dtype), count in sites.most_common()
             ),
         )
+
+
+def _backwards(total: int | None, places: Collection[int | None]) -> str:
+    """Name the backward passes that reduce, of `total`; empty if all of them do."""
+    if total is None or len(places) == total:
+        return ""
+    for name, place in (("last", total), ("first", 1)):
+        if places == {place}:
+            return f"the {name} of {total} backwards"
+    some = f"{len(places)} of {total} backwards"
+    return some if total in places else f"{some}{NOT_LAST}"
 
 
 def _fold_others(recording: Recording) -> Iterable[Row]:
@@ -361,27 +376,47 @@ def without_async(profile: CommProfile) -> CommProfile:
 
 def without_activation_sizes(profile: CommProfile) -> CommProfile:
     """A profile as if nobody knew how large the activations were."""
-    alike: dict[tuple[RowKey, str | None, tuple[Calls, ...]], list[Row]] = {}
+    rows = []
     for row in profile.rows:
         sized = {one for one in row.calls if one.role == Role.ACTIVATIONS and not one.is_object}
         calls = {*row.calls} - sized | {
             *alike_but(sized, nbytes=0, is_unsized=True, is_unknown=False)
         }
-        unsized = replace(row, calls=tuple(sorted(calls)))
-        alike.setdefault((unsized.key, unsized.owner, unsized.calls), []).append(unsized)
-    # Ranks whose rows differed in these sizes alone share a row, as `merge` would have made one.
-    rows = []
+        rows.append(replace(row, calls=tuple(sorted(calls))))
+    return replace(_united(profile, rows), sizes_activations=False)
+
+
+def _without_backwards(profile: CommProfile) -> CommProfile:
+    """A profile as if nobody knew in how many backwards gradients are reduced, up to the last."""
+
+    def changed(row: Row) -> Row:
+        calls = (one if one.lacks_last else replace(one, backwards="") for one in row.calls)
+        return replace(row, calls=alike_but(calls))
+
+    if not any(one.backwards for row in profile.rows for one in row.calls):
+        return profile
+    return _united(profile, map(changed, profile.rows))
+
+
+def _united(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
+    """A profile with other rows, of which those that are alike become one, as by `merge`."""
+    alike: dict[tuple[RowKey, str | None, tuple[Calls, ...]], list[Row]] = {}
+    for row in rows:
+        alike.setdefault((row.key, row.owner, row.calls), []).append(row)
+    united = []
     for first, *others in alike.values():
         ranks = sorted(chain(first.ranks, *(row.ranks for row in others)))
-        united = ranks_or_empty_if_all(ranks, profile.num_ranks) if others else first.ranks
-        rows.append(replace(first, ranks=united))
-    return replace(profile, rows=sort_rows(rows), sizes_activations=False)
+        held = ranks_or_empty_if_all(ranks, profile.num_ranks) if others else first.ranks
+        united.append(replace(first, ranks=held))
+    return replace(profile, rows=sort_rows(united))
 
 
 # Note [Comparable]: where the snapshot has all ranks, but only some were recorded now (the fake
 # backend), only these are compared. Where torch said on one side only which calls are asynchronous,
 # none are compared for that. Where sizes of activations are compared on one side only, that is a
-# change, and no size of any is another.
+# change, and no size of any is another. In how many backwards gradients are reduced is shown, and
+# follows from counts and from the number of micro-batches; only whether the last one reduces them
+# is compared.
 
 
 def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
@@ -392,7 +427,7 @@ def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommPro
         old, new = without_async(old), without_async(new)
     if old.sizes_activations != new.sizes_activations:
         old, new = without_activation_sizes(old), without_activation_sizes(new)
-    return old, new
+    return _without_backwards(old), _without_backwards(new)
 
 
 def alike_but(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:

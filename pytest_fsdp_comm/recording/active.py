@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, Protocol
 
@@ -45,6 +45,10 @@ class Recorder(Protocol):
     def enter_module(self, module: nn.Module) -> int: ...
 
     def enter_method(self, module: nn.Module) -> None: ...
+
+    def enter_engine(
+        self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool
+    ) -> int: ...
 
     def run_collective(
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]

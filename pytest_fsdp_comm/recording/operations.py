@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 
-from pytest_fsdp_comm.comm.events import Source
+from pytest_fsdp_comm.comm.events import REDUCING, Source
 
 NAMESPACES: Final = frozenset(
     {
@@ -47,9 +47,6 @@ BATCH: Final = "batch"
 
 TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "H2D", "D2H")
 """What seconds are summed up by; those of all calls, of other kinds too, are ``all``."""
-
-REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
-"""The kinds that carry gradients, where FSDP or DDP sends them."""
 
 _SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
 

@@ -37,8 +37,9 @@ from pytest_fsdp_comm.recording.value_dependence import shows_values
 Attribute = tuple[Any, str, Any]
 """The holder of an attribute, its name and its replacement."""
 
-_CREATE_GRAPH: Final = 2
-"""The place of the argument of a call of the engine, after the outputs."""
+_OPTIONS: Final = slice(2, 4)
+"""The arguments of a call of the engine, after the outputs, that say if it makes a graph, and what
+it computes the gradients of."""
 _USE: Final = "the recorder relies on to watch a step"
 _lock = threading.RLock()
 _num_users = 0
@@ -191,8 +192,9 @@ def _engine(original: Any) -> Any:
     def engine(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         recorders = entered()
-        depths = [(recorder, recorder.backward.enter(None)) for recorder in recorders]
-        makes_nodes = len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]
+        makes_nodes, inputs = (*args[_OPTIONS], False, ())[:2]
+        adds = kwargs.get("accumulate_grad", True)
+        depths = [(one, one.enter_engine(outputs, inputs or (), adds=adds)) for one in recorders]
         try:
             if not makes_nodes:
                 # Without a stack of contexts, whose frames the compiler would look at.

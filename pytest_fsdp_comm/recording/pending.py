@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,6 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 from torch import nn
 
 from pytest_fsdp_comm.comm.events import (
+    REDUCING,
     Collective,
     HostDeviceCopy,
     Phase,
@@ -26,13 +28,15 @@ from pytest_fsdp_comm.comm.events import (
     Source,
 )
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.recording.operations import REDUCING, joined_dtypes
+from pytest_fsdp_comm.recording.operations import joined_dtypes
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
-from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters
+from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters, unit_parameters
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, Modules, replicated_over
 
 Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostDeviceCopy)
 
+_REDUCES: Final = frozenset({Phase.BACKWARD, Phase.OUTSIDE})
+"""The phases in which it matters how many backward passes came before a reduction."""
 IN_MODULES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 """The phases in which modules run, or their backward does."""
 
@@ -71,6 +75,9 @@ class Pending(Generic[Event]):
             found["source"], found["role"] = own.source, _role(kind, found["dtype"], own)
             axis = None if self.group is None else axes[self.group]
             found["axis"] = "" if axis is None else axis.name
+            after = found.pop("after_backwards")
+            if found["role"] is Role.GRADIENTS and own.phase in _REDUCES and kind in REDUCING:
+                found["backward"], found["num_backwards"] = names.place_of_backward(own, after)
             found["group_size"] = 0 if axis is None else axis.size
         return record(**found)
 
@@ -78,9 +85,18 @@ class Pending(Generic[Event]):
 class OwnerNames:
     """Name the modules of attributions, when a recording ends. See Note [Names come last]."""
 
-    def __init__(self, roots: Sequence[nn.Module], *, are_parts: bool) -> None:
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        backwards: Sequence[Collection[int]] = (),
+        *,
+        are_parts: bool,
+    ) -> None:
+        """Prepare to name modules; `backwards` has the ids of the leaves of each backward pass."""
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._roots = roots
+        self._backwards = backwards
+        self._passes: dict[tuple[object, ...], list[int]] = {}
 
     def owner(self, attribution: Attribution) -> str | None:
         """The FQN of the owner; None if there is none, or it is below no root."""
@@ -102,6 +118,50 @@ class OwnerNames:
         owners = self._replica_of
         known = [owners[id(module)] for module in running if id(module) in owners]
         return tuple((known or [*owners.values()] or self._roots)[:1])
+
+    def place_of_backward(
+        self, own: Attribution, after: int
+    ) -> tuple[int, int] | tuple[None, None]:
+        """Find the last of the first `after` passes that added to the gradients that are reduced.
+
+        Returns:
+            Its number among all passes that did, and how many did; None for both unless several
+            did.
+        """
+        if len(self._backwards) == 1:
+            return None, None
+        source, modules = own.source, own.owner
+        if own.label is not None:
+            modules = tuple(self._registering.get(id(own.label.parameter), {}).values())
+        elif source is Source.DDP:
+            modules = self._replica_around(own.issued_in)
+        place = (source, *map(id, modules))
+        if place not in self._passes:
+            leaves = self._leaves(source, modules)
+            self._passes[place] = [
+                number
+                for number, added in enumerate(self._backwards, 1)
+                if not leaves.isdisjoint(added)
+            ]
+        passes = self._passes[place]
+        number = sum(one <= after for one in passes)
+        return (number, len(passes)) if number and len(passes) > 1 else (None, None)
+
+    def _leaves(self, source: Source, modules: Modules) -> set[int]:
+        """The ids of the parameters whose gradients modules reduce; of all if none is known."""
+        if source is Source.FSDP:
+            return self._leaves_of_units[modules]
+        if source is Source.DDP:
+            return {id(one) for module in modules for one in module.parameters()}
+        ids = set(map(id, modules))
+        return {leaf for leaf, found in self._registering.items() if not ids or ids & found.keys()}
+
+    @cached_property
+    def _leaves_of_units(self) -> defaultdict[Modules, set[int]]:
+        found: defaultdict[Modules, set[int]] = defaultdict(set)
+        for modules, parameter in unit_parameters(self.modules.modules):
+            found[modules].add(id(parameter))
+        return found
 
     @cached_property
     def _replica_of(self) -> dict[int, nn.Module]:

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -56,6 +56,7 @@ from pytest_fsdp_comm.recording.owners.attribution import (
     attribute,
     attribute_on_thread,
     attribute_unit,
+    leaves_of,
 )
 from pytest_fsdp_comm.recording.owners.fsdp import (
     ReshardAction,
@@ -118,6 +119,8 @@ class Recorder:
         self.tensors = TensorOwners(self._roots)
         self.reads = ValueReads(self._where) if self._backend == "fake" else None
         self.answers: dict[Answer, None] = {}
+        # Of each backward pass, the ids of the tensors to whose gradients it adds.
+        self._backwards: list[set[int]] = []
         self._is_recording = False
         self.number = next(_numbers)
         # Of threads of earlier blocks, and at the end of kernels that others have registered.
@@ -199,7 +202,7 @@ class Recorder:
             self._rank, self._world_size, self._backend = own_world()
         if not self._has_given_root:
             self._learn_roots()
-        names = OwnerNames(self._roots, are_parts=self._has_given_root)
+        names = OwnerNames(self._roots, self._backwards, are_parts=self._has_given_root)
         units = [unit for _, unit in param_groups(names.modules.modules)]
         self._groups.learn_parameters(names.modules.modules)
         if self._is_recording:  # otherwise its end has
@@ -344,6 +347,15 @@ class Recorder:
         if self.idle or self.lacks_root:
             self._note_acting((module,), self.backward.outermost)
 
+    def enter_engine(self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool) -> int:
+        """The engine runs from now on, and adds to gradients or not; returns as `enter_module`."""
+        if adds:
+            # A backward within another one, as of a reentrant checkpoint, is a part of it.
+            if not (self._backwards and self.backward.is_in_engine):
+                self._backwards.append(set())
+            self._backwards[-1] |= leaves_of(outputs, inputs)
+        return self.backward.enter(None)
+
     # Called by kernels, on any thread.
 
     def run_collective(
@@ -373,7 +385,8 @@ class Recorder:
             self.tensors.follow(operation, own, operation.tensors_received(bound, result))
         if self.reads is not None and not is_told_of_values() and operation.kind == "all_to_all":
             self.reads.note_splits(bound, call_site)
-        parts, shown = parts_sent(operation, bound), {"op": call.op, "call_site": call_site}
+        parts = parts_sent(operation, bound)
+        shown = {"op": call.op, "call_site": call_site, "after_backwards": len(self._backwards)}
         sent = messages(operation, group, bound, result)
         for index, message in zip(indices, sent, strict=True):
             self._hold(Pending(Collective, index, own, {**shown, **message}, key, parts))

@@ -242,7 +242,7 @@ def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
         if match is None or (match["dtype"] and not has_size and not is_unsized):
             raise ValueError(
                 f"bad calls {quoted_part(part)}: expected such as 'x2 of 64 B float32 parameters', "
-                "with 'ahead 1', 'async', 'peer +1' or 'root 0' after it"
+                "with 'ahead 1', 'async', 'peer +1', 'root 0' or 'by max' after it"
             )
         given = {name: word for name, word in CALL_WORDS.items() if match[name] is not None}
         calls.append(

@@ -9,7 +9,8 @@ import torch.distributed._functional_collectives as funcol
 from models import Model, shard, step
 from oracle import gloo_and_fake
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch_facts import SHOWS_ASYNC, SHOWS_REDUCE_OP
 
 from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
@@ -144,6 +145,22 @@ def test_a_reduction_is_named_as_torch_names_it(comm_mode, name):
     assert found[-2:] == [None, None]
     of_c10d = name.lower() if SHOWS_REDUCE_OP else None
     assert found[:-2] == [of_c10d] * 4 + [name.lower()] * (name != "PREMUL_SUM")
+    calls = {row.what: row.calls for row in comm_mode.profile.rows}
+    assert [str(call) for call in calls["reduce"]] == [
+        "x1 of 16 B float32 root 0" + (f" by {of_c10d}" if of_c10d and name != "SUM" else "")
+    ]
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_reduction_of_fsdp_and_dtensor_is_not_shown(comm_mode, device_mesh):
+    mesh = device_mesh()
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    with comm_mode(model):
+        model(torch.ones(2, 4)).sum().backward()
+        DTensor.from_local(data(), mesh, [Partial("max")]).full_tensor()
+    assert comm_mode.events[-1].reduce_op == "max"
+    assert {row.what for row in comm_mode.profile.collectives} >= {"reduce_scatter", "all_reduce"}
+    assert {call.reduce_op for row in comm_mode.profile.rows for call in row.calls} == {""}
 
 
 @gloo_and_fake(2)

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Final
 
-from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.calls import NOT_LAST, Calls
 from pytest_fsdp_comm.comm.cost import Volume
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Sizes
@@ -382,6 +382,14 @@ def _amount(volume: Volume) -> str:
 
 def timing_sentence(change: TimingChange) -> str:
     """Tell a change of when calls are issued."""
+    if change.subject == "backwards":
+        (before, _), (after, _) = change.before[-1], change.after[-1]
+        now = "the last backward now"
+        if after:
+            now = f"{after.removesuffix(NOT_LAST)}, not in the last"
+        instead = f", before in {before.removesuffix(NOT_LAST)}" if before else ""
+        who = name_owners(change.owners)
+        return f"gradients of {who} are reduced in {now}{instead} ({change.key})"
     what = f"{name_owners(change.owners)} {change.key.phase}: {change.key}"
     if change.subject == "ahead":
         before, after = (

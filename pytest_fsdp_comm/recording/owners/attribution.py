@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
@@ -231,6 +232,30 @@ class BackwardMap:
             # So that a foreign parameter costs one search only.
             self._registering.setdefault(id(parameter), None)
         return self._registering[id(parameter)]
+
+
+def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
+    """The ids of the tensors to whose gradients a backward from `outputs` adds.
+
+    `inputs` are those that its caller chose; empty for all leaves of the graph. A reentrant
+    checkpoint hides the leaves that the backward within reaches.
+    """
+    if inputs:
+        return set(map(id, inputs))
+    # An output is a tensor, or an edge of the graph.
+    reached = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
+    seen, leaves = set[Any](), set[int]()
+    while reached:
+        node = reached.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = node.next_functions
+        if following:
+            reached += [after for after, _ in following]
+        else:
+            leaves.add(id(getattr(node, "variable", None)))  # of an AccumulateGrad
+    return leaves
 
 
 def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:

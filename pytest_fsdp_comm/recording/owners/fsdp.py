@@ -387,6 +387,19 @@ def registered_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[torch.Te
                     yield managed._unsharded_param, owner
 
 
+def unit_parameters(
+    modules: Iterable[nn.Module],
+) -> Iterator[tuple[tuple[nn.Module, ...], torch.Tensor]]:
+    """The modules of each unit, with each parameter to whose gradient its backward adds."""
+    modules = [*modules]
+    for _, group in param_groups(modules):
+        for managed in group.fsdp_params:
+            if hasattr(managed, "_unsharded_param"):  # not before the first gather
+                yield tuple(group.modules), managed._unsharded_param
+    for handle in _handles_of(modules):
+        yield _modules_of_handle(handle), handle.flat_param
+
+
 def own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
     """The parameters that a module registered itself."""
     for parameter in module._parameters.values():

@@ -29,10 +29,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.comm.events import Phase, Role, Source
+from pytest_fsdp_comm.comm.events import REDUCING, Phase, Role, Source
 from pytest_fsdp_comm.recording.dtensors import tensors_held
 from pytest_fsdp_comm.recording.frames import outwards
-from pytest_fsdp_comm.recording.operations import NOWHERE, REDUCING, Operation, tensors_in
+from pytest_fsdp_comm.recording.operations import NOWHERE, Operation, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
 from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import Modules

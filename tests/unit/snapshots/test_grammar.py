@@ -27,6 +27,7 @@ outside (no-module) all_to_all[] x1 of unknown size float32
 forward a.{0..3} all_gather[dp.post_forward] x2 of float32 activations, x1 of objects ranks 0,2-3
 outside (root) recv[pp] x12 of 512 B float32 peer -1
 outside (root) broadcast[world] x1 of 64 B int64 async root 0
+outside (root) reduce[world] x1 of 64 B int64 root 0 by max in the last of 4 backwards, x1 by avg
 total all_to_all[ep] x4 0 B, sum of 4 ranks
 total all_to_all[ep] x4 8 B and 3 of unknown size, sum of 4 ranks
 total broadcast[world] x1 of unknown size
