@@ -28,7 +28,7 @@ class CallWord:
     of: Callable[[Collective], Any]
     value: str = ""
     """The pattern of the value; empty for a flag."""
-    convert: Callable[[str], Any] = int
+    kind: type = int
     """Makes the value of what `value` matches."""
     is_timing: bool = False
     """Whether it is about when a call is issued, which follows from the order of units."""
@@ -45,11 +45,12 @@ class CallWord:
 
     def read(self, matched: str) -> Any:
         """The value that the group of `pattern` stands for."""
-        return self.convert(matched) if self.value else True
+        return self.kind(matched) if self.value else True
 
 
 def _word(default: Any, text: str, of: Callable[[Collective], Any], **declared: Any) -> Any:
-    return field(default=default, metadata={_WORD: CallWord(text=text, of=of, **declared)})
+    word = CallWord(text=text, of=of, kind=type(default), **declared)
+    return field(default=default, metadata={_WORD: word})
 
 
 def _shorter_way(event: Collective) -> int:
@@ -107,7 +108,6 @@ class Calls:
         "by {}",
         _users_reduction,
         value="avg|product|min|max|band|bor|bxor|premul_sum",
-        convert=str,
     )
     """As `events.Collective.reduce_op` where user code reduces otherwise than by a sum; else empty.
     FSDP and DDP sum on some backends and average on others."""
@@ -116,11 +116,10 @@ class Calls:
         "in {}",
         lambda _: "",
         value=rf"(?:the first|the last|{_COUNT}) of {_COUNT} backwards(?:{NOT_LAST})?",
-        convert=str,
         is_timing=True,
     )
-    """In which backward passes the row reduces gradients; empty if in all that compute them. Of a
-    comparison, see Note [Comparable]."""
+    """In which backward passes the row reduces gradients; empty if in all that compute them. See
+    Note [Comparable]."""
     count: int = 0
     """How many there are; 0 for what each of them is, however many there are."""
 

@@ -96,7 +96,7 @@ class OwnerNames:
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._roots = roots
         self._backwards = backwards
-        self._passes: dict[tuple[object, ...], list[int]] = {}
+        self._passes: dict[tuple[Source, tuple[int, ...]], list[int]] = {}
 
     def owner(self, attribution: Attribution) -> str | None:
         """The FQN of the owner; None if there is none, or it is below no root."""
@@ -119,9 +119,7 @@ class OwnerNames:
         known = [owners[id(module)] for module in running if id(module) in owners]
         return tuple((known or [*owners.values()] or self._roots)[:1])
 
-    def place_of_backward(
-        self, own: Attribution, after: int
-    ) -> tuple[int, int] | tuple[None, None]:
+    def place_of_backward(self, own: Attribution, after: int) -> tuple[int | None, int | None]:
         """Find the last of the first `after` passes that added to the gradients that are reduced.
 
         Returns:
@@ -135,32 +133,30 @@ class OwnerNames:
             modules = tuple(self._registering.get(id(own.label.parameter), {}).values())
         elif source is Source.DDP:
             modules = self._replica_around(own.issued_in)
-        place = (source, *map(id, modules))
-        if place not in self._passes:
-            leaves = self._leaves(source, modules)
-            self._passes[place] = [
+        ids = tuple(map(id, modules))
+        if (source, ids) not in self._passes:
+            leaves = {id(one) for module in modules for one in module.parameters()}
+            if source is Source.FSDP:
+                leaves = self._leaves_of_units[ids]
+            elif source is not Source.DDP:
+                # Of all modules if none is known.
+                leaves = {
+                    one for one, by in self._registering.items() if not ids or by.keys() & ids
+                }
+            self._passes[source, ids] = [
                 number
                 for number, added in enumerate(self._backwards, 1)
                 if not leaves.isdisjoint(added)
             ]
-        passes = self._passes[place]
+        passes = self._passes[source, ids]
         number = sum(one <= after for one in passes)
         return (number, len(passes)) if number and len(passes) > 1 else (None, None)
 
-    def _leaves(self, source: Source, modules: Modules) -> set[int]:
-        """The ids of the parameters whose gradients modules reduce; of all if none is known."""
-        if source is Source.FSDP:
-            return self._leaves_of_units[modules]
-        if source is Source.DDP:
-            return {id(one) for module in modules for one in module.parameters()}
-        ids = set(map(id, modules))
-        return {leaf for leaf, found in self._registering.items() if not ids or ids & found.keys()}
-
     @cached_property
-    def _leaves_of_units(self) -> defaultdict[Modules, set[int]]:
-        found: defaultdict[Modules, set[int]] = defaultdict(set)
+    def _leaves_of_units(self) -> defaultdict[tuple[int, ...], set[int]]:
+        found: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for modules, parameter in unit_parameters(self.modules.modules):
-            found[modules].add(id(parameter))
+            found[tuple(map(id, modules))].add(id(parameter))
         return found
 
     @cached_property
