@@ -13,6 +13,7 @@ from pytest_fsdp_comm.errors import printable
 # The title of the section below pytest's explanation.
 SECTION: Final = "comparison"
 LIKELY: Final = "  likely: "
+NOTE: Final = "  note: "
 CURE: Final = "  or "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
@@ -80,7 +81,7 @@ class FailureText:
         return (
             *_named("", self, self.story),
             *(f"{LIKELY}{cause}" for cause in self.causes),
-            *(f"  note: {note}" for note in self.notes),
+            *(f"{NOTE}{note}" for note in self.notes),
         )
 
     @property
@@ -141,7 +142,7 @@ def failure_lines(
             *costs,
             *changes,
             *likely,
-            *(f"  note: {note}" for note in notes),
+            *(f"{NOTE}{note}" for note in notes),
             *tail,
         )
     what = "change" if any(text.compared for text in texts.values()) else "line"

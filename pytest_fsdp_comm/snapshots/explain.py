@@ -81,6 +81,7 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
             cost=tuple(line for one in texts.values() for line in one.cost),
             # Where there is no snapshot yet, the story has the command.
             accept="" if any(line.startswith(RECORD) for line in everything) else accept,
+            test=_quoted_id(item),
         ),
     )
     return list(shown)

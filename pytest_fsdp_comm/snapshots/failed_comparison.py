@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.reports.coloring import Painter
 from pytest_fsdp_comm.reports.explanation import SECTION
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 
@@ -49,6 +50,9 @@ DIFFERS: Final = "comm_differs"
 # The attribute of the one that explains it.
 EXPLAINS: Final = "comm_explains"
 
+
+# So many of the tests with the same change are named.
+_MOST_TESTS: Final = 10
 
 # The attribute of a report that has what the test compared: `Comparisons` as JSON.
 _COMPARISONS: Final = "comm_comparisons"
@@ -146,6 +150,34 @@ def painted(reporter: pytest.TerminalReporter) -> Iterator[None]:
                     lambda writer, print_report=print_report: print_report(Painter(writer)),
                 )
         yield
+
+
+def print_shared_changes(
+    reporter: pytest.TerminalReporter, all_failed: Collection[str] | None
+) -> None:
+    """Print each change that failed several tests once, with one command that accepts it.
+
+    Args:
+        reporter: Has printed each of them.
+        all_failed: All tests that did not pass; None if not all tests ran.
+    """
+    found = ((report.nodeid, comparisons_of(report)) for report in reporter.stats.get("failed", ()))
+    differing = {nodeid: one for nodeid, one in found if one and one.headline}
+    if not differing:
+        return
+    from pytest_fsdp_comm.reports.ci.outcomes import accept_all, group_changes  # noqa: PLC0415  # on failure only
+
+    shared = [nodeids for nodeids in group_changes(differing) if len(nodeids) > 1]
+    if shared:
+        reporter.write_sep("-", "the same change of communication in several tests")
+    for nodeids in shared:
+        reporter.write_line(f"{len(nodeids)} tests: {differing[nodeids[0]].headline}", red=True)
+        for nodeid in nodeids[:_MOST_TESTS]:
+            reporter.write_line(f"  {printable(nodeid)}")
+        if len(nodeids) > _MOST_TESTS:
+            reporter.write_line(f"  and {len(nodeids) - _MOST_TESTS} more")
+        accept = accept_all({nodeid: differing[nodeid] for nodeid in nodeids}, all_failed)
+        reporter.write_line(f"accept all: {accept}")
 
 
 def describe_error(error: BaseException) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_fsdp_comm.marker import may_record, snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
+from pytest_fsdp_comm.snapshots.failed_comparison import print_shared_changes
 from pytest_fsdp_comm.snapshots.names import (
     SUFFIX,
     function_of,
@@ -59,6 +60,8 @@ class UnusedSnapshots:
     def __init__(self, config: pytest.Config) -> None:
         self.found: Sequence[Path] = ()
         """The unused files, known from the end of the session on."""
+        self.all_failed: AbstractSet[str] | None = None
+        """All tests that did not pass, known from then on; None if not all tests ran."""
         self._config = config
         self._options = config.stash[OPTIONS]
         # Whether a module was collected without an error.
@@ -185,9 +188,11 @@ class UnusedSnapshots:
             session.shouldstop or session.shouldfail or has_lost
         )
         option = self._config.option
-        is_silent = option.disable_unused_snapshots or selects_tests(self._config)
-        if has_ended and not is_silent:
-            self.found = [*self._find(passed, compared)]
+        if has_ended and not selects_tests(self._config):
+            # No module is whole if another plugin left tests out.
+            self.all_failed = self._unpassed if self._whole else None
+            if not option.disable_unused_snapshots:
+                self.found = [*self._find(passed, compared)]
         # As syrupy has it.
         if self.found and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
@@ -215,7 +220,8 @@ class UnusedSnapshots:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Name every unused file, and print the command that removes them."""
+        """Name shared changes and every unused file, and print what accepts or removes them."""
+        print_shared_changes(terminalreporter, self.all_failed)
         if not self.found:
             return
         write = terminalreporter.write_line

@@ -135,9 +135,12 @@ def test_the_summary_is_appended_once_below_those_of_other_steps(repository):
     top, _, _, _ = repository
     text = (top / FIRST).read_text()
     assert text.startswith("of a step before\n\n### Communication: ")
-    assert "in 3 tests, 1 test failed for another reason\n\n3 snapshots in 3 tests" in text
+    assert (
+        "in 3 tests by 1 change, 1 test failed for another reason\n\n3 snapshots in 3 tests" in text
+    )
     assert text.count("### Communication") == 1
-    assert text.count("<details>") == 3
+    assert text.count("<details>") == 1
+    assert "<summary>3 tests: other sizes of parameters: a_b " in text
     # The lines of the assertions.
     assert text.count(LINK.format(5)) == 2
     assert text.count(LINK.format(9)) == 1
@@ -145,7 +148,7 @@ def test_the_summary_is_appended_once_below_those_of_other_steps(repository):
     assert (
         " | +63 % bytes in all_gather&#91;dp&#93; (100 -&#62; 163 B per rank and step) |\n" in text
     )
-    assert "  +63 % bytes" in text
+    assert "\n+63 % bytes" in text
     assert "a|b`" not in text.partition("<details>")[0]
     assert "pytest --snapshot-update" in text
     assert "1 snapshot file unused; " in text
@@ -164,6 +167,17 @@ def test_a_cause_of_several_tests_is_one_annotation(repository):
     assert (path, line) == ("packages/my model/train.py", "7")
     assert title == changed.replace(":", "%3A")
     assert re.match(rf"{changed}%0Afails tests/test_step.py::test_\S+ and 2 more tests%0A", message)
+
+
+def test_a_change_of_several_tests_is_printed_once(repository):
+    _, _, out, _ = repository
+    shared = out.partition("the same change of communication in several tests")[2]
+    lines = shared.partition("\n")[2].splitlines()[:5]
+    assert lines[0] == "3 tests: other sizes of parameters: a_b 100 -> 163 B in each gather"
+    assert max(lines[1:4]) == "  tests/test_step.py::test_ranks"
+    assert lines[4].startswith("accept all: pytest --snapshot-update ")
+    # Each failure has its own command, too.
+    assert out.count("pytest --snapshot-update") == 3 + 1 + out.count("%0Aaccept: ")
 
 
 def test_failure_is_annotated_once_with_the_plugin_for_it(repository):

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import quote
+
+from pytest_fsdp_comm.reports.explanation import BESIDE, CURE, NOTE
+
+# A command names so many tests one by one, and their functions or modules otherwise.
+_MOST_WORDS: Final = 4
+_ENDS: Final = (re.compile(r"(?<=.)\[[^:]*$", re.DOTALL), re.compile("::.*", re.DOTALL))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +35,64 @@ class Comparisons:
     """Each change whose call site is known, as ``path:line`` and the text of the change."""
     accept: str = ""
     """The command that accepts the difference; empty if none does."""
+    test: str = ""
+    """The test as a word of that command."""
+
+    def change(self, nodeid: str) -> tuple[str, ...]:
+        """What differs, without what names this test: its files, and lines of its module."""
+        module = re.escape(Path(nodeid.partition("::")[0]).name)
+        return tuple(
+            re.sub(rf"(?<![^ ,])[^ ,]*\b{module}:\d+", "", line)
+            for line in self.story[1:]
+            if not line.startswith((BESIDE, CURE, NOTE))
+        )
+
+
+def group_changes(tests: Mapping[str, Comparisons]) -> list[list[str]]:
+    """Put the node ids of tests together in which the same changed."""
+    alike: dict[object, list[str]] = {}
+    for nodeid, one in tests.items():
+        alike.setdefault(one.change(nodeid) if one.accept else nodeid, []).append(nodeid)
+    return list(alike.values())
+
+
+def accept_all(tests: Mapping[str, Comparisons], all_failed: Collection[str] | None = None) -> str:
+    """Join the commands that accept what differs in some tests.
+
+    Args:
+        tests: By their node ids; each has such a command.
+        all_failed: All tests that did not pass: only a module or function without others of them
+            may be named in place of its tests. None if not all tests ran.
+    """
+    removed: list[str] = []
+    words: dict[str, dict[str, str]] = {}
+    for nodeid, one in tests.items():
+        first, _, command = one.accept.removesuffix(one.test).rpartition(" && ")
+        removed += [first.removeprefix("rm ")] if first else []
+        words.setdefault(command, {})[nodeid] = one.test
+    parts = [f"rm {' '.join(removed)}"] if removed else []
+    for command, of_tests in words.items():
+        held = of_tests
+        others = set(all_failed or ()).difference(of_tests)
+        for end in () if all_failed is None else _ENDS:
+            if len(held) > _MOST_WORDS:
+                held = dict(_cut_ends(held, end, others))
+        parts.append(command + " ".join(held.values()))
+    return " && ".join(parts)
+
+
+def _cut_ends(
+    words: Mapping[str, str], end: re.Pattern[str], others: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Cut the ends of node ids off where the rest stands for no other test."""
+    for nodeid, word in words.items():
+        short = end.sub("", nodeid)
+        cut = len(nodeid) - len(short)
+        is_other = any(other.startswith((f"{short}[", f"{short}::")) for other in others)
+        if cut and not is_other and word.startswith('"'):
+            yield short, f'{word[: -cut - 1]}"'
+        else:
+            yield nodeid, word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +133,19 @@ class Outcomes:
     """Snapshot files that no test compared, as the user would type each path."""
     ended_early: str = ""
     """Why not all tests ran; empty if all did."""
+    all_failed: Collection[str] | None = None
+    """The node ids of all tests that did not pass; None if not all tests ran."""
+    keeps_artifacts: bool = False
+    """Whether what differs is kept for ``fsdp-comm accept``."""
+    annotates_all: bool = True
+    """Whether failed comparisons without a known call site are annotated too."""
+
+    @property
+    def changes(self) -> list[list[FailedTest]]:
+        """The failed tests, together those in which the same changed."""
+        tests = {test.nodeid: test for test in self.failed}
+        groups = group_changes({nodeid: test.comparisons for nodeid, test in tests.items()})
+        return [[tests[nodeid] for nodeid in group] for group in groups]
 
     @property
     def has_news(self) -> bool:

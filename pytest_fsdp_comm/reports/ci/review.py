@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Origin, Outcomes, Place
+from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Origin, Outcomes, Place, accept_all
 from pytest_fsdp_comm.text.words import counted, cut, shorten
 
 # GitHub drops all summaries of a step beyond 1 MiB together.
 _MAX_ROWS: Final = 200
 _MAX_STORIES: Final = 40
+_MAX_NAMES: Final = 6
+_MAX_STORY_NAMES: Final = 100
 _MAX_CELL: Final = 400
 _MAX_STORY: Final = 8_000
 _MAX_UNUSED: Final = 50
@@ -30,6 +32,14 @@ _MARKUP: Final = re.compile(
 _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
+# By whether what differs is kept.
+_ACCEPT: Final = {
+    True: "To accept all of it without running the tests, download what `--comm-artifacts` kept, "
+    "and run `fsdp-comm accept DIRECTORY`.",
+    False: "With `--comm-artifacts=DIRECTORY`, pytest keeps what differs, and `fsdp-comm accept "
+    "DIRECTORY` accepts it without running the tests.",
+}
+
 
 def render_summary(outcomes: Outcomes, origin: Origin) -> str:
     """Write the summary of a session, with as much as GitHub shows."""
@@ -37,12 +47,15 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
     if outcomes.ended_early:
         parts += [f"{plain(outcomes.ended_early)}\n\n"]
     if outcomes.failed:
+        changes = outcomes.changes
         parts += ["| test | what differs | cost |\n| --- | --- | --- |\n"]
-        rows = [_row(test, origin) for test in outcomes.failed[:_MAX_ROWS]]
-        parts += [*rows, *_more(outcomes.failed, _MAX_ROWS, "| {} more | | |\n"), "\n"]
-        told = [test for test in outcomes.failed if test.comparisons.story]
-        parts += map(_story, told[:_MAX_STORIES])
+        rows = [_row(tests, origin) for tests in changes[:_MAX_ROWS]]
+        parts += [*rows, *_more(changes, _MAX_ROWS, "| {} more | | |\n"), "\n"]
+        told = [tests for tests in changes if tests[0].comparisons.story]
+        parts += (_story(tests, outcomes) for tests in told[:_MAX_STORIES])
         parts += _more(told, _MAX_STORIES, "{} more stories are in the log.\n\n")
+        if any(tests[0].comparisons.accept for tests in told):
+            parts += [f"{_ACCEPT[outcomes.keeps_artifacts]}\n\n"]
     if outcomes.unused:
         files = counted(len(outcomes.unused), "snapshot file")
         parts += [f"{files} unused; the log has the command that removes them:\n\n"]
@@ -68,31 +81,46 @@ def _headline(outcomes: Outcomes) -> str:
         equal = "all equal" if outcomes.compared_tests else "none compared"
         return f"Communication: {compared} compared, {equal}."
     differ = f"differs from the reviewed snapshots in {counted(told, 'test')}" if told else ""
+    changes = len(outcomes.changes) - others
+    differ += f" by {counted(changes, 'change')}" if changes < told else ""
     more = f"{counted(others, 'test')} failed for another reason" if others else ""
     what = ", ".join(filter(None, (differ, more)))
     return f"### Communication: {what}\n\n{compared} compared."
 
 
-def _row(test: FailedTest, origin: Origin) -> str:
-    # Otherwise the id, which is the longest word, leaves no room for the cost.
-    name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
-    if address := origin.line_address(test.place):
-        name = f'<a href="{address}">{name}</a>'
+def _row(tests: Sequence[FailedTest], origin: Origin) -> str:
+    names = []
+    for test in tests[:_MAX_NAMES]:
+        # Otherwise the id, which is the longest word, leaves no room for the cost.
+        name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
+        address = origin.line_address(test.place)
+        names.append(f'<a href="{address}">{name}</a>' if address else name)
+    names += _more(tests, _MAX_NAMES, "and {} more")
+    comparisons = tests[0].comparisons
     # The headline has the first of several changes alone.
-    told, cost = (
-        "<br>".join(map(_cell, lines)) for lines in (test.comparisons.told, test.comparisons.cost)
-    )
-    return f"| {name} | {told or _cell(test.reason)} | {cost} |\n"
+    told, cost = ("<br>".join(map(_cell, lines)) for lines in (comparisons.told, comparisons.cost))
+    return f"| {'<br>'.join(names)} | {told or _cell(tests[0].reason)} | {cost} |\n"
 
 
-def _story(test: FailedTest) -> str:
-    comparisons = test.comparisons
-    accept = f"\n\nTo accept it:\n\n{fenced(comparisons.accept)}" if comparisons.accept else ""
-    story = cut("\n".join(comparisons.story), _MAX_STORY)
+def _story(tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
+    """Tell a change once, with all tests that it failed and one command that accepts it."""
+    comparisons = tests[0].comparisons
+    summary, names, story = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.story
+    if len(tests) > 1:
+        summary = f"{len(tests)} tests: {_cell(comparisons.headline)}"
+        names = "\n".join(test.nodeid for test in tests[:_MAX_STORY_NAMES])
+        names += "".join(_more(tests, _MAX_STORY_NAMES, "\nand {} more"))
+        names = f"{fenced(cut(names, _MAX_STORY))}\n\n"
+        # The first line names the file of one of them.
+        story = tuple(line.removeprefix("  ") for line in comparisons.story[1:])
+    accept = accept_all({test.nodeid: test.comparisons for test in tests}, outcomes.all_failed)
+    # A part of a long command would accept something else.
+    is_shown = comparisons.accept and len(accept) < _MAX_STORY
+    accept = f"\n\nTo accept it:\n\n{fenced(accept)}" if is_shown else ""
     # The blank lines make Markdown of what is inside.
     return (
-        f"<details><summary><code>{_cell(test.nodeid)}</code></summary>\n\n"
-        f"{fenced(story)}{accept}\n\n</details>\n\n"
+        f"<details><summary>{summary}</summary>\n\n"
+        f"{names}{fenced(cut(chr(10).join(story), _MAX_STORY))}{accept}\n\n</details>\n\n"
     )
 
 
@@ -115,12 +143,18 @@ def fenced(text: str) -> str:
 
 
 def annotate(outcomes: Outcomes) -> list[str]:
-    """Annotate each cause once, at the line that sends, in GitHub's workflow commands."""
+    """Annotate each cause once, at the line that sends, or at an assertion if none is known."""
     causes: defaultdict[tuple[Place, str], list[FailedTest]] = defaultdict(list)
     for test in outcomes.failed:
         for cause in test.sent:
             causes[cause].append(test)
-    commands = [_annotation(place, text, tests) for (place, text), tests in causes.items()]
+    for tests in outcomes.changes if outcomes.annotates_all else ():
+        first = tests[0]
+        if first.place and first.comparisons.headline and not any(test.sent for test in tests):
+            causes[first.place, first.reason].extend(tests)
+    commands = [
+        _annotation(place, text, tests, outcomes) for (place, text), tests in causes.items()
+    ]
     more = len(commands) - _MAX_ANNOTATIONS
     if more <= 1:
         return commands
@@ -128,10 +162,14 @@ def annotate(outcomes: Outcomes) -> list[str]:
     return [*commands[:_MAX_ANNOTATIONS], rest]
 
 
-def _annotation(place: Place, text: str, tests: Sequence[FailedTest]) -> str:
+def _annotation(place: Place, text: str, tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
     first, more = tests[0], len(tests) - 1
     where = f"{first.nodeid} and {counted(more, 'more test')}" if more else first.nodeid
-    accept = [f"accept: {first.comparisons.accept}"] if first.comparisons.accept else []
+    # Others differ in more than this.
+    groups = [{test.nodeid: test.comparisons for test in same} for same in outcomes.changes]
+    same = next(group for group in groups if first.nodeid in group)
+    command = accept_all(same, outcomes.all_failed)
+    accept = [f"accept: {command}"] if first.comparisons.accept else []
     message = cut("\n".join((text, f"fails {where}", *accept)), _MAX_MESSAGE)
     title = _property(shorten(text, _MAX_TITLE))
     at = f"file={_property(place.path)},line={place.line}"

@@ -4,6 +4,7 @@ import dataclasses
 import html
 import re
 
+import pytest
 from markdown_it import MarkdownIt
 
 from pytest_fsdp_comm.reports.ci.outcomes import (
@@ -12,6 +13,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
     Origin,
     Outcomes,
     Place,
+    accept_all,
 )
 from pytest_fsdp_comm.reports.ci.review import annotate, fenced, plain, render_summary
 
@@ -20,14 +22,18 @@ ORIGIN = Origin(commit="abc123", address="https://github.com/o/r")
 
 
 def failed(
-    nodeid="tests/test_a.py::test_x", story=("comm_mode differs", "  a: +1"), path="tests/test_a.py"
+    nodeid="tests/test_a.py::test_x",
+    story=("comm_mode differs", "  a: +1"),
+    path="tests/test_a.py",
+    command="pytest --snapshot-update ",
 ):
     comparisons = Comparisons(
         files=("snapshots/a.comm",),
         headline="a: +1 all_gather",
         story=tuple(story),
         cost=("+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB)", "peak gathered unchanged"),
-        accept='pytest --snapshot-update "tests/test_a.py::test_x"',
+        accept=f'{command}"{nodeid}"',
+        test=f'"{nodeid}"',
     )
     return FailedTest(
         nodeid=nodeid,
@@ -69,8 +75,12 @@ def test_a_failed_test_gets_a_row_with_change_and_cost_and_its_story():
         "tests/test_a.py::test_x a: +1 all_gather "
         "+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB) peak gathered unchanged "
         "tests/test_a.py::test_x comm_mode differs a: +1 "
-        'To accept it: pytest --snapshot-update "tests/test_a.py::test_x"'
+        'To accept it: pytest --snapshot-update "tests/test_a.py::test_x" '
+        "With --comm-artifacts=DIRECTORY , pytest keeps what differs, and fsdp-comm accept "
+        "DIRECTORY accepts it without running the tests."
     )
+    kept = render_summary(outcomes(failed(), keeps_artifacts=True), ORIGIN)
+    assert "download what `--comm-artifacts` kept, and run `fsdp-comm accept DIRECTORY`" in kept
     address = '<a href="https://github.com/o/r/blob/abc123/tests/test_a.py#L12">'
     assert address in rendered(text)
     assert "<a " not in rendered(render_summary(outcomes(failed()), Origin()))
@@ -117,7 +127,8 @@ def test_names_are_never_rendered_as_markup():
 
 def test_a_summary_is_bounded_and_counts_what_it_drops():
     tests = [
-        failed(f"tests/test_a.py::test_{number}", story=["é" * 30_000]) for number in range(250)
+        failed(f"tests/test_a.py::test_{number}", story=["", f"{number}" + "é" * 30_000])
+        for number in range(250)
     ]
     text = render_summary(outcomes(*tests), ORIGIN)
     assert 600_000 < len(text.encode()) < 1_000_000
@@ -126,6 +137,78 @@ def test_a_summary_is_bounded_and_counts_what_it_drops():
     assert text.count("<details>") == 40
     assert "210 more stories are in the log" in text
     assert text.count("```text") % 2 == 0
+
+
+SIX = [f"tests/test_{name}.py::test_x[{number}]" for name in "ab" for number in range(3)]
+
+
+def test_a_change_of_six_tests_is_told_once():
+    # Each has its own file, and its own line of the loop that the same module runs in.
+    tests = [
+        failed(
+            nodeid, [f"comm_mode differs from {n}", f"  a: +1, at tests/test_{nodeid[11]}.py:{n}"]
+        )
+        for n, nodeid in enumerate(SIX)
+    ]
+    text = shown(render_summary(outcomes(*tests, all_failed=SIX), ORIGIN))
+    assert "in 6 tests by 1 change" in text
+    assert text.count("a: +1, at") == 1
+    assert text.count("To accept it: ") == 1
+    both = 'pytest --snapshot-update "tests/test_a.py::test_x" "tests/test_b.py::test_x"'
+    assert both in text
+    assert all(text.count(nodeid) == 2 for nodeid in SIX)
+
+
+@pytest.mark.parametrize(
+    "line",
+    # Another module, size, call site, cause, or nothing more.
+    ["  b: +1, at m.py:1", "  a: +2, at m.py:1", "  a: +1, at m.py:2", "  likely: x", "  a: +1"],
+)
+def test_changes_that_look_alike_are_told_apart(line):
+    one = failed(SIX[0], ["", "  a: +1, at m.py:1"])
+    for nodeid in (SIX[1], SIX[4]):
+        assert len(outcomes(one, failed(nodeid, ["", line])).changes) == 2
+        # What is not compared, or to be done, belongs to one test.
+        same = failed(nodeid, ["", "  a: +1, at m.py:1", "  note: x", "  or y"])
+        assert len(outcomes(one, same).changes) == 1
+
+
+PARAMETERS = " ".join(f'"tests/test_a.py::test_x[{number}]"' for number in range(5))
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ([], '"tests/test_a.py::test_x"'),
+        (["tests/test_a.py::test_y", "tests/test_a.py::test_x2[0]"], '"tests/test_a.py::test_x"'),
+        # It changed in another way, or failed otherwise.
+        (["tests/test_a.py::test_x[7]"], PARAMETERS),
+        # Some may not have run.
+        (None, PARAMETERS),
+    ],
+)
+def test_accept_all_names_nothing_but_its_tests(others, words):
+    nodeids = [f"tests/test_a.py::test_x[{number}]" for number in range(5)]
+    tests = {nodeid: failed(nodeid).comparisons for nodeid in nodeids}
+    all_failed = None if others is None else [*nodeids, *others]
+    assert accept_all(tests, all_failed) == f"pytest --snapshot-update {words}"
+
+
+def test_accept_all_names_modules_of_many_tests():
+    nodeids = [f"tests/test_{name}.py::test_{number}" for name in "ab" for number in range(3)]
+    tests = {nodeid: failed(nodeid).comparisons for nodeid in nodeids}
+    command = 'pytest --snapshot-update "tests/test_a.py" '
+    assert accept_all(tests, nodeids) == f'{command}"tests/test_b.py"'
+    kept = " ".join(f'"{nodeid}"' for nodeid in nodeids[3:])
+    assert accept_all(tests, [*nodeids, "tests/test_b.py::test_y"]) == f"{command}{kept}"
+
+
+def test_accept_all_removes_wider_files_first():
+    update = "pytest --snapshot-update --world-size=2 "
+    tests = {
+        name: failed(name, command=f"rm {name}.comm && {update}").comparisons for name in "ab"
+    } | {"c": failed("c", command=update).comparisons}
+    assert accept_all(tests) == f'rm a.comm b.comm && {update}"a" "b" "c"'
 
 
 def sent(*causes, name="test_x"):
@@ -137,15 +220,27 @@ def sent(*causes, name="test_x"):
 def test_annotate_cause_of_tests_is_at_its_line():
     both = (7, "a: +1, 100 %"), (9, "b: gone")
     found = annotate(outcomes(sent(*both), sent(both[0], name="test_y[1]")))
-    accept = 'accept: pytest --snapshot-update "tests/test_a.py::test_x"'
+    accept = (
+        'accept: pytest --snapshot-update "tests/test_a.py::test_x" "tests/test_a.py::test_y[1]"'
+    )
     assert found == [
         "::error file=src/a%2Cb/train.py,line=7,title=a%3A +1%2C 100 %25::a: +1, 100 %25%0A"
         f"fails tests/test_a.py::test_x and 1 more test%0A{accept}",
         "::error file=src/a%2Cb/train.py,line=9,title=b%3A gone::b: gone%0A"
         f"fails tests/test_a.py::test_x%0A{accept}",
     ]
-    # Without a known line, the log and the summary have it.
-    assert annotate(outcomes(failed())) == []
+
+
+def test_annotate_without_a_call_site_is_at_the_assertion():
+    unsent = failed(), failed("tests/test_a.py::test_y")
+    (line,) = annotate(outcomes(*unsent))
+    assert line.startswith("::error file=tests/test_a.py,line=12,title=a%3A +1 all_gather::")
+    assert "fails tests/test_a.py::test_x and 1 more test%0A" in line
+    # Another plugin annotates them.
+    assert annotate(outcomes(*unsent, annotates_all=False)) == []
+    # What has failed for another reason is not about communication.
+    other = FailedTest(nodeid="t.py::test_y", reason="died", place=Place(path="t.py", line=1))
+    assert annotate(outcomes(other)) == []
 
 
 def test_annotate_eleven_causes_counts_the_rest():
