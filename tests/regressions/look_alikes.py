@@ -25,7 +25,7 @@ class Ordered(Decoder):
     """Runs its layers in an order of their numbers, and recomputes some of them."""
 
     def __init__(self, order=(0, 1, 2, 3), *, recomputed=()):
-        super().__init__(len(order))
+        super().__init__(max(order) + 1)
         self.order, self.recomputed = order, recomputed
 
     def forward(self, given):
@@ -200,6 +200,18 @@ def then_again(model, module, *, times, micro_batches=1):
             model.get_submodule(module)(given)
 
 
+def of_encoder(model, *, steps):
+    """The encoder alone takes further steps."""
+    train(model)
+    for _ in range(steps):
+        model.encoder(tokens()).mean().backward()
+
+
+def steps_of_micro_batches(model, *, steps, micro_batches, **options):
+    for _ in range(steps):
+        accumulate(model, micro_batches, **options)
+
+
 def backwards(model, *, number):
     """Several backwards of one forward."""
     loss = model(tokens()).mean()
@@ -246,6 +258,13 @@ def evaluated(model, *, evaluates=True, reshards=True):
         evaluate(model)
     if reshards:
         model.reshard()
+
+
+def resharded_by_hand(model):
+    train(model)
+    model.reshard()
+    for layer in model.layers:
+        layer.reshard()
 
 
 def unsharded(model, *, unshards):
@@ -296,6 +315,15 @@ def clip_each(parameters):
 def reduce_each(parameters):
     for parameter in parameters:
         parameter.grad.norm().full_tensor()
+
+
+def clip_groups(parameters):
+    for at in range(0, len(parameters), 7):
+        nn.utils.clip_grad_norm_(parameters[at : at + 7], 1.0)
+
+
+def reduce_one(parameters):
+    reduce_each(parameters[:1])
 
 
 def log_weights(parameters):
@@ -353,6 +381,14 @@ CHANGES = {
     ),
     "encoder_runs_again_within_forward": lambda c: of(towers(), detached=c),
     "encoder_runs_twice_in_one_loss": lambda c: of(towers(), times=1 + c),
+    "encoder_runs_twice_for_each_micro_batch": lambda c: of(
+        towers(), accumulate, micro_batches=2, times=1 + c
+    ),
+    "encoder_takes_two_steps": lambda c: of(towers(), of_encoder, steps=c),
+    "two_steps_of_two_micro_batches": lambda c: of(
+        units(Decoder()), steps_of_micro_batches, steps=1 + c, micro_batches=1 + c
+    ),
+    "layers_run_in_a_loop": lambda c: of(units(Ordered((0, 1, 2) * (1 + c)))),
     "embedding_runs_again_after_the_step": lambda c: of(
         units(Decoder(), "embed"), then_again, module="embed", times=c
     ),
@@ -398,6 +434,10 @@ CHANGES = {
     "nothing_resharded_after_backward": lambda c: of(
         resharding(units(Decoder()), after_backward=not c)
     ),
+    "units_resharded_by_hand_instead": lambda c: of(
+        resharding(units(Decoder()), after_backward=not c), resharded_by_hand if c else train
+    ),
+    "evaluation_keeps_units": lambda c: of(units(Decoder(), reshard_after_forward=not c), evaluate),
     "weights_unsharded_by_hand_no_longer": lambda c: of(
         units(Decoder()), unsharded, unshards=not c
     ),
@@ -449,6 +489,13 @@ CHANGES = {
     ),
     "clipping_replaced_by_two_logged_scalars": acting(
         lambda: units(Decoder(2)), train, [clip_all], [log_scalars]
+    ),
+    "each_group_clipped_alone": acting(lambda: units(Decoder(2)), train, [clip_all], [clip_groups]),
+    "clipping_replaced_by_one_norm": acting(
+        lambda: units(Decoder(2)), train, [clip_all], [reduce_one]
+    ),
+    "clipping_replaced_by_trusting_norms": acting(
+        lambda: units(Decoder(2)), train, [clip_all], [trust]
     ),
     "logits_printed_in_full": lambda c: of(logged(split(), logs=bool(c)), step),
     "weights_broadcast_by_hand": lambda c: of(units(Decoder()), broadcast, sends=c),

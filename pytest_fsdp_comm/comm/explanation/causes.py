@@ -71,9 +71,8 @@ def find_causes(
     explanation: Explanation, seen: Seen, *, is_same_mesh: bool = True
 ) -> tuple[Cause, ...]:
     """Name the probable causes of a difference, those of regressions first, torch's own last."""
-    roots = _roots(explanation, seen)
     found = [
-        *roots,
+        *_roots(explanation, seen),
         *swapped_axes(*seen.sides),
         *_norms_one_by_one(explanation, seen),
         *_left_gathered(explanation, seen),
@@ -87,8 +86,7 @@ def find_causes(
             text = _cause(step, seen)
             is_of_torch = isinstance(step, Dtype) and text == _reading_of_torch(step, seen) != ""
             found.append(Cause(text=text, steps=(step,), is_of_torch=is_of_torch))
-    # Units that are roots of their own are not gathered ahead.
-    found += [] if roots else _prefetching(explanation, seen)
+    found += _prefetching(explanation, seen)
     unique = {cause.text: cause for cause in found if cause.text}
     return tuple(
         sorted(unique.values(), key=lambda cause: (not cause.is_of_regression, cause.is_of_torch))
@@ -137,15 +135,12 @@ def swapped_axes(old: CommProfile, new: CommProfile) -> Iterator[Cause]:
     for one, other in combinations(sorted(was.keys() & now.keys()), 2):
         sizes, strides = zip(was[one], was[other], strict=True)
         new_sizes, new_strides = zip(now[one], now[other], strict=True)
-        is_turned = (strides[0] < strides[1]) != (new_strides[0] < new_strides[1])
-        is_other = was[one] != now[one] and was[other] != now[other]
-        if is_other and is_turned and new_sizes in (sizes, sizes[::-1]):
+        if (strides[0] < strides[1]) != (new_strides[0] < new_strides[1]):
             inner = one if new_strides[0] < new_strides[1] else other
             text = f"the axes {one} and {other} are swapped in the mesh: {inner} is inside now"
             yield Cause(text=text, is_unwanted=True)
-        elif is_other and new_sizes == sizes[::-1] != sizes:
-            text = f"the sizes of {one} and {other} are swapped"
-            yield Cause(text=text, is_unwanted=True)
+        elif new_sizes == sizes[::-1] != sizes:
+            yield Cause(text=f"the sizes of {one} and {other} are swapped", is_unwanted=True)
 
 
 def _norms_one_by_one(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
@@ -154,7 +149,7 @@ def _norms_one_by_one(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
     gone, came = was - now, now - was
     nbytes = [sum(size * count for size, count in calls.items()) for calls in (gone, came)]
     is_single = gone and came and max(came) <= _SCALAR < min(gone)
-    if norms > max(norms_before, 1) and is_single and nbytes[1] <= nbytes[0]:
+    if norms > norms_before and is_single and nbytes[1] <= nbytes[0]:
         kinds = {"phase", "gathered in full", "redistributed"}
         steps = [step for step in explanation.steps if step.kind in kinds]
         text = (
@@ -201,7 +196,7 @@ def _left_gathered(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
     if phases == {Phase.OUTSIDE} and has_others:
         where = "after the step: is reshard() still called?"
     elif phases == {Phase.BACKWARD} and not is_freed:
-        where = "after backward: set_reshard_after_backward(False), or set_is_last_backward(False)"
+        where = "after backward, as by set_reshard_after_backward(False)"
     if where:
         yield Cause(text=f"{name_owners(owners)} left gathered {where}", is_unwanted=True)
 
@@ -210,8 +205,7 @@ def _prefetching(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
     """Units are gathered earlier or later, for lists of the user's."""
     timings = [one for one in explanation.timings if one.subject == "ahead"]
     rows = (*explanation.before, *explanation.after)
-    is_felt = timings or any(role_of((row,)) == Role.PARAMETERS for row in rows)
-    is_renamed = any(step.kind in {"layers", "renamed"} for step in explanation.steps)
+    is_left = any(role_of((row,)) == Role.PARAMETERS for row in rows)
     for way in (Phase.FORWARD, Phase.BACKWARD):
         found = [(one.before[-1][0], one.after[-1][0]) for one in timings if one.key.phase is way]
         later = {after < before for before, after in found}
@@ -227,7 +221,7 @@ def _prefetching(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
             yield Cause(text=f"less {way} prefetching ({call}; FSDP1: {changed}){root}")
         elif trees is None and later == {True, False}:
             yield Cause(text=f"{call} names other modules, or modules run in another order")
-        elif trees is not None and changed in trees.prefetching and is_felt and not is_renamed:
+        elif trees is not None and changed in trees.prefetching and (found or is_left):
             yield Cause(text=f"other lists of {call}, as the tree says")
 
 
@@ -265,12 +259,17 @@ def _gathered_axes(profile: CommProfile) -> set[str]:
 
 
 def _acts(profile: CommProfile, phase: Phase, act: str) -> Counter[Owner]:
-    """How often each unit is gathered (``unshard``), or freed (``reshard``), in a phase."""
+    """How often each unit is gathered (``unshard``), freed (``reshard``) or reduced in a phase."""
     counts = Counter[Owner]()
     for row in profile.rows:
-        if (row.subject, row.phase, row.what) == ("reshard", phase, act):
+        if (row.phase, row.what) == (phase, act) and role_of((row,)) in {"", Role.GRADIENTS}:
             counts[row.owner] += row.count
     return counts
+
+
+def _more_acts(seen: Seen, phase: Phase, act: str) -> Counter[Owner]:
+    was, now = (_acts(side, phase, act) for side in seen.sides)
+    return now - was
 
 
 def _of_counts(step: Counts, seen: Seen) -> str:
@@ -292,13 +291,17 @@ def _of_counts(step: Counts, seen: Seen) -> str:
         ]
         if sent[1]:
             return f"{often} micro-batches" if sent[1] == sent[0] * step.factor else ""
-        was, now = (_acts(side, Phase.BACKWARD, "reshard") for side in seen.sides)
-        if any(now[owner] > count > 0 for owner, count in was.items()):
-            return "several forwards share one backward, as where a loss takes two inputs"
+        freed = _acts(seen.old, Phase.BACKWARD, "reshard")
+        if any(freed[owner] for owner in _more_acts(seen, Phase.BACKWARD, "reshard")):
+            return (
+                "run several times before one backward, as for two inputs of a loss, or in a loop"
+            )
         return "forwards without a backward, such as an evaluation"
     is_of_passes = step.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
     if not is_of_passes or step.reductions == step.factor:
         return ""
+    if step.reductions != 1:
+        return f"{often} micro-batches, of which {step.reductions} times as many reduce gradients"
     other = "" if step.has_activations else ", or parameters freed after each backward"
     return f"gradients accumulated over {often} micro-batches{other}"
 
@@ -476,11 +479,16 @@ def _of_units(step: Replaced, seen: Seen) -> str:
 
 
 def _of_called(step: Replaced, seen: Seen) -> str:
+    more = _more_acts(seen, Phase.FORWARD, "unshard")
     # Not how often it is gathered in backward: that may be ahead, by an order of modules that the
     # call without a backward changed.
-    forward = _acts(seen.new, Phase.FORWARD, "unshard")
-    was, now = (_acts(side, Phase.BACKWARD, "reshard") for side in seen.sides)
-    if any(now[at] > was[at] > 0 or now[at] == forward[at] > 1 for at in step.owners):
+    is_reduced, is_freed = (
+        any(_more_acts(seen, Phase.BACKWARD, act)[at] == more[at] > 0 for at in step.owners)
+        for act in ("reduce_scatter", "reshard")
+    )
+    if is_reduced:
+        return "run several times, each time with a backward that reduces its gradients"
+    if is_freed:
         return (
             "called several times in one forward, as by a loss in chunks: unshard it once around "
             "the calls, or leave it in its parent's unit"

@@ -24,6 +24,7 @@ from sample_profiles import (
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.sentences import sentence
+from pytest_fsdp_comm.comm.profile import alike_but
 from pytest_fsdp_comm.reports.changes import headline_of_steps
 from pytest_fsdp_comm.snapshots.differences import tree_evidence
 from pytest_fsdp_comm.tree.model import Precision
@@ -118,6 +119,22 @@ def test_the_tree_decides_between_readings(change, new_tree, text):
 def test_a_tree_that_does_not_fit_leaves_the_readings_of_the_profile(change, new_tree, beginning):
     (text,) = texts(change, new_tree)
     assert text.startswith(beginning)
+
+
+def not_ahead(old):
+    return changed(old, lambda one: replace(one, calls=tuple(alike_but(one.calls, ahead=0))))
+
+
+@pytest.mark.parametrize(
+    ("new_tree", "said"),
+    [
+        (tree(), []),
+        (tree(**layers(forward_prefetch=("head",))), []),
+        (tree(**layers(backward_prefetch=("head",))), ["less backward prefetching"]),
+    ],
+)
+def test_unchanged_lists_are_no_cause(new_tree, said):
+    assert [text.partition(" (")[0] for text in texts(not_ahead, new_tree)] == said
 
 
 @pytest.mark.parametrize("into", [True, False])
