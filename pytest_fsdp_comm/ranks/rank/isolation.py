@@ -60,7 +60,7 @@ class LogTerminal:
 
 
 def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
-    """Give a rank its own output files and directory for temporary directories."""
+    """Give a rank its own output files, and a new directory for temporary directories."""
     # A fork shares the temporary files of the parent's capture. A rank has none; its descriptors go
     # to files of its own instead, which keep what came before a crash.
     manager = capture_manager(config)
@@ -75,12 +75,13 @@ def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     factory: Any = getattr(config, "_tmp_path_factory", None)
     if factory is None:
         return
-    if not hasattr(factory, "_basetemp"):
-        raise upstream.moved_error("pytest", "TempPathFactory._basetemp", "running ranks relies on")
-    # With one directory for all ranks, 55 of 60 tests failed under -n 2 with FileExistsError
-    # (pytest 9.2).
-    basetemp.mkdir(mode=0o700, parents=True, exist_ok=True)
-    factory._basetemp = basetemp
+    if not (hasattr(factory, "_basetemp") and hasattr(factory, "_given_basetemp")):
+        raise upstream.moved_error(
+            "pytest", "TempPathFactory._basetemp, ._given_basetemp", "running ranks relies on"
+        )
+    # pytest makes the directory when a test asks for it.
+    basetemp.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._basetemp, factory._given_basetemp = None, basetemp
 
 
 def leave_to_parent(config: pytest.Config) -> LogTerminal:

@@ -124,7 +124,8 @@ class RankTemplate:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
         set_environment(spec.settings, rank, spec.gpus, launched)
         put_sockets_below(spec.directory)
-        isolate_session(session.config, basetemp=spec.basetemp / f"rank{rank}")
+        basetemp = spec.basetemp / f"rank{rank}-{spec.directory.name}"
+        isolate_session(session.config, basetemp=basetemp)
         if "terminal" in spec.echoes:
             self._terminal.open(spec.log_path(rank, "terminal"))
         if not spec.terminal:

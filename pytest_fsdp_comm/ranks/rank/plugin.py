@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.simulation.groups import DistinctRanks, RealGroups
 
 
+# A fixture that takes longer, in each rank of each test, is worth a warning.
+_SLOW_S = 1
+
 # What reports hold of any length: of an error or a skip, of output, logs and subtests. What plugins
 # add, such as images, stays whole.
 _TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
@@ -197,13 +200,38 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
-        self, fixturedef: pytest.FixtureDef[Any]
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        """Keep what a fixture of several tests asks: whichever sets it up, all have it."""
-        if self._answers is None or fixturedef.scope == "function":
+        """Keep what a fixture of several tests asks, and say that it runs in all of their ranks."""
+        name, answers = fixturedef.argname, self._answers
+        if fixturedef.scope == "function":
             return (yield)
-        with self._answers.by(fixturedef.argname):
-            return (yield)
+        began_at = time.monotonic()
+        try:
+            with answers.by(name) if answers else contextlib.nullcontext():
+                return (yield)
+        except FileExistsError as error:
+            error.add_note(
+                f"the {fixturedef.scope} fixture {name} runs in each rank, and another rank may "
+                "have made this: use mkdir(exist_ok=True), or tmp_path_factory.mktemp(), which no "
+                "other rank shares"
+            )
+            raise
+        finally:
+            tests = (
+                item for item in request.session.items if name in getattr(item, "fixturenames", ())
+            )
+            is_slow = time.monotonic() - began_at > _SLOW_S and not self._keeps_random_states
+            code = getattr(fixturedef.func, "__code__", None)
+            if is_slow and code and len([*tests]) > 1:
+                text = (
+                    f"the {fixturedef.scope} fixture {name} takes more than {_SLOW_S} s, in each "
+                    "rank of each test; @pytest.mark.distributed(scope='module') keeps the ranks "
+                    "and their fixtures for the tests of a module"
+                )
+                place = (code.co_filename, code.co_firstlineno)
+                warning = warnings.WarningMessage(text, pytest.PytestWarning, *place)
+                self.pytest_warning_recorded(warning, "runtest", "", (*place, name))
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         if self._answers is not None:

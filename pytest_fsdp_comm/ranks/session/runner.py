@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import random
 import sys
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -56,6 +57,9 @@ from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit
 from pytest_fsdp_comm.text.codec import load_tagged
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
+# Of all rank sets of this process: no two have the same temporary directories.
+_SET_NUMBERS: Final = itertools.count(1)
+
 
 class _NotStartedError(Exception):
     """The system did not let ranks be started; the text says why."""
@@ -90,7 +94,6 @@ class RankRunner:
         self._indices = {item: index for index, item in enumerate(session.items)}
         self._server: RankServer | None = None  # with what `_start_server` makes beside it
         self._terminal: tuple[int, ...] = ()
-        self._set_count = 0
         self._kept: Supervision | None = None
         self._session_exits: dict[int, SessionExit] = {}
         self._random_state: object = None
@@ -350,8 +353,7 @@ class RankRunner:
     def _start_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
         if self._server is None:
             raise RuntimeError("start() comes before run()")
-        self._set_count += 1
-        directory = self._directory / str(self._set_count)
+        directory = self._directory / str(next(_SET_NUMBERS))
         # A test, or a cleaner of the temporary directory, may have removed it.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir()

@@ -1,0 +1,79 @@
+"""Fixtures of a session run in each rank of each test, which may surprise."""
+
+import re
+
+import pytest
+
+SESSION = """
+import time
+
+import pytest
+
+ranks = pytest.mark.distributed(world_size=2)
+twice = pytest.mark.parametrize("time", [1, 2])
+
+@pytest.fixture(scope="session")
+def named(tmp_path_factory):
+    return tmp_path_factory.mktemp("data", numbered=False)
+
+@pytest.fixture(scope="module")
+def below_base(tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "data"
+    path.mkdir(parents=True)
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    (tmp_path_factory.getbasetemp().parent / "shared").mkdir()
+
+@pytest.fixture(scope="session")
+def slow():
+    time.sleep(1.2)
+
+@pytest.fixture(scope="session")
+def slow_once():
+    time.sleep(1.2)
+
+@ranks
+@twice
+def test_own_directories(named, time, tmp_path):
+    (tmp_path / "kept").touch()
+
+@ranks
+@twice
+def test_base(below_base, time): pass
+
+@ranks
+def test_shared(shared): pass
+
+@ranks
+@twice
+def test_slow(slow, time): pass
+
+@ranks
+def test_slow_once(slow_once): pass
+"""
+
+
+@pytest.fixture(scope="module")
+def session(run_session):
+    return run_session(SESSION, "--basetemp=base")
+
+
+def test_each_rank_of_each_test_has_its_own_directory(session):
+    assert " 7 passed, " in session.output
+    assert len([*session.path.glob("base/rank*/test_own_directories_?_0/kept")]) == 4
+    # None for tests that ask for no directory.
+    assert len([*session.path.glob("base/rank*")]) == 4 + 4 + 2
+
+
+def test_directory_that_another_rank_made_is_explained(session):
+    told = "the session fixture shared runs in each rank, and another rank may have made this: use"
+    assert re.search(rf"E +FileExistsError: .*\nE +{re.escape(told)}", session.output)
+    assert "ERROR test_it.py::test_shared" in session.output
+
+
+def test_slow_fixture_of_several_tests_is_told_once(session):
+    told = re.findall(
+        r"the session fixture (\w+) takes more than 1 s, in each rank", session.output
+    )
+    assert told == ["slow"]
