@@ -66,22 +66,25 @@ def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
         and num_kinds[axis.axis] > 1
         and axis.before.nbytes != axis.after.nbytes
     ]
+    split = [one for one in used if one not in changed and one.after.count > one.before.count]
+    calls = [f"{_what(one)} {one.before.count} -> {one.after.count} calls" for one in split]
     if len(changed) == 1:
-        in_all = [f"{_growth_in_all(cost)} in all"] if len(used) > 1 else []
+        in_all = [f"{_growth(cost)} in all"] if len(used) > 1 else []
         (one,) = changed
         return [
             f"{_growth(one)} bytes in {_what(one)} ({_sides(one)} {_whose(cost)})",
             *axes,
             *in_all,
-        ], []
+        ], calls
     if cost.before.nbytes == cost.after.nbytes:
         head = f"bytes unchanged in all ({show_nbytes(cost.after.nbytes)} {_whose(cost)})"
     else:
-        head = f"{_growth_in_all(cost, of='bytes ')} in all ({_sides(cost)} {_whose(cost)})"
+        head = f"{_growth(cost)} bytes in all ({_sides(cost)} {_whose(cost)})"
         before, after = cost.before.nbytes, cost.after.nbytes
         if before and all(one.before.nbytes * after == one.after.nbytes * before for one in used):
             return [head, "alike in every kind"], []
-    return [head, *axes], [f"{_what(one)} {_growth(one)} ({_sides(one)})" for one in changed]
+    parts = [f"{_what(one)} {_growth(one)} ({_sides(one)})" for one in changed]
+    return [head, *axes], [*parts, *calls]
 
 
 def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
@@ -136,17 +139,12 @@ def _what(one: PartCost) -> str:
 
 
 def _growth(one: PartCost | Cost) -> str:
-    return "unknown" if any(_unknown(one)) else show_growth(one.before.nbytes, one.after.nbytes)
-
-
-def _growth_in_all(cost: Cost, *, of: str = "") -> str:
-    """The growth of all bytes, which must not hide that there are more calls of some kind."""
-    growth = _growth(cost)
-    if growth.endswith("fewer") and any(
-        one.after.count > one.before.count for one in cost.collectives
-    ):
-        return f"{of}almost unchanged"
-    return f"{growth} {of}".rstrip()
+    if any(_unknown(one)):
+        return "unknown"
+    growth = show_growth(one.before.nbytes, one.after.nbytes)
+    # Of bytes alone, where there are more calls.
+    is_more = growth.endswith("fewer") and one.after.count > one.before.count
+    return "about as many" if is_more else growth
 
 
 def _sides(one: PartCost | Cost) -> str:

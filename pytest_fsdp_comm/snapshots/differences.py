@@ -85,10 +85,13 @@ def kind_of(profile: Profile) -> Literal["comm", "tree"]:
 
 def headline_of_values(differences: Mapping[str, Difference]) -> str:
     """The differences of values, by name, in one line; then those that could not be compared."""
+    # What breaks training says more than anything else, then a story of the whole change.
+    for one in sorted(differences.values(), key=lambda one: not one.text):
+        if one.explanation.training:
+            return one.text or headline(one.changes)
     changes = [change for one in differences.values() for change in one.changes]
     stories = [one.text for one in differences.values() if one.text and one.changes]
     texts = {name: one.text for name, one in differences.items() if one.text}
-    # A story of the whole change says more than its largest row.
     if stories:
         return stories[0]
     if not changes and len({*texts.values()}) == 1:

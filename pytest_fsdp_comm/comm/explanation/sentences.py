@@ -354,26 +354,25 @@ def _sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
 
 def _of_training(change: TrainingChange) -> str:
     who, over = name_owners(change.owners), " and ".join(change.axes)
-    before, after, was, now = change.before, change.after, change.was, change.now
-    gradients = f"gradients of {who} are"
+    gradients, before, after = f"gradients of {who} are", change.before, change.after
+    was, now = _amount(change.was), _amount(change.now)
     match change.problem:
         case "not sharded":
             return (
                 f"parameters of {who} are no longer sharded: no unit gathers them, and their "
-                f"gradients are no longer reduced over {over} ({_amount(was)})"
+                f"gradients are no longer reduced over {over} ({was})"
             )
         case "not reduced":
-            return f"{gradients} no longer reduced over {over}: {_amount(was)}"
+            return f"{gradients} no longer reduced over {over}: {was}"
         case "fewer ranks":
-            return f"{gradients} reduced over {after} ranks instead of {before}: {_amount(now)}"
+            return f"{gradients} reduced over {after} ranks instead of {before}: {now}"
         case "times":
-            nbytes = show_nbytes_change(was.nbytes, now.nbytes)
-            return (
-                f"{gradients} reduced {before} -> {after} times per step over {over}: "
-                f"{was.count} -> {now.count} calls, {nbytes} per rank"
-            )
+            calls = f"{change.was.count} -> {change.now.count} calls"
+            nbytes = show_nbytes_change(change.was.nbytes, change.now.nbytes)
+            often = f"{before} -> {after} times per step"
+            return f"{gradients} reduced {often} over {over}: {calls}, {nbytes} per rank"
         case "dtype":
-            return f"{gradients} reduced over {over} in {after} instead of {before}: {_amount(now)}"
+            return f"{gradients} reduced over {over} in {after} instead of {before}: {now}"
 
 
 def _amount(volume: Volume) -> str:

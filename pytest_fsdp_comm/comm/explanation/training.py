@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import Final, Literal, TypeAlias, get_args
@@ -141,6 +140,7 @@ class _Side:
         self.reduced: defaultdict[Owner, defaultdict[str, list[Row]]]
         self.reduced = defaultdict(lambda: defaultdict(list))
         self.gathers: defaultdict[Owner, list[Row]] = defaultdict(list)
+        self.work: list[Row] = []  # what ranks send that work on one batch together
         renames = [step for step in steps if isinstance(step, Renamed)]
         for row in profile.rows:
             owner = row.owner
@@ -151,16 +151,13 @@ class _Side:
             # FSDP1 reduces over a group of one rank too.
             if row.what in _REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
                 self.reduced[owner][axis].append(row)
-            if any(call.role == Role.PARAMETERS for call in row.calls):
+            roles = {call.role for call in row.calls}
+            if Role.PARAMETERS in roles:
                 self.gathers[owner].append(row)
-
-    @property
-    def has_units(self) -> bool:
-        return any(row.subject == "reshard" for row in self.profile.rows)
-
-    @property
-    def reduces(self) -> bool:
-        return any(map(_gradients, self.profile.collectives))
+            if Role.ACTIVATIONS in roles or row.what in _BETWEEN_STAGES:
+                self.work.append(row)
+        self.has_units = any(row.subject == "reshard" for row in profile.rows)
+        self.reduces = any(map(_gradients, profile.rows))
 
     def num_ranks(self, axes: Iterable[str]) -> int:
         return prod(self.sizes.get(axis, 1) for axis in axes)
@@ -182,16 +179,6 @@ class _Side:
             and self.axes.get(row.axis) == axis
             and any(call.role != Role.PARAMETERS for call in row.calls)
         }
-
-    @cached_property
-    def work(self) -> list[Row]:
-        """What ranks send that work on one batch together."""
-        return [
-            row
-            for row in self.profile.collectives
-            if row.what in _BETWEEN_STAGES
-            or any(call.role == Role.ACTIVATIONS for call in row.calls)
-        ]
 
     def num_ranks_besides(self, axes: set[str]) -> int:
         """How many ranks work on one batch together, over other axes."""
@@ -217,20 +204,15 @@ def _gradients(row: Row) -> list[Calls]:
 
 def _volume(rows: Iterable[Row]) -> Volume:
     """The gradients that the rank with the most of them reduces."""
-    # Thousands of ranks share a few lists.
-    lists: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)
+    volumes: defaultdict[int | None, Volume] = defaultdict(Volume)
     for row in rows:
         calls = _gradients(row)
         nbytes = sum(call.count * call.nbytes for call in calls)
-        lists[row.ranks] += Volume(count=sum(call.count for call in calls), nbytes=nbytes)
-    common = lists.pop((), Volume())
-    if len(lists) == 1:
-        return common + lists.popitem()[1]
-    of_ranks: defaultdict[int, Volume] = defaultdict(Volume)
-    for ranks, volume in lists.items():
-        for rank in ranks:
-            of_ranks[rank] += volume
-    return common + max(of_ranks.values(), key=lambda one: one.nbytes, default=Volume())
+        volume = Volume(count=sum(call.count for call in calls), nbytes=nbytes)
+        for rank in row.ranks or (None,):
+            volumes[rank] += volume
+    common = volumes.pop(None, Volume())
+    return common + max(volumes.values(), key=lambda one: one.nbytes, default=Volume())
 
 
 _Found: TypeAlias = tuple[Problem, tuple[str, ...], str, str]
@@ -240,6 +222,7 @@ _Found: TypeAlias = tuple[Problem, tuple[str, ...], str, str]
 class _Training:
     def __init__(self, old: _Side, new: _Side, trees: Evidence | None) -> None:
         self.old, self.new, self.trees = old, new, trees
+        self.ratios = _ratios(old.work, new.work)
         self.grown = {
             owner for owner in new.reduced if new.num_gradients(owner) > old.num_gradients(owner)
         }
@@ -332,18 +315,14 @@ class _Training:
 
     def _times(self, owner: Owner, was: list[Row], now: list[Row]) -> tuple[str, str] | None:
         """How often gradients are reduced; None if that is as before, or follows forward."""
-        sizes = [{call.nbytes for row in rows for call in _gradients(row)} for rows in (was, now)]
-        before, after = _volume(was).count, _volume(now).count
+        calls = [[call for row in rows for call in _gradients(row)] for rows in (was, now)]
+        before, after = (max(call.count for call in side) for side in calls)
         # Buckets of other sizes hold other parts of the gradients.
-        if before == after or len(sizes[0]) != 1 or len(sizes[1]) != 1:
+        if before == after or any(len({call.nbytes for call in side}) > 1 for side in calls):
             return None
-        ratios = self._work_ratios or _ratios(self.old.gathers[owner], self.new.gathers[owner])
+        ratios = self.ratios or _ratios(self.old.gathers[owner], self.new.gathers[owner])
         is_news = ratios and Fraction(after, before) not in ratios
         return (str(before), str(after)) if is_news else None
-
-    @cached_property
-    def _work_ratios(self) -> set[Fraction]:
-        return _ratios(self.old.work, self.new.work)
 
 
 def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:

@@ -89,18 +89,24 @@ def test_several_kinds_follow_the_whole_the_largest_first():
     ]
 
 
-@pytest.mark.parametrize("others", [[gather((1, MIB))], [gather((1, MIB), axis="tp")]])
-def test_more_and_smaller_calls_are_counted(others):
+def test_more_and_smaller_calls_are_counted():
     """One norm of all parameters, then one of each."""
-    old, new = [reduce((1, 120)), *others], [reduce((22, 4)), *others]
-    assert lines(old, new)[0].startswith(
-        "-27 % bytes in all_reduce[tp] (120 -> 88 B in 1 -> 22 calls per rank and step), "
+    rest = [gather((1, MIB)), scatter((1, 64))]
+    old, new = [reduce((1, 120)), *rest], [reduce((22, 4)), *rest]
+    assert lines(old, new) == [
+        "-27 % bytes in all_reduce[tp] (120 -> 88 B in 1 -> 22 calls per rank and step), about as "
+        "many in all"
+    ]
+    # Beside calls of as many bytes.
+    assert lines(old, [new[0], rest[0], scatter((16, 4))])[1:] == [
+        "reduce_scatter[dp] 1 -> 16 calls"
+    ]
+    whole, parts = lines(old, [*new, row("broadcast", "dp", (1, 8))])
+    assert whole.startswith("about as many bytes in all (1_048_760 -> 1_048_736 B in 3 -> 25 calls")
+    assert parts.startswith(
+        "all_reduce[tp] -27 % (120 -> 88 B in 1 -> 22 calls), broadcast[dp] new"
     )
-    assert "almost unchanged in all" in lines(old, new)[0]
-    whole, parts = lines(old, [*new, scatter((1, 8))])
-    assert whole.startswith("bytes almost unchanged in all (1_048_696 -> 1_048_672 B in 2 -> 24 ca")
-    assert parts.startswith("all_reduce[tp] -27 % (120 -> 88 B in 1 -> 22 calls), reduce_scatter")
-    # Fewer calls are fewer bytes.
+    # Fewer calls of more bytes.
     assert lines(new, old)[0].startswith("+36 % bytes in all_reduce[tp] (88 -> 120 B per rank")
 
 

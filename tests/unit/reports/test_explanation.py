@@ -1,5 +1,7 @@
 """The text of failed comparisons: at most 8 lines, or everything."""
 
+from dataclasses import replace
+
 import pytest
 from sample_profiles import in_bfloat16, profile, reduced_often
 
@@ -9,7 +11,7 @@ from pytest_fsdp_comm.reports.changes import (
     render_comparison,
     render_tree_changes,
 )
-from pytest_fsdp_comm.reports.explanation import FailureText, failure_lines
+from pytest_fsdp_comm.reports.explanation import FailureText, failure_lines, told_lines
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 ACCEPT = "pytest --snapshot-update x"
@@ -174,3 +176,24 @@ def test_a_regression_comes_first_and_each_change_has_its_cause():
     assert explained.training[0].startswith(reduced)
     assert "bfloat16" in explained.training[1]
     assert explained.story == (*explained.training, *explained.cost)
+
+
+def breaking(text, *lines):
+    return replace(text, training=lines, told=(*lines, *text.told))
+
+
+def test_what_breaks_training_comes_before_what_it_costs():
+    """Trees come after recordings, and costs are cut before what breaks training."""
+    texts = {
+        "tree": breaking(tree(3), "lora: no longer managed"),
+        "comm": breaking(comm(3, cost=("+1 % in all", "more")), "gradients lost", "and late"),
+    }
+    first = ["  comm: gradients lost", "  comm: and late", "  tree: lora: no longer managed"]
+    whole = failure_lines(texts, accept="", everything=True)
+    assert list(whole[1:6]) == [*first, "  comm: +1 % in all", "  comm: more"]
+    assert list(failure_lines(texts, accept=ACCEPT)[1:4]) == first
+    assert told_lines(texts.values()) == ("gradients lost", "and late", "lora: no longer managed")
+    many = {"": breaking(comm(3, cost=("+1 %",)), *(f"lost {n}" for n in range(9)))}
+    lines = failure_lines(many, accept=ACCEPT)
+    assert lines[1:5] == tuple(f"  lost {n}" for n in range(4))
+    assert lines[5] == "  ... and 8 more changes (-vv)"

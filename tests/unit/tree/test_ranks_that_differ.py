@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.reports.changes import render_tree_changes
 from pytest_fsdp_comm.tree.diff import compare
 from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, UnitFacts, merge
 
@@ -67,6 +68,16 @@ STAGES = (FIRST, FIRST, SECOND, SECOND)
             (FIRST, FIRST, FIRST, tree(0, policy=False)),
             ["layers.0: reshard_after_forward True -> False, on rank 3"],
         ),
+        # So do parameters, which is worse than a policy that all units changed.
+        (
+            (FIRST,) * 4,
+            (tree(0, policy=False),) * 3 + (tree(0, policy=False, dtype="bfloat16"),),
+            [
+                "layers.0.weight: differs between ranks now",
+                "layers.0: reshard_after_forward True -> False",
+                "layers.0.weight: dtype float32 -> bfloat16, on rank 3",
+            ],
+        ),
         (
             STAGES,
             [replace(one, world_size=8) for one in STAGES * 2],
@@ -77,3 +88,18 @@ STAGES = (FIRST, FIRST, SECOND, SECOND)
 def test_each_change_says_which_ranks_have_it(old, new, told):
     found = compare(profile(*old), profile(*new))
     assert [str(change) for change in found] == told
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"managed": False}, "layers.0.weight: no longer managed by a unit"),
+        ({}, ""),
+    ],
+)
+def test_a_parameter_that_no_unit_manages_comes_first(changes, line):
+    (name, facts), *_ = FIRST.parameters.items()
+    new = replace(tree(0, policy=False), parameters={name: replace(facts, **changes)})
+    text = render_tree_changes(compare(profile(FIRST), profile(new)), snapshot="s")
+    assert text.training == text.told == (line,) * bool(line)
+    assert text.changes == ("layers.0: reshard_after_forward True -> False",)
