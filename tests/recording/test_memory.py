@@ -67,10 +67,14 @@ def test_what_was_gathered_is_freed_while_the_recording_goes_on(comm_mode, devic
         with comm_mode(model):
             step(model)
 
+    def least(run):
+        # In about every second step the threads of gloo free a few tensors late, up to as many as
+        # all others, recorded or not.
+        return min(peak_allocated_nbytes(run) for _ in range(8))
+
     step(model)
-    unrecorded = peak_allocated_nbytes(lambda: step(model))
-    # The threads of gloo free a few a little later; each of 16 blocks is gathered twice.
-    assert peak_allocated_nbytes(recorded) < 1.5 * unrecorded
+    # Each of 16 blocks is gathered twice.
+    assert least(recorded) < 1.2 * least(lambda: step(model))
     assert comm_mode.counts("all_gather") > 4
 
 
