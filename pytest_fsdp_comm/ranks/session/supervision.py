@@ -341,15 +341,15 @@ class Supervision:
     def _locate(self) -> None:
         # Note [Locating ranks]: a rank's watchdog, a thread, answers where the rank is. The first
         # question to all is for what is quick to read, so that the positions are of one moment. The
-        # second, to those that answered, is for their groups, which takes processor time. Those
-        # that did not, since Python code holds the GIL, get a signal whose handler dumps the stack;
-        # last, since it may interrupt what a rank waits in, which then goes on. One that answers
-        # after that, from the same place, was only slow.
+        # second, to those that answered or have ended the test, is for their groups, which takes
+        # processor time. The others, where Python code holds the GIL, get a signal whose handler
+        # dumps the stack; last, since it may interrupt what a rank waits in, which then goes on.
+        # One that answers after that, from the same place, was only slow.
         results = self._results.values()
         self._ask(results, within_s=_ANSWER_S)
         silent = [result for result in results if result.position is None and not result.is_over]
-        answered = [result for result in results if result.position is not None]
-        self._ask(answered, within_s=_GROUPS_S, with_groups=True)
+        able = [one for one in results if one.position is not None or one.is_done]
+        self._ask(able, within_s=_GROUPS_S, with_groups=True)
         self._dump_stacks(silent)
         for result in results:
             if result.position is None and result.is_done:

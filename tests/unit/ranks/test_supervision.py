@@ -158,6 +158,19 @@ def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, 
     assert result.is_done == (stopped is None)
 
 
+def test_ended_rank_with_a_late_answer_is_asked_again(supervision, monkeypatch):
+    asked = []
+    monkeypatch.setattr(supervision, "_ask", lambda ranks, **how: asked.append((len(ranks), how)))
+    supervision._results[1].is_done = True
+    supervision._locate()
+    # The last question is for ranks that hold the GIL.
+    assert [(count, how.get("with_groups", False)) for count, how in asked] == [
+        (1, False),
+        (1, True),
+        (0, True),
+    ]
+
+
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(supervision, rank, monkeypatch):
     message = messages.TimerCancelled()
     rank.send(message)  # makes it readable, and stays there
