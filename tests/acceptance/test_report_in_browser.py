@@ -123,6 +123,36 @@ def test_all_that_tables_tell_is_on_a_small_screen(browser, pages, tmp_path):
     assert [cell for cell in cells if cell[1] and (cell[2] < 0 or cell[3] > 360)] == []
 
 
+# The edges of what stays in view of the modules' table, as it is scrolled in a narrow box.
+SCROLLED = """
+(() => {
+  const box = document.querySelector('.modules').parentElement;
+  Object.assign(box.style, { width: '400px', maxHeight: '150px' });
+  box.scrollTo(90, 120);
+  const heads = [...box.querySelectorAll('thead th')];
+  const edge = (element, name) => Math.round(element.getBoundingClientRect()[name]);
+  const last = [...box.querySelectorAll('tbody tr')].at(-1);
+  return {
+    scrolled: [box.scrollLeft, box.scrollTop],
+    left: [box, heads[0], last.firstElementChild].map(one => edge(one, 'left')),
+    top: [box, ...heads].map(one => edge(one, 'top')),
+    right: heads.map((head, at) => [head, last.children[at]].map(one => edge(one, 'right'))),
+    heads: heads.map(head => head.innerText.split(/\\s+/).join(' ')),
+  };
+})()
+"""
+
+
+def test_headings_and_names_of_modules_stay_in_view(browser, pages):
+    browser.show(pages["large"])
+    seen = browser.evaluate(SCROLLED)
+    assert seen["scrolled"] == [90, 120]
+    assert seen["heads"] == ["Module", "dp forward", "dp backward", "tp forward"]
+    assert len(set(seen["left"])) == 1
+    assert len(set(seen["top"])) == 1
+    assert all(head == cell for head, cell in seen["right"])
+
+
 @pytest.fixture
 def draw(browser, tmp_path):
     """Shows the timeline of a recording beside a snapshot; returns what reads the drawing."""

@@ -57,6 +57,8 @@ _MAX_SECTION_ROWS: Final = 600
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
 _MAX_HEADLINES: Final = 6
+# As `fqn.name_owners` writes several.
+_NAMES: Final = r"[^\s,]+(?:, [^\s,]+)+(?: and \d+ more)?"
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
@@ -110,6 +112,8 @@ class _TestRow:
     name: str
     path: str
     headline: str
+    site: str
+    """Where calls were issued that are new; empty if unknown."""
     costs: list[CostRow]
     """Bytes in all and the peak; empty if nothing was recorded."""
 
@@ -144,12 +148,16 @@ def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
     path, _, name = result.nodeid.partition("::")
     headlines = [one.headline for one in result.record.compared if one.headline]
     cost = next((section["cost"] for section in sections if section["cost"]), None)
+    texts = [one.text for one in result.record.compared if one.text]
+    sites = [*dict.fromkeys(site for text in texts for site, _ in text.sent)]
+    more = f" and {counted(len(sites) - 1, 'more line')}" if len(sites) > 1 else ""
     return _TestRow(
         status=status_of(result),
         page=page_name(result.nodeid),
         name=name or path,
         path=path,
         headline=_cut(headlines[0] if headlines else result.message),
+        site=f"issued at {sites[0]}{more}" if sites else "",
         costs=cost_rows(cost)[-2:] if cost else [],
     )
 
@@ -264,7 +272,21 @@ def _index_title(rows: Sequence[_TestRow]) -> str:
 def _cut(text: str) -> str:
     """Shorten a headline to as many lines, each as long, as a table has room for."""
     first = text.splitlines()[:_MAX_HEADLINES]
-    return "\n".join(shorten(line, _MAX_HEADLINE) for line in first)
+    return "\n".join(shorten(_with_change_first(line), _MAX_HEADLINE) for line in first)
+
+
+def _with_change_first(line: str) -> str:
+    """Put many modules behind what changed in them, or name one of them, in a line that is cut."""
+    if len(line) <= _MAX_HEADLINE:
+        return line
+    if match := re.fullmatch(rf"({_NAMES}(?: \w+)?): (.+)", line):
+        return f"{match[2]}; {match[1]}"
+
+    def first_name(match: re.Match[str]) -> str:
+        more = int(re.sub(r".* and (\d+) more$|.*", r"\1", match[0]) or 0)
+        return f"{match[0].partition(',')[0]} and {match[0].count(',') + more} more"
+
+    return re.sub(rf"^{_NAMES}|(?<=of ){_NAMES}", first_name, line, count=1)
 
 
 # Note [One JSON of a page]

@@ -109,6 +109,38 @@ def test_the_index_lists_failures_first_with_a_word_for_each_result():
     check_page(index)
 
 
+MODULES = ", ".join(
+    f"model.transformer.decoder.layers.{{0..15}}.attention.{name}" for name in "qkv"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (f"{MODULES} and 9 more forward: x 1 -> 2, each", "x 1 -> 2, each; model.transformer"),
+        (f"{MODULES}: gradients gathered in full", "gradients gathered in full; model.transformer"),
+        (
+            f"gradients of {MODULES} and 9 more are no longer reduced over dp",
+            "gradients of model.transformer.decoder.layers.{0..15}.attention.q and 11 more are no "
+            "longer reduced over dp</td>",
+        ),
+        # There is room for it, or it has no modules to leave out.
+        ("a, b forward: x 1 -> 2", "a, b forward: x 1 -&gt; 2</td>"),
+        ("mesh: " + "y" * 999, "mesh: yyy"),
+    ],
+)
+def test_an_index_cell_shows_the_change_of_many_modules(line, shown):
+    one = replace(compared(record_step(2), record_step(3)), headline=line)
+    index, _ = pages_of(result(one))
+    assert f'class="what">{shown.replace(" -> ", " -&gt; ")}' in index
+
+
+def test_an_index_cell_names_the_line_that_sends():
+    text = FailureText(head="", compared="comm_mode", sent=(("a.py:1", "x"), ("b.py:2", "y")))
+    index, _ = pages_of(result(compared(record_step(2), record_step(3), text=text)))
+    assert "2 layers more<small>issued at a.<wbr>py:<wbr>1 and 1 more line</small></td>" in index
+
+
 def test_a_long_index_is_cut_with_a_count_of_the_rest():
     one = result(outcome="passed", message="y" * 999)
     index, tests = pages_of(*(replace(one, nodeid=f"t.py::test[{at}]") for at in range(1600)))
