@@ -284,12 +284,6 @@ def autocast(model, *, enabled):
     logits.float().mean().backward()
 
 
-def broadcast(model, *, sends):
-    train(model)
-    for weight in model.parameters() if sends else ():
-        dist.broadcast(weight.to_local().detach(), 0)
-
-
 def after(run, *acts):
     """A step, and acts on its parameters before their gradients are dropped."""
 
@@ -369,7 +363,6 @@ CHANGES = {
     "two_evaluations_instead_of_one": lambda c: of(
         units(Decoder(), root=True), evaluations, number=1 + c
     ),
-    "two_evaluations_of_a_split_model": lambda c: of(split(), evaluations, number=1 + c),
     "gpipe_with_4_instead_of_2_micro_batches": lambda c: pipeline(
         "ScheduleGPipe", micro_batches=2 + 2 * c
     ),
@@ -498,7 +491,6 @@ CHANGES = {
         lambda: units(Decoder(2)), train, [clip_all], [trust]
     ),
     "logits_printed_in_full": lambda c: of(logged(split(), logs=bool(c)), step),
-    "weights_broadcast_by_hand": lambda c: of(units(Decoder()), broadcast, sends=c),
     "reduce_dtype_became_float32": lambda c: of(
         units(Decoder(), mp_policy=half(torch.float32 if c else torch.bfloat16))
     ),

@@ -116,12 +116,11 @@ def _roots(explanation: Explanation, seen: Seen) -> list[Cause]:
     if trees is not None and trees.lost_root:
         kept = [step for step in kept if trees.new_roots.issuperset(step.owners)]
         return [Cause(text=trees.lost_root, steps=(*gone, *kept), is_unwanted=True)]
-    not_ahead = [
-        one
+    is_alone = any(
+        (one.subject, one.key.phase, one.after[-1][0]) == ("ahead", Phase.BACKWARD, 0)
         for one in explanation.timings
-        if one.subject == "ahead" and one.key.phase is Phase.BACKWARD and one.after[-1][0] == 0
-    ]
-    if trees is None and gone and (kept or not_ahead):
+    )
+    if trees is None and gone and (kept or is_alone):
         return [Cause(text=_MISSING_ROOT, steps=(*gone, *kept))]
     return []
 
@@ -148,7 +147,7 @@ def _norms_one_by_one(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
     (was, norms_before), (now, norms) = map(_reduced_norms, seen.sides)
     gone, came = was - now, now - was
     nbytes = [sum(size * count for size, count in calls.items()) for calls in (gone, came)]
-    is_single = gone and came and max(came) <= _SCALAR < min(gone)
+    is_single = gone and came and max(came) <= _NORM_NBYTES < min(gone)
     if norms > norms_before and is_single and nbytes[1] <= nbytes[0]:
         kinds = {"phase", "gathered in full", "redistributed"}
         steps = [step for step in explanation.steps if step.kind in kinds]
@@ -159,8 +158,7 @@ def _norms_one_by_one(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
         yield Cause(text=text, steps=tuple(steps), is_unwanted=True)
 
 
-_SCALAR: Final = 8
-"""The most bytes of one norm."""
+_NORM_NBYTES: Final = 8  # at most
 
 
 def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
@@ -184,21 +182,19 @@ def _left_gathered(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
     )
     acts = {(phase, what) for _, phase, what in was - now}
     phases = {phase for phase, what in acts if what == "reshard"}
-    is_more = now - was or any(row.subject == "redistribution" for row in rows)
-    is_sent = any(row.axis and role_of((row,)) != Role.PARAMETERS for row in rows)
-    if explanation.steps or is_more or is_sent or (Phase.OUTSIDE, "unshard") in acts:
+    sent = [row for row in rows if row.subject != "reshard" and role_of((row,)) != Role.PARAMETERS]
+    if explanation.steps or sent or now - was or (Phase.OUTSIDE, "unshard") in acts:
         return
     owners = {row.owner for row in rows}
     # A unit alone may be one that an evaluation ran.
     has_others = not owners.issuperset(_acts(seen.new, Phase.FORWARD, "unshard"))
     is_freed = any(now[owner, Phase.BACKWARD, "reshard"] for owner in owners)
-    where = ""
+    left = f"{name_owners(owners)} left gathered after"
     if phases == {Phase.OUTSIDE} and has_others:
-        where = "after the step: is reshard() still called?"
+        yield Cause(text=f"{left} the step: is reshard() still called?", is_unwanted=True)
     elif phases == {Phase.BACKWARD} and not is_freed:
-        where = "after backward, as by set_reshard_after_backward(False)"
-    if where:
-        yield Cause(text=f"{name_owners(owners)} left gathered {where}", is_unwanted=True)
+        text = f"{left} backward, as by set_reshard_after_backward(False)"
+        yield Cause(text=text, is_unwanted=True)
 
 
 def _prefetching(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
@@ -285,17 +281,13 @@ def _of_counts(step: Counts, seen: Seen) -> str:
         what = "steps or micro-batches, or inputs of one loss"
         return f"{often} {'forwards' if is_forward else what}"
     if step.scope is Scope.FORWARD:
-        sent = [
-            sum(row.count for row in side.rows if row.what in {"send", "recv"})
-            for side in seen.sides
-        ]
-        if sent[1]:
-            return f"{often} micro-batches" if sent[1] == sent[0] * step.factor else ""
+        sides = ([row for row in side.rows if row.what == "send"] for side in seen.sides)
+        was, now = map(count_of, sides)
+        if now:
+            return f"{often} micro-batches" if now == was * step.factor else ""
         freed = _acts(seen.old, Phase.BACKWARD, "reshard")
         if any(freed[owner] for owner in _more_acts(seen, Phase.BACKWARD, "reshard")):
-            return (
-                "run several times before one backward, as for two inputs of a loss, or in a loop"
-            )
+            return "run several times before one backward, as for two inputs, or in a loop"
         return "forwards without a backward, such as an evaluation"
     is_of_passes = step.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
     if not is_of_passes or step.reductions == step.factor:
@@ -399,13 +391,11 @@ def _of_passes(step: Replaced) -> str:
             if facts["is_partly"]:
                 more_or_less = "more" if came else "less"
                 return f"{more_or_less} is recomputed: other modules, or other checkpointing"
-            if came:
-                other = "selective checkpointing no longer saves what is sent"
-            elif facts["gathers_again"]:
+            switched, saves = ("on", "no longer saves") if came else ("off", "now saves")
+            other = f"selective checkpointing {saves} what is sent"
+            if facts["gathers_again"]:
                 other = "use_reentrant became False"
-            else:
-                other = "selective checkpointing saves what is sent now"
-            return f"activation checkpointing was switched {'on' if came else 'off'}, or {other}"
+            return f"activation checkpointing was switched {switched}, or {other}"
         case "phase", came:
             if not facts["has_norms"]:
                 return ""
@@ -459,13 +449,6 @@ def _of_units(step: Replaced, seen: Seen) -> str:
         case "reduced times", _ if facts["times"] > 1:
             return _of_reduced_times(step, seen)
         case "reduced", came:
-            axes = {key.axis for held in step.rows.values() for key in held if key.axis}
-            gathered = _gathered_axes(seen.old)
-            if not came and gathered and axes.isdisjoint(gathered):
-                return (
-                    "frozen, detached, or its placements say Replicate where the gradient is "
-                    "Partial"
-                )
             lost = "frozen, detached, or gradient synchronization switched off"
             return _frozen_or_thawed(step, trees) or ("" if came else lost)
         case "part reduced", _:
@@ -554,8 +537,7 @@ def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
     if not step.came and owners <= trees.frozen:
         return "frozen, as the tree says"
     if not step.came and owners.isdisjoint(trees.frozen | trees.partly_frozen):
-        other = (
-            "its output no longer used" if step.kind == "used in backward" else "not synchronized"
-        )
+        is_unused = step.kind == "used in backward"
+        other = "its output no longer used" if is_unused else "not synchronized"
         return f"detached, or {other}: as the tree says, nothing was frozen"
     return "no longer frozen, as the tree says" if step.came and owners <= trees.thawed else ""
