@@ -135,16 +135,15 @@ def find_project(start: Path) -> tuple[Path, Path]:
 
 
 def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
-    """Directories that ``pytest`` without arguments collects, empty for all; patterns of files."""
+    """The directories and the patterns of files that ``pytest`` without arguments collects."""
     root, settings = _find_settings(start)
     names, patterns = (
         shlex.split(given) if isinstance(given, str) else given
         for given in (settings.get("testpaths", ""), settings.get("python_files", _TEST_FILES))
     )
     places = [root / place for name in names for place in glob.glob(name, root_dir=root)]  # noqa: PTH207  # as pytest, which allows ".."
-    if not places:
-        places = [root / name for name in names if not glob.has_magic(name)]
-    return [Path(os.path.normpath(place)) for place in places if not place.is_file()], patterns
+    places = places or [root / name for name in names if not glob.has_magic(name)]
+    return [Path(os.path.normpath(one)) for one in places if not one.is_file()] or [root], patterns
 
 
 def _find_settings(start: Path) -> tuple[Path, Mapping[str, Any]]:

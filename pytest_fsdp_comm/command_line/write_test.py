@@ -55,11 +55,8 @@ def run(options: argparse.Namespace) -> int:
     name = Path(ran.script).stem.replace(".", "_").replace("-", "_")
     start = _start_of(ran, recording)
     collected, patterns = find_collected(start)
-    if options.output:
-        test = Path(options.output).absolute()
-    else:
-        is_collected = not collected or any(map(start.is_relative_to, collected))
-        test = (start if is_collected else collected[0]) / f"test_{name}.py"
+    directory = start if any(map(start.is_relative_to, collected)) else collected[0]
+    test = Path(options.output).absolute() if options.output else directory / f"test_{name}.py"
     root, snapshot_dir = find_project(test.parent)
     # As the options of a test have it.
     folder = snapshot_dir / written_module(test, anchor_of(snapshot_dir, root))
@@ -77,13 +74,8 @@ def run(options: argparse.Namespace) -> int:
         file.write_text(text, encoding="utf-8")
     command = f"pytest {shell_word(os.path.relpath(test))}"
     print(f"{show_path(test)}: review it and {show_path(folder)}, then run {command}")  # noqa: T201  # a program's output
-    limits = []
-    if collected and not any(map(test.is_relative_to, collected)):
-        limits.append(f"testpaths has only {', '.join(map(show_path, collected))}")
-    if not any(map(test.match, patterns)):
-        limits.append(f"python_files has only {', '.join(patterns)}")
-    if limits:
-        print(f"pytest without arguments does not run it: {'; '.join(limits)}")  # noqa: T201  # as above
+    if not (any(map(test.match, patterns)) and any(map(test.is_relative_to, collected))):
+        print("pytest without arguments does not run it: see testpaths and python_files")  # noqa: T201  # as above
     return SAME
 
 
