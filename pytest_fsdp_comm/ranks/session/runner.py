@@ -65,6 +65,14 @@ class _NotStartedError(Exception):
     """The system did not let ranks be started; the text says why."""
 
 
+class _SessionEndedError(Exception):
+    """Ranks ended the session in an attempt, whose reports have been logged."""
+
+    def __init__(self, exits: Mapping[int, SessionExit]) -> None:
+        super().__init__(exits)
+        self.exits = exits
+
+
 class RankRunner:
     """Starts ranks, supervises them and reports for them; one in each pytest process."""
 
@@ -95,7 +103,6 @@ class RankRunner:
         self._server: RankServer | None = None  # with what `_start_server` makes beside it
         self._terminal: tuple[int, ...] = ()
         self._kept: Supervision | None = None
-        self._session_exits: dict[int, SessionExit] = {}
         self._random_state: object = None
         self._problems: list[str] = []
         self._unpreparable = ""
@@ -168,15 +175,19 @@ class RankRunner:
         """Run one test and log its reports, as `pytest_runtest_protocol` must."""
         hook = item.ihook
         attempt = partial(self._attempt, item, nextitem)
-        if not run_with_reruns(item, nextitem, attempt):
-            hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-            for report in attempt():
-                hook.pytest_runtest_logreport(report=report)
-            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        exits: Mapping[int, SessionExit] = {}
+        try:
+            if not run_with_reruns(item, nextitem, attempt):
+                hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+                for report in attempt():
+                    hook.pytest_runtest_logreport(report=report)
+                hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        except _SessionEndedError as error:
+            exits = error.exits
         # Fixtures of wider scope that tests without ranks set up here end as without this plugin.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
-        if self._session_exits:
-            _exit_session(item, self._session_exits)
+        if exits:
+            _exit_session(item, exits)
 
     def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         settings = item.stash[SETTINGS]
@@ -190,10 +201,11 @@ class RankRunner:
             are_forked=not (self._launched or self._fallback_reason),
         )
         replay_warnings(item.config, results.values())
-        exits = {rank: one.session_exit for rank, one in results.items()}
-        self._session_exits = {rank: one for rank, one in exits.items() if one is not None}
-        if self._session_exits:
-            return reports
+        exits = {rank: one.session_exit for rank, one in results.items() if one.session_exit}
+        if exits:
+            for report in reports:
+                item.ihook.pytest_runtest_logreport(report=report)
+            raise _SessionEndedError(exits)
         reports = self._extended(item, results, reports)
         merge_user_properties(reports, results)
         return reports

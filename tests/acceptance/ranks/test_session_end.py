@@ -198,15 +198,19 @@ ENDED = {
     "teardown": (7, "_pytest.outcomes.Exit: enough", "1 passed"),
     "interrupt": (2, r"KeyboardInterrupt: rank 1: interrupted at \S+:28 in \w+", NONE),
     "failed": (2, "_pytest.outcomes.Exit: rank 1: enough", "1 failed"),
+    "reruns": (7, "_pytest.outcomes.Exit: enough", NONE),
     "xdist": (2, "xdist.dsession.Interrupted: enough", NONE),
 }
 
 
 @pytest.mark.parametrize("name", ENDED)
 def test_session_ends_as_a_rank_ends_it(run_session, name):
-    test, arguments = ("all", ("-n", "1")) if name == "xdist" else (name, ())
+    test, arguments, plugins = {
+        "reruns": ("all", ("--reruns", "1"), ("rerunfailures",)),
+        "xdist": ("all", ("-n", "1"), ()),
+    }.get(name, (name, (), ()))
     status, reason, outcome = ENDED[name]
-    session = run_session(EXITS, "-q", "-k", f"{test} or never", *arguments)
+    session = run_session(EXITS, "-q", "-k", f"{test} or never", *arguments, plugins=plugins)
     assert re.search(rf"^!+ {reason} !+$", session.output, re.MULTILINE), session.output
     assert re.search(rf"^{outcome}", session.output, re.MULTILINE), session.output
     assert session.status == status
