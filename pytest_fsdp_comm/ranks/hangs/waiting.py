@@ -73,24 +73,26 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
 
 def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
     """Find ranks that wait, for more than a time, for some that have finished the test."""
-    ended = {rank for rank, at in positions.items() if at.activity is Activity.HAS_ENDED}
-    groupless = tuple(sorted(rank for rank in ended if not positions[rank].groups))
+    ended = {rank: at.groups for rank, at in positions.items() if at.activity is Activity.HAS_ENDED}
+    groupless = tuple(rank for rank, groups in ended.items() if not groups)
+    # Its last number tells whether a rank issued a collective: the first ones may be left out.
     last = {
-        rank: {of.name: max((one.seq for one in of.collectives), default=0) for of in at.groups}
-        for rank, at in positions.items()
+        (rank, group.name): max((one.seq for one in group.collectives), default=0)
+        for rank, groups in ended.items()
+        for group in groups
     }
     stranded: Stranded = {}
     for rank, position in positions.items():
-        if position.activity is not Activity.RUNS:
-            continue
         if position.is_joining and groupless:
             stranded[rank] = ("the process group", groupless)
-        for group in position.groups:
+        for group in position.groups if position.activity is Activity.RUNS else ():
             for one in group.collectives:
-                absent = ended & {*group.ranks}
-                absent = {other for other in absent if last[other].get(group.name, 0) < one.seq}
+                left = [other for other in ended if other in group.ranks]
+                absent = tuple(
+                    other for other in left if last.get((other, group.name), 0) < one.seq
+                )
                 if one.is_waited_in and one.timeout_s > timeout_s and absent:
-                    stranded[rank] = (f"#{one.seq} of {group.name}", tuple(sorted(absent)))
+                    stranded[rank] = (f"#{one.seq} of {group.name}", absent)
     return stranded
 
 

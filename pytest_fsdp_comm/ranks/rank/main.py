@@ -225,11 +225,10 @@ def _run_item(
     except pytest.exit.Exception as error:
         status = pytest.ExitCode.INTERRUPTED if error.returncode is None else error.returncode
         reason = shortened(str(error.msg))
-        return None, None, SessionExit(status=int(status), reason=reason, is_interrupt=False)
+        return None, None, SessionExit(status=int(status), reason=reason)
     except KeyboardInterrupt as error:
         reason = f"interrupted at {raised_at(error) or 'an unknown line'}"
-        status = int(pytest.ExitCode.INTERRUPTED)
-        return None, None, SessionExit(status=status, reason=reason, is_interrupt=True)
+        return None, None, SessionExit(status=int(pytest.ExitCode.INTERRUPTED), reason=reason)
     except BaseException as error:  # noqa: BLE001  # plugins' errors
         message = shortened(str(error))
         name = type(error).__name__

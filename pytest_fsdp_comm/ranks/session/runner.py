@@ -65,14 +65,6 @@ class _NotStartedError(Exception):
     """The system did not let ranks be started; the text says why."""
 
 
-class _SessionEndedError(Exception):
-    """Ranks ended the session in an attempt, whose reports have been logged."""
-
-    def __init__(self, exits: Mapping[int, SessionExit]) -> None:
-        super().__init__(exits)
-        self.exits = exits
-
-
 class RankRunner:
     """Starts ranks, supervises them and reports for them; one in each pytest process."""
 
@@ -175,19 +167,13 @@ class RankRunner:
         """Run one test and log its reports, as `pytest_runtest_protocol` must."""
         hook = item.ihook
         attempt = partial(self._attempt, item, nextitem)
-        exits: Mapping[int, SessionExit] = {}
-        try:
-            if not run_with_reruns(item, nextitem, attempt):
-                hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-                for report in attempt():
-                    hook.pytest_runtest_logreport(report=report)
-                hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        except _SessionEndedError as error:
-            exits = error.exits
+        if not run_with_reruns(item, nextitem, attempt):
+            hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            for report in attempt():
+                hook.pytest_runtest_logreport(report=report)
+            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         # Fixtures of wider scope that tests without ranks set up here end as without this plugin.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
-        if exits:
-            _exit_session(item, exits)
 
     def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         settings = item.stash[SETTINGS]
@@ -203,9 +189,8 @@ class RankRunner:
         replay_warnings(item.config, results.values())
         exits = {rank: one.session_exit for rank, one in results.items() if one.session_exit}
         if exits:
-            for report in reports:
-                item.ihook.pytest_runtest_logreport(report=report)
-            raise _SessionEndedError(exits)
+            _exit_session(item, exits, reports)
+            return reports
         reports = self._extended(item, results, reports)
         merge_user_properties(reports, results)
         return reports
@@ -430,21 +415,21 @@ class RankRunner:
         return reports
 
 
-def _exit_session(item: pytest.Item, exits: Mapping[int, SessionExit]) -> None:
+def _exit_session(
+    item: pytest.Item, exits: Mapping[int, SessionExit], reports: Sequence[pytest.TestReport]
+) -> None:
     """End the session as ranks ended it; the reason names them, unless it is that of all."""
-    first = next(iter(exits.values()))
     reasons = fold_equal({rank: one.reason for rank, one in exits.items()})
+    text = "; ".join(f"{name_ranks(ranks)}: {reason}" for ranks, reason in reasons)
     if len(reasons) == 1 and len(exits) == len(item.stash[SETTINGS].ranks):
-        text = first.reason
-    else:
-        text = "; ".join(f"{name_ranks(ranks)}: {reason}" for ranks, reason in reasons)
+        text = reasons[0][1]
     if hasattr(item.config, "workerinput"):
         # xdist takes a worker that exits for a crashed one, and fails at an exit status of its own.
         item.session.shouldstop = text
-    elif first.is_interrupt:
-        raise KeyboardInterrupt(text)
-    else:
-        pytest.exit(text, returncode=first.status)
+        return
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    pytest.exit(text, returncode=next(iter(exits.values())).status)
 
 
 def _show_remark(config: pytest.Config, text: str) -> None:

@@ -156,7 +156,7 @@ class Supervision:
                     break
                 grace_ends_at = time.monotonic() + GRACE_S
             if grace_ends_at is None and self._is_any_stranded(now):
-                self._stop(Stopped.AFTER_END)
+                self._stop(Stopped.AT_DEADLINE)
                 break
             after_s = now - started_at
             if show_progress and after_s > progress_after_s:
@@ -331,7 +331,7 @@ class Supervision:
             if result.is_over:
                 continue
             # Not past the deadline: the question where it is may have freed it.
-            if why is not Stopped.AT_DEADLINE:
+            if why is Stopped.AFTER_FAILURE:
                 self._drain(result.rank)
             if result.is_done:
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
@@ -415,14 +415,15 @@ class Supervision:
             self._look_at = now + self._look_after_s
         if now < self._look_at:
             return False
-        before = self._stranded
-        positions = self._positions(with_groups=True)
-        self._stranded = find_stranded(positions, self.spec.settings.timeout_s)
-        for rank, result in self._results.items():
-            result.waited_for = self._stranded[rank][1] if rank in self._stranded else ()
+        before, limit_s = self._stranded, self.spec.settings.timeout_s
+        self._stranded = find_stranded(self._positions(with_groups=True), limit_s)
         self._look_after_s = GRACE_S if self._stranded else 2 * self._look_after_s
         self._look_at = time.monotonic() + self._look_after_s
-        return self._stranded == before != {}
+        if not self._stranded or self._stranded != before:
+            return False
+        for rank, (_, absent) in self._stranded.items():
+            self._results[rank].waited_for = absent
+        return True
 
     def _positions(self, *, with_groups: bool = False) -> dict[int, Position]:
         """Where the ranks are now; those without an answer are missing."""

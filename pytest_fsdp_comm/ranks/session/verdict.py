@@ -111,7 +111,6 @@ def merge_reports(
         [
             *_deaths(ranks),
             *raised,
-            *_strandings(ranks),
             *_timeouts(ranks, timeout_s, are_forked=are_forked),
         ],
         key=lambda one: (
@@ -314,26 +313,6 @@ def _uncaught(result: RankResult) -> str:
     return f": {uncaught[1]}: {uncaught[2]}"
 
 
-def _strandings(ranks: _Ranks) -> Iterable[_Failure]:
-    late = _stopped(ranks, Stopped.AFTER_END)
-    words = {"passed": "finished the test"}
-    for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
-        absent = {other: ranks[other].outcome for other in ranks[rank].result.waited_for}
-        did = {other: words.get(kind) or _skip(kind, why) for other, (kind, why) in absent.items()}
-        who = " and ".join(f"{name_ranks(same)}, which {text}" for same, text in fold_equal(did))
-        lines = [
-            f"waited for {who}; every rank was ended." if absent else "had not finished the test",
-            *_waiting(ranks, blamed=()),
-            *list_stacks(_stacks(ranks, late), "{ranks} {was} at (innermost frame first):"),
-        ]
-        when = ranks[rank].unfinished
-        yield _Failure(rank=rank, when=when, at=math.inf, text="\n".join(lines))
-
-
-def _skip(kind: str, reason: str) -> str:
-    return f"{kind} the test ({reason})" if kind == _SKIPPED else kind
-
-
 def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[_Failure]:
     late = _stopped(ranks, Stopped.AT_DEADLINE)
     if not late:
@@ -344,16 +323,32 @@ def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[
     unlike = {rank: ranks[rank].outcome for rank in finished}
     late_at = [ranks[rank].result.position for rank in late]
     lines = [
-        f"did not finish within {within}, and every rank was ended.",
         *_waiting(ranks, blamed=()),
         *_unfailed_ranks({rank: own for rank, own in unlike.items() if own[0] != "passed"}),
         *list_stacks(_stacks(ranks, late), "{ranks} {is} at (innermost frame first):"),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
         *([_LOST_THREADS] if are_forked and any(map(_may_lack_threads, late_at)) else []),
     ]
-    for rank in late:
-        when = ranks[rank].unfinished
-        yield _Failure(rank=rank, when=when, at=math.inf, text="\n".join(lines))
+    is_cut = any(ranks[rank].result.waited_for for rank in late)
+    for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
+        who = _left(ranks, ranks[rank].result.waited_for)
+        title = f"did not finish within {within}, and every rank was ended."
+        if is_cut:
+            title = f"waited for {who}; every rank was ended." if who else "had not finished."
+        text = "\n".join([title, *lines])
+        yield _Failure(rank=rank, when=ranks[rank].unfinished, at=math.inf, text=text)
+
+
+def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
+    """Name ranks, and how each left the test: ``rank 1, which skipped the test (why)``."""
+    outcomes = {rank: ranks[rank].outcome for rank in absent}
+    did = {
+        rank: {"passed": "finished the test", _SKIPPED: f"skipped the test ({reason})"}.get(
+            how, how
+        )
+        for rank, (how, reason) in outcomes.items()
+    }
+    return " and ".join(f"{name_ranks(same)}, which {text}" for same, text in fold_equal(did))
 
 
 def _may_lack_threads(position: Position | None) -> bool:

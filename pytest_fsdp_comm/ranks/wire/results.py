@@ -95,10 +95,8 @@ class Stopped(StrEnum):
 
     AFTER_FAILURE = "after failure"
     """Another rank had failed, and the grace period was over."""
-    AFTER_END = "after end"
-    """A rank waited for one that had finished the test without joining it."""
     AT_DEADLINE = "at deadline"
-    """The test, or what pytest-timeout limits, ran out of time."""
+    """The test, or what pytest-timeout limits, ran out of time, or could not end any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +139,6 @@ class SessionExit:
     status: int
     reason: str
     """The text of `pytest.exit`, or where the rank was interrupted."""
-    is_interrupt: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,7 +173,7 @@ class RankResult:
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
     """What its unfinished phase printed, by ``stdout`` and ``stderr``; empty if it finished."""
     waited_for: tuple[int, ...] = ()
-    """The ranks without which it could not go on, where it was stopped for that."""
+    """The ranks that have ended the test and without which it cannot."""
     position: Position | None = None
     """Where it was when the rank set was stopped; None if it was not, or did not answer."""
     lost: str = ""

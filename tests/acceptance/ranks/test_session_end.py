@@ -196,7 +196,7 @@ ENDED = {
     "all": (7, "_pytest.outcomes.Exit: enough", NONE),
     "one": (0, "_pytest.outcomes.Exit: rank 1: enough", NONE),
     "teardown": (7, "_pytest.outcomes.Exit: enough", "1 passed"),
-    "interrupt": (2, r"KeyboardInterrupt: rank 1: interrupted at \S+:28 in \w+", NONE),
+    "interrupt": (2, r"_pytest.outcomes.Exit: rank 1: interrupted at \S+:28 in \w+", NONE),
     "failed": (2, "_pytest.outcomes.Exit: rank 1: enough", "1 failed"),
     "reruns": (7, "_pytest.outcomes.Exit: enough", NONE),
     "xdist": (2, "xdist.dsession.Interrupted: enough", NONE),

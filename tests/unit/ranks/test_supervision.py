@@ -135,8 +135,8 @@ def test_grace_waits_for_a_rank_that_reports(supervision, rank, monkeypatch, is_
 @pytest.mark.parametrize(
     ("seqs", "stopped"),
     [
-        ((5, 5), Stopped.AFTER_END),
-        ((5, 6, 6), Stopped.AFTER_END),
+        ((5, 5), Stopped.AT_DEADLINE),
+        ((5, 6, 6), Stopped.AT_DEADLINE),
         ((5, 6), None),
         ((5, 0, 5), None),
     ],
@@ -155,7 +155,7 @@ def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, 
     monkeypatch.setattr(supervision, "_ask", lambda *_, **__: None)
     result = supervision.run(started_at=time.monotonic())[1]
     assert (result.stopped, answers) == (stopped, [])
-    assert result.is_done == (stopped is None)
+    assert result.waited_for == (() if stopped is None else (0,))
 
 
 def test_ended_rank_with_a_late_answer_is_asked_again(supervision, monkeypatch):

@@ -191,7 +191,7 @@ def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
     assert "rank 1 ended with exit status 3" in merge(late, dead)[-1].longrepr
 
 
-EXIT = SessionExit(status=2, reason="enough", is_interrupt=False)
+EXIT = SessionExit(status=2, reason="enough")
 
 
 @pytest.mark.parametrize(
@@ -280,15 +280,17 @@ def test_hang_outside_torch_names_comm_start(merge, position, is_named):
 
 
 def test_stranded_ranks_name_those_they_waited_for(merge):
-    stopped = {"stopped": Stopped.AFTER_END, "position": silent_at("a.py:1 in f")}
+    stopped = {"stopped": Stopped.AT_DEADLINE, "position": silent_at("a.py:1 in f")}
     stranded = rank(None, waited_for=(1, 3), **stopped)
     skipped = rank(SKIPPED, "Skipped: only me")
     assert lines(merge(rank(None, **stopped), skipped, stranded, rank(), stranded)) == [
         "ranks 2, 4 waited for rank 1, which skipped the test (only me) and rank 3, which finished "
         "the test; every rank was ended.",
-        "ranks 0, 2, 4 were at (innermost frame first):",
+        "rank 1 skipped the test (only me)",
+        "ranks 0, 2, 4 are at (innermost frame first):",
         "    a.py:1 in f",
-        "rank 0 had not finished the test",
+        "ranks 1, 3 had finished.",
+        "rank 0 had not finished.",
     ]
 
 
