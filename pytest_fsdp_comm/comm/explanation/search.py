@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.explanation.amounts import (
@@ -72,15 +72,15 @@ _PROPOSALS: Final = (
 """Each with the highest `Step.order` of what it proposes."""
 
 
-Subject: TypeAlias = Literal["ahead", "is_async", "backwards"]
+Subject: TypeAlias = Literal["ahead", "is_async"]
 """The field of `Calls` that changed."""
-Shares: TypeAlias = tuple[tuple[Any, Fraction], ...]
+Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
 """Each value with its share of the calls, ascending; their count may differ for other reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingChange:
-    """Calls of some owners are issued at another time, or waited for differently."""
+    """Calls of some owners are issued earlier or later, or waited for differently."""
 
     subject: Subject
     key: RowKey
@@ -286,7 +286,7 @@ def find_timing_changes(
 
 
 def _shares(row: Row, subject: Subject) -> Shares:
-    counts: Counter[Any] = Counter()
+    counts: Counter[int] = Counter()
     for one in row.calls:
         counts[getattr(one, subject)] += one.count
     total = sum(counts.values())

@@ -371,6 +371,15 @@ def _of_training(change: TrainingChange) -> str:
             nbytes = show_nbytes_change(change.was.nbytes, change.now.nbytes)
             often = f"{before} -> {after} times per step"
             return f"{gradients} reduced {often} over {over}: {calls}, {nbytes} per rank"
+        case "backwards":
+            where = "in the last backward now"
+            if after:
+                where = f"in {after.removesuffix(NOT_LAST)}, not in the last"
+            instead = f", before in {before.removesuffix(NOT_LAST)}" if before else ""
+            return f"{gradients} reduced {where}{instead}: {now} over {over}"
+        case "reduce_op":
+            how = f"combined by {after or 'sum'} instead of by {before or 'sum'}"
+            return f"{gradients} {how} over {over}: {now}"
         case "dtype":
             return f"{gradients} reduced over {over} in {after} instead of {before}: {now}"
 
@@ -381,14 +390,6 @@ def _amount(volume: Volume) -> str:
 
 def timing_sentence(change: TimingChange) -> str:
     """Tell a change of when calls are issued."""
-    if change.subject == "backwards":
-        (before, _), (after, _) = change.before[-1], change.after[-1]
-        now = "the last backward now"
-        if after:
-            now = f"{after.removesuffix(NOT_LAST)}, not in the last"
-        instead = f", before in {before.removesuffix(NOT_LAST)}" if before else ""
-        who = name_owners(change.owners)
-        return f"gradients of {who} are reduced in {now}{instead} ({change.key})"
     what = f"{name_owners(change.owners)} {change.key.phase}: {change.key}"
     if change.subject == "ahead":
         before, after = (

@@ -28,10 +28,14 @@ from pytest_fsdp_comm.text.words import itemsize
 # reduces as many gradients instead, an axis whose place others take, a forward that changed over
 # the same axis, an evaluation, a module that is gone, or parameters that are frozen in the tree.
 
-Problem: TypeAlias = Literal["not sharded", "not reduced", "fewer ranks", "times", "dtype"]
-"""What is wrong with gradients, the worst first."""
+Problem: TypeAlias = Literal[
+    "not sharded", "not reduced", "backwards", "fewer ranks", "times", "reduce_op", "dtype"
+]
+"""What is wrong with gradients, the worst first; ``reduce_op``, ``dtype`` and ``backwards`` as the
+fields of `Calls`."""
 _PROBLEMS: Final[tuple[Problem, ...]] = get_args(Problem)
 _LOST: Final = frozenset({"not sharded", "not reduced"})
+_FIELDS: Final[tuple[Problem, ...]] = ("backwards", "reduce_op", "dtype")
 
 _REDUCING: Final = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 _BETWEEN_STAGES: Final = frozenset({"send", "recv"})
@@ -58,7 +62,8 @@ class TrainingChange:
         """Whether it says all that is to be said of calls."""
         is_of_gradients = all(call.role == Role.GRADIENTS for call in calls)
         is_reduced = key.axis in self.axes and key.what in _REDUCING
-        return is_of_gradients and is_reduced and set(owners) <= set(self.owners)
+        is_covered = is_of_gradients and is_reduced and set(owners) <= set(self.owners)
+        return is_covered and self.problem not in {"backwards", "reduce_op"}
 
 
 def find_training_changes(
@@ -72,7 +77,7 @@ def find_training_changes(
     training = _Training(_Side(old, new, steps), _Side(new, new), trees)
     # Other ranks reduce over other axes anyway.
     is_same_world = (old.world_size, old.recorded_ranks) == (new.world_size, new.recorded_ranks)
-    found = [*training.problems()] if is_same_world else []
+    found = [one for one in training.problems() if is_same_world or one[1][0] == "backwards"]
     owners: defaultdict[_Found, list[Owner]] = defaultdict(list)
     for owner, problem in found:
         if not any(_is_said(problem[0], owner, step) for step in steps):
@@ -202,6 +207,13 @@ def _gradients(row: Row) -> list[Calls]:
     return [call for call in row.calls if call.role == Role.GRADIENTS]
 
 
+def _sole(rows: Iterable[Row], field: str) -> str | None:
+    """A field that all gradients have in common; None if they differ."""
+    values: set[str] = {getattr(call, field) for row in rows for call in _gradients(row)}
+    # Where some of them miss the last backward, that is said of all.
+    return max(values) if field == "backwards" else sole(values, None)
+
+
 def _volume(rows: Iterable[Row]) -> Volume:
     """The gradients that the rank with the most of them reduces."""
     volumes: defaultdict[int | None, Volume] = defaultdict(Volume)
@@ -278,12 +290,10 @@ class _Training:
             times = self._times(owner, was[axis], now[axis])
             if times is not None:
                 found["times", *times].append(axis)
-            before, after = (
-                sole((call.dtype for row in rows for call in _gradients(row)), "")
-                for rows in (was[axis], now[axis])
-            )
-            if before and after and before != after:
-                found["dtype", before, after].append(axis)
+            for field in _FIELDS:
+                before, after = (_sole(rows, field) for rows in (was[axis], now[axis]))
+                if before is not None and after is not None and before != after:
+                    found[field, before, after].append(axis)
         for (problem, before, after), axes in found.items():
             yield problem, tuple(axes), before, after
 

@@ -326,44 +326,6 @@ def test_async_is_compared_only_where_torch_says_it_on_both_sides():
     assert compare(known, sent(False, calls(4))).changes  # noqa: FBT003  # a case
 
 
-ALL, LAST, FIRST = "", "the last of 4 backwards", "the first of 4 backwards"
-EARLY = "2 of 4 backwards but not the last"
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "text"),
-    [
-        (LAST, FIRST, "the first of 4 backwards, not in the last"),
-        (ALL, EARLY, "2 of 4 backwards, not in the last"),
-        (FIRST, EARLY, "2 of 4 backwards, not in the last, before in the first of 4 backwards"),
-        (EARLY, ALL, "the last backward now, before in 2 of 4 backwards"),
-        # As many micro-batches as there are follow from what else is sent.
-        (LAST, "the last of 8 backwards", None),
-        (LAST, "2 of 4 backwards", None),
-        (LAST, ALL, None),
-    ],
-)
-def test_backward_that_reduces_no_more_is_named(before, after, text):
-    old, new = (
-        profile(
-            *(row(BACKWARD, owner, "reduce", calls=(calls(backwards=one),)) for owner in LAYERS)
-        )
-        for one in (before, after)
-    )
-    lines = rendered(old, new).lines[1:] if compare(old, new).changes else ()
-    sentence = f"  gradients of layers.{{0..3}} are reduced in {text} (reduce[dp])"
-    assert lines == ((sentence,) if text else ())
-
-
-def test_ranks_with_other_numbers_of_backwards_are_alike():
-    def reduced(backwards, **changes):
-        return row(BACKWARD, "a", "reduce", calls=(calls(backwards=backwards),), **changes)
-
-    differ = profile(reduced(LAST, ranks=(0, 1)), reduced("the last of 3 backwards", ranks=(2, 3)))
-    assert compare(differ, profile(reduced(ALL))).changes == ()
-    assert compare(differ, profile(reduced(LAST, ranks=(0, 1)))).changes
-
-
 def test_what_a_change_costs_comes_first():
     old, new = profile(*step()), profile(*step(reduces=4))
     assert compare(old, new).cost == cost_of_change(old, new)

@@ -237,6 +237,61 @@ def test_gradients_of_frozen_parameters_are_not_lost(is_frozen):
         assert bool(training(old, new, evidence)) != is_frozen
 
 
+LAST, FIRST, EARLY = (
+    "the last of 4 backwards",
+    "the first of 4 backwards",
+    "2 of 4 backwards but not the last",
+)
+
+
+def reduced(**fields):
+    """A profile whose gradients are reduced in another way."""
+
+    def change(one):
+        calls = tuple(replace(call, **fields) for call in one.calls)
+        return replace(one, calls=calls) if role(one) == GRADIENTS else one
+
+    return changed(profile(), change)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (LAST, FIRST, "in the first of 4 backwards, not in the last"),
+        ("", EARLY, "in 2 of 4 backwards, not in the last"),
+        (FIRST, EARLY, "in 2 of 4 backwards, not in the last, before in the first of 4 backwards"),
+        (EARLY, "", "in the last backward now, before in 2 of 4 backwards"),
+        # As many micro-batches as there are follow from what else is sent.
+        (LAST, "the last of 8 backwards", ""),
+        (LAST, "2 of 4 backwards", ""),
+        (LAST, "", ""),
+    ],
+)
+def test_backward_that_reduces_no_more_is_named(before, after, text):
+    old, new = reduced(backwards=before), reduced(backwards=after)
+    line = f"gradients of (root), layers.{{0..2}} are reduced {text}"
+    line += ": 4 calls, 35.0 KiB per rank over dp"
+    assert training(old, new) == ([line] if text else [])
+    assert bool(compare(old, new).changes) is bool(text)
+    # Whatever else changed.
+    assert training(old, replace(new, world_size=4)) == ([line] if text else [])
+
+
+def test_way_to_combine_gradients_is_told():
+    line = "gradients of (root), layers.{0..2} are combined by avg instead of by sum over dp: "
+    assert training(reduced(), reduced(reduce_op="avg")) == [f"{line}4 calls, 35.0 KiB per rank"]
+
+
+def test_ranks_with_other_numbers_of_backwards_are_alike():
+    def of_ranks(*words):
+        rows = [on_ranks(reduced(backwards=word).rows, rank) for rank, word in enumerate(words)]
+        return made([row for held in rows for row in held])
+
+    old = of_ranks(LAST, "the last of 3 backwards")
+    assert compare(old, made(on_ranks(reduced().rows, 0, 1))).changes == ()
+    assert training(old, of_ranks(LAST, FIRST))
+
+
 def test_element_types_that_torch_changed_are_told_last():
     old = in_bfloat16(profile())
     new = changed(
