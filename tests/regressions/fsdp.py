@@ -19,6 +19,11 @@ def gradients_reduced_for_each_micro_batch(changed):
     return of(units(Decoder()), accumulate, micro_batches=4, reduce_each=changed)
 
 
+@regression(is_reversible=True)
+def gradients_reduced_in_the_first_micro_batch(changed):
+    return of(units(Decoder()), accumulate, micro_batches=4, reduce_first=changed)
+
+
 @regression
 def parameters_gathered_for_each_micro_batch(changed):
     # Kept over all micro-batches, as zero 2 does, and no longer.

@@ -46,10 +46,11 @@ def evaluate(model, **options):
         model(tokens(**options))
 
 
-def accumulate(model, micro_batches, *, reduce_each=False, **options):
-    """Micro-batches of one step; gradients are reduced after the last one alone, or after each."""
+def accumulate(model, micro_batches, *, reduce_each=False, reduce_first=False, **options):
+    """Micro-batches of one step; gradients are reduced after one of them, or after each."""
+    chosen = 0 if reduce_first else micro_batches - 1
     for number in range(micro_batches):
-        model.set_requires_gradient_sync(reduce_each or number == micro_batches - 1)
+        model.set_requires_gradient_sync(reduce_each or number == chosen)
         train(model, **options)
 
 
