@@ -86,13 +86,8 @@ class OwnerNames:
     """Name the modules of attributions, when a recording ends. See Note [Names come last]."""
 
     def __init__(
-        self,
-        roots: Sequence[nn.Module],
-        backwards: Sequence[Collection[int]] = (),
-        *,
-        are_parts: bool,
+        self, roots: Sequence[nn.Module], backwards: Sequence[Collection[int]], *, are_parts: bool
     ) -> None:
-        """Prepare to name modules; `backwards` has the ids of the leaves of each backward pass."""
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._roots = roots
         self._backwards = backwards
@@ -120,14 +115,10 @@ class OwnerNames:
         return tuple((known or [*owners.values()] or self._roots)[:1])
 
     def place_of_backward(self, own: Attribution, after: int) -> tuple[int | None, int | None]:
-        """Find the last of the first `after` passes that added to the gradients that are reduced.
+        """Of the passes that add to what is reduced: the last of the first `after`, and the number.
 
-        Returns:
-            Its number among all passes that did, and how many did; None for both unless several
-            did.
+        None for both unless there are several.
         """
-        if len(self._backwards) == 1:
-            return None, None
         source, modules = own.source, own.owner
         if own.label is not None:
             modules = tuple(self._registering.get(id(own.label.parameter), {}).values())

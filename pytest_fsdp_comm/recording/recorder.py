@@ -189,7 +189,7 @@ class Recorder:
 
     def owners_so_far(self) -> dict[tuple[str, int], str]:
         """Name owners by group and number in the flight recorder; callable on any thread."""
-        names = OwnerNames([*self._roots], are_parts=self._has_given_root)
+        names = OwnerNames([*self._roots], (), are_parts=self._has_given_root)
         recorded = sorted(self._all(Collective), key=attrgetter("index"))
         numbered = self._witness.numbered(recorded)
         return {at: names.owner(call.attribution) or "" for at, call in numbered.items()}

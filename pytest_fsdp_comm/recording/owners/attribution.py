@@ -235,14 +235,10 @@ class BackwardMap:
 
 
 def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
-    """The ids of the tensors to whose gradients a backward from `outputs` adds.
-
-    `inputs` are those that its caller chose; empty for all leaves of the graph. A reentrant
-    checkpoint hides the leaves that the backward within reaches.
-    """
+    """The ids of the tensors to whose gradients a backward adds: of `inputs`, or of all leaves."""
     if inputs:
         return set(map(id, inputs))
-    # An output is a tensor, or an edge of the graph.
+    # A reentrant checkpoint hides leaves, which the backward within it reaches.
     reached = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
     seen, leaves = set[Any](), set[int]()
     while reached:

@@ -20,7 +20,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -387,15 +387,12 @@ def registered_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[torch.Te
                     yield managed._unsharded_param, owner
 
 
-def unit_parameters(
-    modules: Iterable[nn.Module],
-) -> Iterator[tuple[tuple[nn.Module, ...], torch.Tensor]]:
+def unit_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, torch.Tensor]]:
     """The modules of each unit, with each parameter to whose gradient its backward adds."""
-    modules = [*modules]
     for _, group in param_groups(modules):
         for managed in group.fsdp_params:
             if hasattr(managed, "_unsharded_param"):  # not before the first gather
-                yield tuple(group.modules), managed._unsharded_param
+                yield group.modules, managed._unsharded_param
     for handle in _handles_of(modules):
         yield _modules_of_handle(handle), handle.flat_param
 
