@@ -131,7 +131,6 @@ class CiSession:
             unused=tuple(show_path(path, self._config.rootpath) for path in found),
             all_failed=all_failed,
             annotates_all=self._annotator is None,
-            keeps_artifacts=self._config.stash[OPTIONS].artifacts_dir is not None,
             ended_early=f"The session ended early ({why}): not all tests ran." if why else "",
         )
 

@@ -38,14 +38,17 @@ class Comparisons:
     test: str = ""
     """The test as a word of that command."""
 
+    @property
+    def command(self) -> str:
+        """`accept` without the test."""
+        return self.accept.removesuffix(self.test)
+
     def change(self, nodeid: str) -> tuple[str, ...]:
         """What differs, without what names this test: its files, and lines of its module."""
         module = re.escape(Path(nodeid.partition("::")[0]).name)
-        return tuple(
-            re.sub(rf"(?<![^ ,])[^ ,]*\b{module}:\d+", "", line)
-            for line in self.story[1:]
-            if not line.startswith((BESIDE, CURE, NOTE))
-        )
+        lines = (line for line in self.story[1:] if not line.startswith((BESIDE, CURE, NOTE)))
+        site = rf"(?<![^ ,])[^ ,]*\b{module}:\d+"
+        return (self.command, *(re.sub(site, "", line) for line in lines))
 
 
 def group_changes(tests: Mapping[str, Comparisons]) -> list[list[str]]:
@@ -57,28 +60,17 @@ def group_changes(tests: Mapping[str, Comparisons]) -> list[list[str]]:
 
 
 def accept_all(tests: Mapping[str, Comparisons], all_failed: Collection[str] | None = None) -> str:
-    """Join the commands that accept what differs in some tests.
+    """Join the commands that accept the same change of some tests, by their node ids.
 
-    Args:
-        tests: By their node ids; each has such a command.
-        all_failed: All tests that did not pass: only a module or function without others of them
-            may be named in place of its tests. None if not all tests ran.
+    A function or module is named in place of its tests if no other test of it is in `all_failed`,
+    and all tests ran.
     """
-    removed: list[str] = []
-    words: dict[str, dict[str, str]] = {}
-    for nodeid, one in tests.items():
-        first, _, command = one.accept.removesuffix(one.test).rpartition(" && ")
-        removed += [first.removeprefix("rm ")] if first else []
-        words.setdefault(command, {})[nodeid] = one.test
-    parts = [f"rm {' '.join(removed)}"] if removed else []
-    for command, of_tests in words.items():
-        held = of_tests
-        others = set(all_failed or ()).difference(of_tests)
-        for end in () if all_failed is None else _ENDS:
-            if len(held) > _MOST_WORDS:
-                held = dict(_cut_ends(held, end, others))
-        parts.append(command + " ".join(held.values()))
-    return " && ".join(parts)
+    words = {nodeid: one.test for nodeid, one in tests.items()}
+    others = set(all_failed or ()).difference(words)
+    for end in () if all_failed is None else _ENDS:
+        if len(words) > _MOST_WORDS:
+            words = dict(_cut_ends(words, end, others))
+    return next(iter(tests.values())).command + " ".join(words.values())
 
 
 def _cut_ends(
@@ -135,8 +127,6 @@ class Outcomes:
     """Why not all tests ran; empty if all did."""
     all_failed: Collection[str] | None = None
     """The node ids of all tests that did not pass; None if not all tests ran."""
-    keeps_artifacts: bool = False
-    """Whether what differs is kept for ``fsdp-comm accept``."""
     annotates_all: bool = True
     """Whether failed comparisons without a known call site are annotated too."""
 

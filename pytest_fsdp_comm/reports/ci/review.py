@@ -32,13 +32,10 @@ _MARKUP: Final = re.compile(
 _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
-# By whether what differs is kept.
-_ACCEPT: Final = {
-    True: "To accept all of it without running the tests, download what `--comm-artifacts` kept, "
-    "and run `fsdp-comm accept DIRECTORY`.",
-    False: "With `--comm-artifacts=DIRECTORY`, pytest keeps what differs, and `fsdp-comm accept "
-    "DIRECTORY` accepts it without running the tests.",
-}
+_ACCEPT: Final = (
+    "`fsdp-comm accept DIRECTORY` accepts all of it without running the tests, from what "
+    "`--comm-artifacts=DIRECTORY` kept.\n\n"
+)
 
 
 def render_summary(outcomes: Outcomes, origin: Origin) -> str:
@@ -55,7 +52,7 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
         parts += (_story(tests, outcomes) for tests in told[:_MAX_STORIES])
         parts += _more(told, _MAX_STORIES, "{} more stories are in the log.\n\n")
         if any(tests[0].comparisons.accept for tests in told):
-            parts += [f"{_ACCEPT[outcomes.keeps_artifacts]}\n\n"]
+            parts += [_ACCEPT]
     if outcomes.unused:
         files = counted(len(outcomes.unused), "snapshot file")
         parts += [f"{files} unused; the log has the command that removes them:\n\n"]
@@ -148,12 +145,20 @@ def annotate(outcomes: Outcomes) -> list[str]:
     for test in outcomes.failed:
         for cause in test.sent:
             causes[cause].append(test)
-    for tests in outcomes.changes if outcomes.annotates_all else ():
+    accepts: dict[str, str] = {}
+    for tests in outcomes.changes:
         first = tests[0]
-        if first.place and first.comparisons.headline and not any(test.sent for test in tests):
+        if first.comparisons.accept:
+            accept = accept_all(
+                {test.nodeid: test.comparisons for test in tests}, outcomes.all_failed
+            )
+            accepts |= {test.nodeid: f"\naccept: {accept}" for test in tests}
+        is_unsent = first.comparisons.headline and not any(test.sent for test in tests)
+        if outcomes.annotates_all and first.place and is_unsent:
             causes[first.place, first.reason].extend(tests)
     commands = [
-        _annotation(place, text, tests, outcomes) for (place, text), tests in causes.items()
+        _annotation(place, text, tests, accepts.get(tests[0].nodeid, ""))
+        for (place, text), tests in causes.items()
     ]
     more = len(commands) - _MAX_ANNOTATIONS
     if more <= 1:
@@ -162,15 +167,10 @@ def annotate(outcomes: Outcomes) -> list[str]:
     return [*commands[:_MAX_ANNOTATIONS], rest]
 
 
-def _annotation(place: Place, text: str, tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
+def _annotation(place: Place, text: str, tests: Sequence[FailedTest], accept: str) -> str:
     first, more = tests[0], len(tests) - 1
     where = f"{first.nodeid} and {counted(more, 'more test')}" if more else first.nodeid
-    # Others differ in more than this.
-    groups = [{test.nodeid: test.comparisons for test in same} for same in outcomes.changes]
-    same = next(group for group in groups if first.nodeid in group)
-    command = accept_all(same, outcomes.all_failed)
-    accept = [f"accept: {command}"] if first.comparisons.accept else []
-    message = cut("\n".join((text, f"fails {where}", *accept)), _MAX_MESSAGE)
+    message = cut(f"{text}\nfails {where}{accept}", _MAX_MESSAGE)
     title = _property(shorten(text, _MAX_TITLE))
     at = f"file={_property(place.path)},line={place.line}"
     return f"::error {at},title={title}::{_data(message)}"
