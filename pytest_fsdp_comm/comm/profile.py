@@ -59,6 +59,8 @@ class Site:
     """As `Calls.dtype`."""
     count: int
     """How many of the row's collectives."""
+    is_of_backward: bool = False
+    """Whether the line is that with ``.backward()``, rather than that of a hook."""
 
 
 class RowKey(NamedTuple):
@@ -236,6 +238,16 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
     events: defaultdict[tuple[Phase, str | None, str, str], list[Collective]] = defaultdict(list)
     for event in recording.collectives:
         events[event.phase, event.owner, event.kind, event.axis].append(event)
+    # Hooks send less than FSDP, DDP and DTensors, whose calls in backward have the line with
+    # .backward().
+    rows = Counter(
+        line
+        for (phase, *_), alike in events.items()
+        if phase is Phase.BACKWARD
+        for line in {event.call_site for event in alike}
+    )
+    most = max(rows.values(), default=0)
+    backward = {line for line, count in rows.items() if count == most}
     for (phase, owner, kind, axis), alike in events.items():
         reduced_in: defaultdict[int | None, set[int | None]] = defaultdict(set)
         for event in alike:
@@ -259,6 +271,7 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
                     nbytes=nbytes,
                     dtype=dtype,
                     count=count,
+                    is_of_backward=phase is Phase.BACKWARD and call_site in backward,
                 )
                 for (issued_in, call_site, nbytes, dtype), count in sites.most_common()
             ),

@@ -96,36 +96,39 @@ def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], told: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield each change with the lines that send; without any, the first one that differs."""
-    # What is no longer sent has no line of its own: the backward's, if that sends anything else.
-    by_phase = sorted(comparison.changes, key=lambda change: change.phase is not Phase.BACKWARD)
-    differing = [one.new_calls for one in by_phase if _lines(one.new_calls)]
+    differing = [one for one in comparison.changes if _lines(one.new_calls)]
     num_of_training = len(comparison.training)
     found = [
         (calls, line if calls.is_certain else f"{line}, at {_name_lines(calls)}")
         for calls, line in zip(new_calls[num_of_training:], told[num_of_training:], strict=True)
     ]
     found += [
-        (change.new_calls, _change_line(change))
-        for change in comparison.left
-        if change.phase is not Phase.BACKWARD
+        (_without_backward(change.new_calls), _change_line(change)) for change in comparison.left
     ]
     if not num_of_training and not any(_lines(calls) for calls, _ in found):
-        found = [(calls, [*told, headline(comparison.changes)][0]) for calls in differing[:1]]
-    first = [(calls, line) for calls in differing[:1] for line in told[:num_of_training]]
+        found = [(one.new_calls, [*told, headline(comparison.changes)][0]) for one in differing[:1]]
+    # What is no longer sent has no line of its own: the backward's, if that sends anything else.
+    backward = [one.new_calls for one in differing if one.phase is Phase.BACKWARD]
+    first = [(calls, line) for calls in backward[:1] for line in told[:num_of_training]]
     for calls, text in (*first, *found):
         yield from ((line, text) for line in _lines(calls)[:_MAX_LINES])
 
 
 def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
-    """The calls that a step adds, but for those of backward."""
+    """The calls that a step adds."""
     if not isinstance(step, Replaced) or step.kind in WRITES:
         return NewCalls()
     return NewCalls.join(
-        comparison.new_calls(owner, key, step.was[owner].get(key, ()), rows)
+        _without_backward(comparison.new_calls(owner, key, step.was[owner].get(key, ()), rows))
         for owner in step.facts.get("modules") or step.owners
         for key, rows in step.rows[owner].items()
-        if key.subject == "collective" and key.phase is not Phase.BACKWARD
+        if key.subject == "collective"
     )
+
+
+def _without_backward(calls: NewCalls) -> NewCalls:
+    """Leave out the line with .backward(), which says nothing."""
+    return replace(calls, sites=tuple(one for one in calls.sites if not one[1].is_of_backward))
 
 
 def _lines(calls: NewCalls) -> list[str]:
@@ -201,13 +204,12 @@ def _listed(amounts: Sequence[Row]) -> str:
 
 
 def _site(change: Change) -> str:
-    sites = change.new_calls.sites
-    issued_in = {site.issued_in for owner, site in sites if site.issued_in != owner} - {None}
-    # In backward every call site is the line with .backward(), which says nothing.
-    if not sites or (change.phase is Phase.BACKWARD and not issued_in):
-        return ""
+    calls = change.new_calls
+    issued_in = {site.issued_in for owner, site in calls.sites if site.issued_in != owner} - {None}
+    if not issued_in:
+        calls = _without_backward(calls)
     parts = [f"in {name_owners(issued_in)}"] if issued_in else []
-    parts += [f"at {_name_lines(change.new_calls)}"] if _lines(change.new_calls) else []
+    parts += [f"at {_name_lines(calls)}"] if _lines(calls) else []
     return f"issued {' '.join(parts)}" if parts else ""
 
 

@@ -171,7 +171,7 @@ def print_shared_changes(
     if shared:
         reporter.write_sep("-", "the same change of communication in several tests")
     for nodeids in shared:
-        reporter.write_line(f"{len(nodeids)} tests: {differing[nodeids[0]].headline}", red=True)
+        reporter.write_line(f"{len(nodeids)} tests: {differing[nodeids[0]].summary}", red=True)
         for nodeid in nodeids[:_MOST_TESTS]:
             reporter.write_line(f"  {printable(nodeid)}")
         if len(nodeids) > _MOST_TESTS:

@@ -39,6 +39,13 @@ class Comparisons:
     """The test as a word of that command."""
 
     @property
+    def summary(self) -> str:
+        """The first change with the line that sends, but without its cause."""
+        text = self.told[0].partition("; likely: ")[0] if self.told else self.headline
+        site = next((site for site, told in self.sent if told in self.told[:1]), "")
+        return f"{text}, at {site}" if site else text
+
+    @property
     def command(self) -> str:
         """`accept` without the test."""
         return self.accept.removesuffix(self.test)

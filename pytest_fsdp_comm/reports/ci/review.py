@@ -14,7 +14,7 @@ from pytest_fsdp_comm.text.words import counted, cut, shorten
 # GitHub drops all summaries of a step beyond 1 MiB together.
 _MAX_ROWS: Final = 200
 _MAX_STORIES: Final = 40
-_MAX_NAMES: Final = 6
+_MAX_NAMES: Final = 3
 _MAX_STORY_NAMES: Final = 100
 _MAX_CELL: Final = 400
 _MAX_STORY: Final = 8_000
@@ -104,7 +104,7 @@ def _story(tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
     comparisons = tests[0].comparisons
     summary, names, story = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.story
     if len(tests) > 1:
-        summary = f"{len(tests)} tests: {_cell(comparisons.headline)}"
+        summary = f"{len(tests)} tests: {_cell(comparisons.summary)}"
         names = "\n".join(test.nodeid for test in tests[:_MAX_STORY_NAMES])
         names += "".join(_more(tests, _MAX_STORY_NAMES, "\nand {} more"))
         names = f"{fenced(cut(names, _MAX_STORY))}\n\n"

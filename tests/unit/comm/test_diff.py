@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 
 import pytest
+from report_values import record_step
 from sample_profiles import counted
 
 from pytest_fsdp_comm.comm.calls import Calls
@@ -11,7 +12,15 @@ from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import CommProfile, GatheredPeak, Row, Site, restrict, sort_rows
+from pytest_fsdp_comm.comm.profile import (
+    CommProfile,
+    GatheredPeak,
+    Row,
+    Site,
+    fold,
+    restrict,
+    sort_rows,
+)
 from pytest_fsdp_comm.reports.changes import headline, render_comparison
 
 KIB = 1024
@@ -93,7 +102,13 @@ def rendered(old, new, *, cost=None, **changes):
 
 
 def test_the_text_of_a_change_names_site_cause_and_remedy():
-    site = Site(issued_in="layers.1", call_site="model.py:88", nbytes=KIB, dtype="float32", count=2)
+    site = Site(
+        issued_in="layers.1",
+        call_site="model.py:88",
+        nbytes=KIB,
+        dtype="float32",
+        count=2,
+    )
     old = profile(row(FORWARD, "layers.2", "all_gather"))
     new = profile(row(FORWARD, "layers.2", "all_gather", 2, 2 * KIB, sites=(site,)))
     text = rendered(old, new, notes=("odd",))
@@ -242,10 +257,17 @@ def test_which_ranks_were_recorded_is_compared(before, after, line):
         assert rendered(old, new).lines[1] == f"  {line}"
 
 
-def sent(*lines, phase=FORWARD, owner="a", ranks=()):
+def sent(*lines, phase=FORWARD, owner="a", ranks=(), **changes):
     """A row of one call of some KiB at each line, as it was recorded."""
     sites = [
-        Site(issued_in=owner, call_site=line, nbytes=size * KIB, dtype="float32", count=1)
+        Site(
+            issued_in=owner,
+            call_site=line,
+            nbytes=size * KIB,
+            dtype="float32",
+            count=1,
+            **changes,
+        )
         for line, size in lines
     ]
     counts = Counter(Calls(nbytes=size * KIB, dtype="float32") for _, size in lines)
@@ -300,9 +322,36 @@ def test_change_of_two_modules_names_the_lines_of_both():
     assert rendered(old, new).changes[0].endswith(", issued at b.py:1 and c.py:1")
 
 
+@pytest.mark.parametrize(
+    ("is_of_backward", "place"), [(False, ", issued at hooks.py:7"), (True, "")]
+)
+def test_change_in_backward_names_the_line_of_a_hook(is_of_backward, place):
+    call = row(BACKWARD, "a", "broadcast")
+    hook = sent(("hooks.py:7", 1), phase=BACKWARD, is_of_backward=is_of_backward)
+    (line,) = rendered(profile(call), profile(call, hook)).changes
+    assert line == f"a backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank{place}"
+
+
+def test_fold_tells_hooks_from_the_line_with_backward():
+    recording = record_step(2)
+    last = next(one for one in reversed(recording.collectives) if one.phase is BACKWARD)
+    hook = dataclasses.replace(last, index=99, kind="broadcast", call_site="hooks.py:7")
+    folded = fold(dataclasses.replace(recording, collectives=(*recording.collectives, hook)))
+    assert {
+        (row.phase, site.call_site, site.is_of_backward)
+        for row in folded.rows
+        for site in row.sites
+    } == {
+        (FORWARD, "train.py:7", False),
+        (BACKWARD, "train.py:7", True),
+        (BACKWARD, "hooks.py:7", False),
+    }
+
+
 def test_sent_names_the_line_of_each_change():
     def calls_of(phase, count):
-        return sent(*[("train.py:7", 1)] * count, phase=phase)
+        lines = [("train.py:7", 1)] * count
+        return sent(*lines, phase=phase, is_of_backward=phase is BACKWARD)
 
     both = profile(calls_of(FORWARD, 1), calls_of(BACKWARD, 1))
     for phase, other in ((FORWARD, BACKWARD), (BACKWARD, FORWARD)):
