@@ -88,8 +88,10 @@ def find_training_changes(
     told = [(_PROBLEMS.index(change.problem), change) for change in changes]
     for step in steps:
         named = _problem_of(step)
-        # Other modules may reduce the gradients instead.
+        # Other modules may reduce the gradients instead, or forward runs as often.
         is_real = named not in _LOST or any(map(step.includes, lost))
+        if isinstance(step, Replaced) and named == "times":
+            is_real = step.facts["times"] not in training.ratios
         is_told = step in of_torch or says(changes, step)
         if named is not None and is_real and not is_told:
             told.append((_PROBLEMS.index(named), step))

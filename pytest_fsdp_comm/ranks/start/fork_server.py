@@ -86,12 +86,11 @@ def serve(
     directory: Path,
     *,
     preloaded: Sequence[str],
-    is_lazy: bool = False,
 ) -> NoReturn:
     """Fork and reap until the pytest process is gone, and end this process.
 
     `prepare` does what every rank would do first, and returns what each does after its fork. In the
-    end `directory` goes. If `is_lazy`, nothing is imported before the first request.
+    end `directory` goes.
     """
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -102,9 +101,6 @@ def serve(
     status = 0
     collects = gc.isenabled()
     try:
-        if is_lazy:
-            select.select([channel], [], [])
-            preloaded = () if channel.is_hung_up() else preloaded
         gc.disable()
         for name in preloaded:
             # A test that needs one that fails says so: torch.distributed.tensor.debug, for
@@ -477,11 +473,7 @@ class ForkServer:
 
 
 def fork_server(
-    prepare: Callable[[], RunRank],
-    directory: Path,
-    preloaded: Sequence[str] = (),
-    *,
-    is_lazy: bool = False,
+    prepare: Callable[[], RunRank], directory: Path, preloaded: Sequence[str] = ()
 ) -> ForkServer:
     """Fork the server from this process, to `fork_server.serve`; torch is always preloaded."""
 
@@ -490,11 +482,7 @@ def fork_server(
         if pid == 0:
             ours.close()
             serve(
-                Channel(theirs, FORK_SERVER),
-                prepare,
-                directory,
-                preloaded=(*PRELOADED, *preloaded),
-                is_lazy=is_lazy,
+                Channel(theirs, FORK_SERVER), prepare, directory, preloaded=(*PRELOADED, *preloaded)
             )
         return pid
 

@@ -10,6 +10,7 @@ from sample_profiles import (
     NBYTES,
     accumulated,
     changed,
+    counted,
     frozen,
     in_bfloat16,
     made,
@@ -76,8 +77,24 @@ def often(old, count, *, forward=1):
     return changed(old, change)
 
 
+def backwards(old, places):
+    """A profile whose gradients are reduced in some backward passes."""
+
+    def change(one):
+        (calls,) = one.calls
+        is_meant = role(one) == GRADIENTS
+        return replace(one, calls=(replace(calls, backwards=places),)) if is_meant else one
+
+    return changed(old, change)
+
+
 def ddp(*sizes, owner=""):
     return [row(BACKWARD, owner, "all_reduce", size, GRADIENTS, axis="world") for size in sizes]
+
+
+def over_data(old):
+    """A profile whose axis has another name."""
+    return replace(over(old, "data"), mesh_axes=(replace(DP, name="data"),))
 
 
 def on_ranks(rows, *ranks):
@@ -145,6 +162,57 @@ LAYERS = [f"layers.{n}" for n in range(3)]
             "parameters of (root), layers.{0..2} are no longer sharded: no unit gathers them, and "
             "their gradients are no longer reduced over dp (4 calls, 35.0 KiB per rank)",
         ),
+        (
+            backwards(profile(), "the last of 4 backwards"),
+            backwards(gathered(profile(), 2), "the first of 4 backwards"),
+            "gradients of (root), layers.{0..2} are reduced in the first of 4 backwards, not in "
+            "the last: 4 calls, 35.0 KiB per rank over dp",
+        ),
+        # By the new names of modules, and the old ones of axes.
+        (
+            profile(),
+            renamed(without(gathered(profile(), 0.5), *LAYERS)),
+            "gradients of blocks.{0..2} are no longer reduced over dp: 3 calls, 30.0 KiB per rank",
+        ),
+        (
+            profile(),
+            over_data(without(gathered(profile(), 0.5), *LAYERS)),
+            "gradients of layers.{0..2} are no longer reduced over dp: 3 calls, 30.0 KiB per rank",
+        ),
+        # Others reduce more, of which this one is no part; or as many in another type.
+        (
+            made([*unit("a"), *unit("b")]),
+            made([*without(made(unit("a", 64)), "a").rows, *unit("b", 2 * NBYTES)]),
+            "gradients of a are no longer reduced over dp: 1 call, 5.0 KiB per rank",
+        ),
+        (
+            in_bfloat16(profile()),
+            without(gathered(profile(), 2), "layers.1"),
+            "gradients of layers.1 are no longer reduced over dp: 1 call, 5.0 KiB per rank",
+        ),
+        # Over one rank.
+        (
+            profile(),
+            replace(gathered(profile(), 2), mesh_axes=(replace(DP, size=1, dims=()),)),
+            "gradients of (root), layers.{0..2} are no longer reduced over dp: 4 calls, 35.0 KiB "
+            "per rank",
+        ),
+        # Backward ran twice.
+        (
+            profile(),
+            changed(
+                profile(),
+                lambda one: times(one, 2) if one.phase is BACKWARD and role(one) else one,
+            ),
+            "gradients of layers.{0..2} are reduced 1 -> 2 times per step over dp: 3 -> 6 calls, "
+            "30.0 -> 60.0 KiB per rank",
+        ),
+        # The worst first.
+        (
+            profile(),
+            without(often(profile(), 4, forward=2), "layers.2"),
+            "gradients of layers.2 are no longer reduced over dp: 1 call, 10.0 KiB per rank",
+        ),
         # Each rank reduces those of its own stage.
         (
             made([*on_ranks(unit("layers.0"), 0, 1), *on_ranks(unit("layers.1"), 2, 3)]),
@@ -192,10 +260,7 @@ HEAD = unit("head", 1_024)
         (made(ddp(4_096)), over(made(unit("layers.0", 4_096)), "world")),
         (over(made(unit("layers.0", 4_096)), "world"), made(ddp(4_096))),
         # Over an axis of another name, by another kind, over two axes, and over more ranks.
-        (
-            profile(),
-            replace(over(profile(), "data"), mesh_axes=(replace(DP, name="data"),)),
-        ),
+        (profile(), over_data(profile())),
         (
             profile(),
             changed(
@@ -209,9 +274,27 @@ HEAD = unit("head", 1_024)
         (over(profile(), "world"), made([*profile().rows, *split("layers.0.mlp")])),
         # Work that is split no more, with what it left partial.
         (GATED, profile()),
+        (GATED, made([*profile().rows, *split("layers.0.attention")])),
+        # What other modules inside of it reduce.
+        (
+            made(unit("a")),
+            made([*without(made(unit("a", 64)), "a").rows, *ddp(NBYTES, owner="a.up")]),
+        ),
+        (profile(), backwards(gathered(profile(), 2), "the last of 4 backwards")),
         # As many times as forwards.
         (profile(), twice(gathered(profile(), 2))),
         (profile(), accumulated(gathered(profile(), 2))),
+        (profile(), changed(profile(), lambda one: times(one, 2 + 2 * (role(one) != GRADIENTS)))),
+        (
+            made([*unit("a", kept=True), *ATTENTION]),
+            made(
+                [*often(made(unit("a", kept=True)), 4).rows, *(times(one, 4) for one in ATTENTION)]
+            ),
+        ),
+        (
+            made([*ddp(64, 128), *ATTENTION]),
+            made([*(times(one, 2) for one in ddp(96)), *ATTENTION]),
+        ),
         # A layer that another stage runs.
         (
             made([*on_ranks(unit("layers.0"), 0), *on_ranks(unit("layers.1"), 0)]),
@@ -300,3 +383,14 @@ def test_element_types_that_torch_changed_are_told_last():
     versions = [replace(one, torch_version=f"2.{minor}.0") for one, minor in ((old, 13), (new, 15))]
     assert training(*versions) == []
     assert training(old, new) == ["gradients[dp] bfloat16 -> float32, x2 bytes"]
+
+
+def test_a_lost_reduction_is_told_once():
+    move = "(Partial(sum))->(Replicate())"
+    moves = [counted("redistribution", BACKWARD, one.owner, move) for one in GATES]
+    comparison = compare(made([*GATED.rows, *moves]), PARALLEL)
+    assert [step.kind for step in comparison.explanation.steps] == ["redistributed"]
+    text = render_comparison(comparison, snapshot="s")
+    assert text.story == (*text.training, *text.cost)
+    assert len(text.training) == 1
+    assert len(training(profile(), made(ATTENTION))) == 1

@@ -91,15 +91,21 @@ def test_each_change_says_which_ranks_have_it(old, new, told):
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("parameter", "unit", "line"),
     [
-        ({"managed": False}, "layers.0.weight: no longer managed by a unit"),
-        ({}, ""),
+        ({"managed": False}, {}, "layers.0.weight: no longer managed by a unit"),
+        ({}, {"gradient_divide_factor": 2.0}, "layers.0: gradient_divide_factor None -> 2.0"),
+        ({"trainable": False}, {"offload": True}, ""),
     ],
 )
-def test_a_parameter_that_no_unit_manages_comes_first(changes, line):
-    (name, facts), *_ = FIRST.parameters.items()
-    new = replace(tree(0, policy=False), parameters={name: replace(facts, **changes)})
-    text = render_tree_changes(compare(profile(FIRST), profile(new)), snapshot="s")
+def test_change_that_breaks_training_comes_first(parameter, unit, line):
+    old = tree(0, 1)
+    facts, policy = old.parameters["layers.0.weight"], old.units[1]["layers.0"]
+    new = replace(
+        old,
+        units={1: {"layers.0": replace(policy, **unit), "layers.1": replace(policy, offload=True)}},
+        parameters=old.parameters | {"layers.0.weight": replace(facts, **parameter)},
+    )
+    text = render_tree_changes(compare(profile(old), profile(new)), snapshot="s")
     assert text.training == text.told == (line,) * bool(line)
-    assert text.changes == ("layers.0: reshard_after_forward True -> False",)
+    assert "shards move to host memory" in text.changes[0]
