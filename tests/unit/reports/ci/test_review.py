@@ -163,11 +163,11 @@ def test_a_change_of_six_tests_is_told_once():
     ["  b: +1, at m.py:1", "  a: +2, at m.py:1", "  a: +1, at m.py:2", "  likely: x", "  a: +1"],
 )
 def test_changes_that_look_alike_are_told_apart(line):
-    one = failed(SIX[0], ["", "  a: +1, at m.py:1"])
+    one = failed(SIX[0], ["", "  +1 %", "  a: +1, at m.py:1"])
     for nodeid in (SIX[1], SIX[4]):
-        assert len(outcomes(one, failed(nodeid, ["", line])).changes) == 2
+        assert len(outcomes(one, failed(nodeid, ["", "  +1 %", line])).changes) == 2
         # What is not compared, or to be done, belongs to one test.
-        same = failed(nodeid, ["", "  a: +1, at m.py:1", "  note: x", "  or y"])
+        same = failed(nodeid, [*one.comparisons.story, "  note: x", "  or y"])
         assert len(outcomes(one, same).changes) == 1
 
 
