@@ -260,7 +260,7 @@ def _new_calls(owner: str | None, was: _Rows, now: _Rows, recorded: _Rows) -> Ne
     is_certain = True
     for row in now:
         before = [
-            Counter({replace(one, count=0, **UNTIMED): one.count for one in old.calls})
+            Counter({replace(one, count=0): one.count for one in alike_but(old.calls, **UNTIMED)})
             for old in was
             if _share_ranks(old, row)
         ]

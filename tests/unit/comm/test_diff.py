@@ -310,6 +310,14 @@ def test_change_names_all_lines_that_may_be_new(before, after, place):
     assert line.partition(", issued")[1:] == place.partition(", issued")[1:]
 
 
+def test_calls_that_differ_in_time_alone_are_not_new():
+    added = sent((A, 1), (A, 1), (B, 5))
+    early, late = (calls(1, nbytes=KIB, ahead=ahead) for ahead in (0, 1))
+    before = row(FORWARD, "a", "all_gather", calls=(early, late))
+    (change,) = compare(profile(before), profile(added)).changes
+    assert [site.call_site for _, site in change.new_calls.sites] == [B]
+
+
 def test_change_of_some_ranks_names_their_lines():
     old = profile(sent((A, 1), ranks=(0, 1)), sent((B, 1), ranks=(2, 3)))
     new = profile(sent((A, 1), ranks=(0, 1)), sent((B, 1), (C, 5), ranks=(2, 3)))
