@@ -79,12 +79,12 @@ def parts(model):
     return model.embed, *model.layers, model.norm, model.head
 
 
-def explicit(*, root, free):
-    """Layers are told what to do after forward, as torchtitan tells them."""
-    model = Decoder()
+def explicit(model=None, *, root, free=None):
+    """Layers may be told what to do after forward, as torchtitan tells them."""
+    model, policy = model or Decoder(), {} if free is None else {"reshard_after_forward": free}
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh(), reshard_after_forward=free)
-    return fully_shard(model, mesh=mesh(), reshard_after_forward=free) if root else model
+        fully_shard(layer, mesh=mesh(), **policy)
+    return fully_shard(model, mesh=mesh(), **policy) if root else model
 
 
 def headless(*, has_head):
@@ -401,6 +401,12 @@ CHANGES = {
     "root_lost_where_layers_are_freed_explicitly": lambda c: of(explicit(root=not c, free=True)),
     "root_lost_where_layers_are_kept_explicitly": lambda c: of(explicit(root=not c, free=False)),
     "root_without_parameters_lost": lambda c: of(whole(root=not c)),
+    "root_lost_and_two_layers_more": lambda c: of(
+        explicit(Decoder(4), root=False) if c else units(Decoder(2))
+    ),
+    "model_in_bfloat16_runs_twice": lambda c: of(
+        units(Decoder().to(torch.bfloat16) if c else Decoder()), inputs, number=1 + c
+    ),
     "root_without_parameters_lost_explicitly": lambda c: of(
         whole(root=not c, reshard_after_forward=True)
     ),

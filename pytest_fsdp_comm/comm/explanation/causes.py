@@ -114,7 +114,8 @@ def _roots(explanation: Explanation, seen: Seen) -> list[Cause]:
     gone = [step for step in gone if step.owners == (ROOT_FQN,)]
     trees = seen.trees
     if trees is not None and trees.lost_root:
-        kept = [step for step in kept if trees.new_roots.issuperset(step.owners)]
+        # Units that came with it are in one tree alone.
+        kept = [step for step in kept if trees.units.intersection(step.owners) <= trees.new_roots]
         return [Cause(text=trees.lost_root, steps=(*gone, *kept), is_unwanted=True)]
     is_alone = any(
         (one.subject, one.key.phase, one.after[-1][0]) == ("ahead", Phase.BACKWARD, 0)
@@ -240,10 +241,10 @@ def _cause(step: Step, seen: Seen) -> str:
     return ""
 
 
-def _gathers(profile: CommProfile) -> set[tuple[Owner, str, int]]:
-    """Which units gather parameters, over which axes, and how many bytes in a call."""
+def _gathers(profile: CommProfile) -> set[tuple[Owner, str, int, str]]:
+    """Which units gather parameters, over which axes, how many bytes in a call, in which type."""
     return {
-        (row.owner, row.axis, call.nbytes)
+        (row.owner, row.axis, call.nbytes, call.dtype)
         for row in profile.collectives
         for call in row.calls
         if call.role == Role.PARAMETERS
@@ -251,7 +252,7 @@ def _gathers(profile: CommProfile) -> set[tuple[Owner, str, int]]:
 
 
 def _gathered_axes(profile: CommProfile) -> set[str]:
-    return {axis for _, axis, _ in _gathers(profile)}
+    return {axis for _, axis, *_ in _gathers(profile)}
 
 
 def _acts(profile: CommProfile, phase: Phase, act: str) -> Counter[Owner]:
@@ -320,7 +321,9 @@ def _of_dtype(step: Dtype, seen: Seen) -> str:
             return f"{what}, as the tree says"
     if torchs := _reading_of_torch(step, seen):
         return torchs
-    if Role.PARAMETERS in step.roles:
+    # Also where parameters are gathered more or less often, so that no step tells of their type.
+    types = [{dtype for *_, dtype in _gathers(side)} for side in seen.sides]
+    if Role.PARAMETERS in step.roles or types[0] != types[1]:
         # Which trees do not show.
         own = "the weights' own fsdp_pre_all_gather, such as torchao's float8 all-gather"
         if is_refuted:
