@@ -321,9 +321,9 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
 
 def _parting(group: _Group, before: int) -> tuple[str, dict[int, str]]:
     were_equal = False
-    for seq in range(1, before):
+    for seq in sorted(set().union(*group.issued.values())):
         owners = {rank: one.owner for rank, one in group.issued_as(seq).items() if one.owner}
-        if len({*owners.values()}) > 1:
+        if seq < before and len({*owners.values()}) > 1:
             # Only the last calls are known, and only of a recording.
             since = "" if were_equal or seq == 1 else " or before"
             return f"ranks parted at #{seq} of {group.label}{since}", owners

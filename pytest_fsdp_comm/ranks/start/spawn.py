@@ -99,8 +99,7 @@ def _unsafe_native_threads() -> str:
     if not count:
         return ""
     shown = f": {', '.join(sorted(map(repr, names)))}" if names else ""
-    threads = "thread has" if count == 1 else "threads have"
-    return f"{count} native {threads} been running since collection{shown}"
+    return f"native threads ({count}) have been running since collection{shown}"
 
 
 def _native_threads() -> tuple[int, set[str]]:

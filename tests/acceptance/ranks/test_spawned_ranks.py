@@ -37,7 +37,7 @@ UNSAFE = {
         "libc = ctypes.CDLL(None)\n"
         "libc.pthread_create(ctypes.byref(thread), None, libc.usleep, 60_000_000)\n"
         "libc.pthread_setname_np(thread, b'pool-1')",
-        "fsdp-comm: 1 native thread has been running since collection: 'pool-1', which a fork "
+        "fsdp-comm: native threads (1) have been running since collection: 'pool-1', which a fork "
         "does not survive",
     ),
     "group": (

@@ -64,10 +64,10 @@ def reason(tmp_path, code):
 @pytest.mark.parametrize(
     ("start", "text"),
     [
-        ("start_native()", "1 native thread has been running since collection"),
+        ("start_native()", "native threads (1) have been running since collection"),
         (
             "start_native(); start_native(b'pool-1'); start_native(b'jemalloc_bg_thd')",
-            "2 native threads have been running since collection: 'pool-1'",
+            "native threads (2) have been running since collection: 'pool-1'",
         ),
         ("start_native(b'jemalloc_bg_thd')", ""),
         ("", ""),
