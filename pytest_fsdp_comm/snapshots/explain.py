@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from pytest_fsdp_comm.snapshots.differences import (
     headline_of_values,
 )
 from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText, has_further_ranks
-from pytest_fsdp_comm.snapshots.extension import CommSnapshot, CommSnapshotExtension
+from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import (
     FAILED_COMPARISON,
     UNEXPLAINED,
@@ -61,8 +60,12 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
         del item.stash[UNEXPLAINED]
     differences = _explain(assertion, results)
     for result in results.values():
-        if result.exception is None and assertion.explains:
-            _keep(assertion.extension, result)
+        if result.exception is None and result.asserted_data is not None and assertion.explains:
+            assertion.extension.keep_artifacts(
+                result.snapshot_location,
+                received=str(result.asserted_data),
+                expected=None if result.recalled_data is None else str(result.recalled_data),
+            )
     texts = {name: one.explanation for name, one in differences.items()}
     accept, beside = _accept_command(item, list(results.values())), _unreached(assertion)
     everything = failure_lines(texts, accept=accept, beside=beside, everything=True)
@@ -221,26 +224,6 @@ def describe_problem(error: BaseException, *, where: str) -> str:
         return f"snapshot {lines[0].removeprefix(where).lstrip(', ').partition('; expected')[0]}"
     # The first gap; the line above is the same for all of them.
     return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
-
-
-def _keep(extension: CommSnapshotExtension, result: AssertionResult) -> None:
-    old, new = result.recalled_data, result.asserted_data
-    if new is None:
-        return
-    try:
-        extension.keep_artifacts(
-            result.snapshot_location,
-            received=str(new),
-            expected=None if old is None else str(old),
-        )
-    except OSError as problem:
-        # The difference is shown all the same.
-        warnings.warn(
-            f"--comm-artifacts: cannot keep what differs ({problem}), so that it cannot be "
-            "accepted from there",
-            pytest.PytestWarning,
-            stacklevel=1,
-        )
 
 
 def _quoted_id(item: pytest.Item) -> str:

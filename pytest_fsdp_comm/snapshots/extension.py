@@ -28,7 +28,7 @@ from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, differs, has_further_ranks
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
-from pytest_fsdp_comm.snapshots.files import keep_artifacts, read_snapshot
+from pytest_fsdp_comm.snapshots.files import EXPECTED, RECEIVED, read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.lines import REMEDY
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -253,10 +253,27 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return SnapshotCollections()
 
     def keep_artifacts(self, location: str, *, received: str | None, expected: str | None) -> None:
-        """Keep for ``--comm-artifacts`` what a comparison with a snapshot file was about."""
-        if (directory := self._options.artifacts_dir) is not None:
-            snapshot = Path(location).relative_to(self._options.snapshot_dir)
-            keep_artifacts(directory, snapshot, received=received, expected=expected)
+        """Keep for ``--comm-artifacts`` what a comparison was about; None removes a file."""
+        if (directory := self._options.artifacts_dir) is None:
+            return
+        snapshot = Path(location).relative_to(self._options.snapshot_dir)
+        try:
+            # Where the received file is, the other one is complete.
+            for side, text in ((EXPECTED, expected), (RECEIVED, received)):
+                path = directory / side / snapshot
+                if text is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(path, text)
+        except OSError as problem:
+            # The difference is shown all the same.
+            warnings.warn(
+                f"--comm-artifacts: cannot keep what differs ({problem}), so that it cannot be "
+                "accepted from there",
+                pytest.PytestWarning,
+                stacklevel=1,
+            )
 
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large
 
 if TYPE_CHECKING:
@@ -63,29 +63,11 @@ RECEIVED: Final = "received"
 EXPECTED: Final = "expected"
 
 
-def keep_artifacts(
-    directory: Path, snapshot: Path, *, received: str | None, expected: str | None
-) -> None:
-    """Replace an earlier run's files of a snapshot, or raise OSError; None removes a file."""
-    # Where the received file is, the other one is complete.
-    for side, text in ((EXPECTED, expected), (RECEIVED, received)):
-        path = directory / side / snapshot
-        if text is None:
-            path.unlink(missing_ok=True)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, text)
-
-
-def _read_profile(text: str) -> Profile:
-    """Read what was recorded, or a snapshot."""
-    return SnapshotText(text, where="the recording").profile
-
-
 def write_report(run: Run, directory: Path) -> None:
     """Write index and pages of an HTML report over those of an earlier run, or raise OSError."""
     from pytest_fsdp_comm.reports.html.pages import render_pages  # noqa: PLC0415  # loads jinja2
 
     (directory / "tests").mkdir(parents=True, exist_ok=True)
-    for name, page in render_pages(run, _read_profile):
+    pages = render_pages(run, lambda text: SnapshotText(text, where="the recording").profile)
+    for name, page in pages:
         write_atomically(directory / name, page)

@@ -32,10 +32,10 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     WATCHDOG,
-    BeginSet,
     EndSession,
     Joined,
     RankCommand,
+    RankSetSpec,
     Welcome,
 )
 
@@ -92,8 +92,8 @@ def _run(
         gc.freeze()
         watchdog = Watchdog(watchdog_channel, ends_process=True)
         command, spec = channel.receive(), None
-        while isinstance(command, BeginSet):
-            spec = command.spec
+        while isinstance(command, RankSetSpec):
+            spec = command
             spec.directory.mkdir(parents=True, exist_ok=True)  # on another machine
             command = template.run_set(spec, launched.rank, channel, watchdog, launched)
         run_exit_functions()

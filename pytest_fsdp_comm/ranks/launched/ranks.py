@@ -24,7 +24,6 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
 from pytest_fsdp_comm.ranks.wire.messages import (
     LAUNCHED,
     SUPERVISOR,
-    BeginSet,
     EndSession,
     Joined,
     RankMessage,
@@ -179,7 +178,7 @@ class LaunchedRanks:
             raise ServerDiedError
         for channel in self._channels.values():
             with contextlib.suppress(OSError):  # it is gone, as `exit_statuses` will say
-                channel.send(BeginSet(spec=spec))
+                channel.send(spec)
         return self._connections
 
     def end_ranks(

@@ -46,7 +46,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     SetEnded,
     SetStarted,
     StartRank,
-    StartSet,
 )
 
 # Note [Fork server]: it is forked from the pytest process after collection, before any test ran: at
@@ -187,9 +186,9 @@ class _Server:
 
     def _handle(self, request: ServerRequest) -> None:
         match request:
-            case StartSet():
+            case RankSetSpec():
                 # Before any fork: a child closes its copies of the slots.
-                self._set = _RankSet(spec=request.spec, slots=HeldSlots(request.spec.slots))
+                self._set = _RankSet(spec=request, slots=HeldSlots(request.slots))
             case StartRank():
                 self._start_rank(request.rank)
             case EndSet():
@@ -199,7 +198,7 @@ class _Server:
     def _start_rank(self, rank: int) -> None:
         started = self._set
         if started is None:
-            raise RuntimeError("StartSet comes before StartRank")
+            raise RuntimeError("RankSetSpec comes before StartRank")
         byte, ends, *_ = socket.recv_fds(self._socket, 1, 2)
         if not byte:
             raise EOFError
@@ -361,7 +360,7 @@ class ForkServer:
     def start_ranks(self, spec: RankSetSpec) -> dict[int, tuple[Connection, Connection]]:
         self._exited.clear()
         self.pids = {}
-        self._send(StartSet(spec=spec))
+        self._send(spec)
         connections: dict[int, tuple[Connection, Connection]] = {}
         for rank in spec.settings.ranks:
             try:

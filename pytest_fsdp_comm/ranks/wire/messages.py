@@ -23,7 +23,11 @@ class NextTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetSpec:
-    """How to start a rank set; each of its processes gets it."""
+    """How to start a rank set; each of its processes gets it.
+
+    Sent alone it begins one: to a fork server before a `StartRank` for each rank, to the launched
+    ranks after the end of the last set.
+    """
 
     item_index: int
     """The first test, by its index in the session's items."""
@@ -150,13 +154,6 @@ class PositionQuestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartSet:
-    """Begin a rank set, of which a `StartRank` for each rank follows."""
-
-    spec: RankSetSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StartRank:
     """Fork a rank; its ends of two connections follow, as `RunRank` gets them."""
 
@@ -170,7 +167,7 @@ class EndSet:
     within_s: float
 
 
-ServerRequest = StartSet | StartRank | EndSet
+ServerRequest = RankSetSpec | StartRank | EndSet
 
 # From the fork server to its pytest process.
 
@@ -236,18 +233,11 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeginSet:
-    """The launched ranks begin a rank set, after the end of the last."""
-
-    spec: RankSetSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EndSession:
     """There is no other test."""
 
 
-RankCommand = RunTest | EndTests | Welcome | BeginSet | EndSession
+RankCommand = RunTest | EndTests | Welcome | RankSetSpec | EndSession
 
 
 def _by_name(union: object) -> dict[str, Any]:

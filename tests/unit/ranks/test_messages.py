@@ -134,8 +134,8 @@ def test_a_value_that_json_cannot_hold_does_not_lose_the_report():
     [
         (b"no json", "expected a message as JSON, but it does not parse: Expecting value"),
         (b"\xff", "expected a message as JSON, but it does not parse: 'utf-8' codec"),
-        (b"[1]", "message: expected one of RunTest, EndTests, Welcome, BeginSet,"),
-        (b"{}", "message: expected one of RunTest, EndTests, Welcome, BeginSet,"),
+        (b"[1]", "message: expected one of RunTest, EndTests, Welcome, RankSetSpec,"),
+        (b"{}", "message: expected one of RunTest, EndTests, Welcome, RankSetSpec,"),
         (b'{"type": "PositionQuestion", "number": 1}', "EndSession, got 'PositionQ"),
         (b'{"type": "RunTest"}', "RunTest lacks 'item_index'"),
         (

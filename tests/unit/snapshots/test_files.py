@@ -2,10 +2,12 @@
 
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pytest_fsdp_comm.snapshots.files import keep_artifacts, write_atomically
+from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
+from pytest_fsdp_comm.snapshots.files import write_atomically
 
 
 @pytest.mark.parametrize("old", [None, "old"])
@@ -49,10 +51,16 @@ def test_permissions_are_those_of_a_new_file(tmp_path):
 def test_kept_artifacts_replace_those_of_an_earlier_run(tmp_path):
     place = Path("tests/test_a/test_x[é].ws2.tree.comm")
     files = [tmp_path / side / place for side in ("received", "expected")]
-    keep_artifacts(tmp_path, place, received="new", expected="old")
+    options = SimpleNamespace(artifacts_dir=tmp_path, snapshot_dir=Path("/snapshots"))
+
+    def keep(received, expected):
+        holder, location = SimpleNamespace(_options=options), f"/snapshots/{place}"
+        CommSnapshotExtension.keep_artifacts(holder, location, received=received, expected=expected)
+
+    keep(received="new", expected="old")
     assert [file.read_text() for file in files] == ["new", "old"]
     # The snapshot is gone, and then what was recorded is equal to it.
-    keep_artifacts(tmp_path, place, received="newer", expected=None)
+    keep(received="newer", expected=None)
     assert [file.is_file() for file in files] == [True, False]
-    keep_artifacts(tmp_path, place, received=None, expected=None)
+    keep(received=None, expected=None)
     assert not any(file.is_file() for file in tmp_path.rglob("*"))
