@@ -30,7 +30,7 @@ from torch import nn
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording import active, kernels
 from pytest_fsdp_comm.recording.active import entered
-from pytest_fsdp_comm.recording.owners.fsdp import IS_WATCHED, After, Before, watched_methods
+from pytest_fsdp_comm.recording.owners.fsdp import IS_WATCHED, Around, watched_methods
 from pytest_fsdp_comm.recording.owners.stack import engine_code
 from pytest_fsdp_comm.recording.value_dependence import shows_values
 
@@ -146,8 +146,8 @@ def _attributes() -> Iterator[Attribute]:
         (FSDPState, "_pre_forward", _pre_forward),
         (FSDPState, "_post_forward", _post_forward),
         *(
-            (holder, name, functools.partial(_watched, name, before, after))
-            for holder, name, before, after in watched_methods()
+            (holder, name, functools.partial(_watched, name, around))
+            for holder, name, around in watched_methods()
         ),
         # The base, since work.get_future() gives a plain one.
         *((torch._C.Future, name, _registering) for name in ("then", "add_done_callback")),
@@ -248,7 +248,7 @@ def _post_forward(original: Any) -> Any:
     return post_forward
 
 
-def _watched(name: str, before: Before, after: After | None, original: Any) -> Any:
+def _watched(name: str, around: Around, original: Any) -> Any:
     def watched(held: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         # A patch that somebody left around an earlier replacement still calls that one.
@@ -257,16 +257,16 @@ def _watched(name: str, before: Before, after: After | None, original: Any) -> A
         if not watches:
             return original(held, *args, **kwargs)
         given = (*args, *kwargs.values())
-        acting = [(watch, before(watch, held, given)) for watch in watches]
+        calls = [around(watch, held, given) for watch in watches]
+        acting = [*zip(watches, map(next, calls), strict=True)]
         for watch, unit in acting:
             watch.running.add(call)
             if unit is not None:
                 watch.acting.append(unit)
         try:
             result = original(held, *args, **kwargs)
-            if after is not None:
-                for watch, unit in acting:
-                    after(watch, unit, held, given)
+            for one in calls:
+                next(one, None)
         finally:
             for watch, unit in acting:
                 watch.running.discard(call)

@@ -56,19 +56,15 @@ class ActingUnit:
     gather: Gather | None = None
     attribution: Any = None
     """The `Attribution` of all that happens in the method, once something has; None before."""
-    before: Any = None
-    """What was there before the method ran, for what is done after it."""
     thread: int = field(default_factory=threading.get_ident)
 
 
 Arguments = tuple[Any, ...]
 """What a method of FSDP is given, but for what it is a method of, in the order of the call."""
 
-Before = Callable[["UnitWatch", Any, Arguments], "ActingUnit | None"]
-"""A method of `UnitWatch` that is given what a method of FSDP is, and gives the unit that acts."""
-
-After = Callable[["UnitWatch", Any, Any, Arguments], None]
-"""Likewise, given that unit first, while it still acts; not called where the method has failed."""
+Around = Callable[["UnitWatch", Any, Arguments], "Iterator[ActingUnit | None]"]
+"""A method of `UnitWatch` that is given what a method of FSDP is: yields the unit that acts, and
+goes on while that still acts, unless the method of FSDP has failed."""
 
 
 class UnitWatch:
@@ -172,23 +168,24 @@ class UnitWatch:
         self._unsharded_nbytes.clear()
         self._known.clear()
 
-    def _before_backward(self, state: Any, _: Arguments) -> ActingUnit:
-        return ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
+    def _before_backward(self, state: Any, _: Arguments) -> Iterator[ActingUnit]:
+        yield ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
-    def _trigger_in_backward(self, group: Any, _: Arguments) -> ActingUnit:
+    def _trigger_in_backward(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
         self._use(_states(_FSDP2_STATES)[1], group)
-        return self._in_backward(group, serves=False)
+        yield self._in_backward(group, serves=False)
 
-    def _serve_in_backward(self, group: Any, _: Arguments) -> ActingUnit:
-        return self._in_backward(group, serves=True)
+    def _serve_in_backward(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
+        yield self._in_backward(group, serves=True)
 
     def _in_backward(self, group: Any, *, serves: bool) -> ActingUnit:
         if group not in self._known:
             self._groups.learn_mesh(group.mesh_info.mesh)
         return ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
-    def _use_in_forward(self, group: Any, _: Arguments) -> None:
+    def _use_in_forward(self, group: Any, _: Arguments) -> Iterator[None]:
         self._use(_states(_FSDP2_STATES)[0], group)
+        yield
 
     def _use(self, state: enum.Enum, group: Any) -> None:
         # Otherwise the unit is in use already, and this is for another of its modules, or of their
@@ -196,39 +193,40 @@ class UnitWatch:
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
-    def _unshard(self, group: Any, _: Arguments) -> ActingUnit | None:
+    def _unshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit | None]:
         # It is asked for again where its gather was prefetched, which does nothing.
-        if group._all_gather_result is not None:
-            return None
+        prefetched = group._all_gather_result
+        if prefetched is not None:
+            yield None
+            return
         after = group.post_forward_mesh_info  # set_reshard_after_forward() changes it
         if self._known.get(group, self) is not after:
             self._known[group] = after
             self._groups.learn_unit(group)
             self._memory.learn(group, self._gathered_nbytes)
-        return ActingUnit(tuple(group.modules), gather=self._prefetches.begin())
-
-    def _unsharded(self, unit: ActingUnit | None, group: Any, _: Arguments) -> None:
-        result, gather = group._all_gather_result, None if unit is None else unit.gather
+        modules, gather = tuple(group.modules), self._prefetches.begin()
+        yield ActingUnit(modules, gather=gather)
+        result = group._all_gather_result
         # Set by a gather that was really issued, and only then.
-        if unit is not None and result is not None and gather is not None:
+        if result is not None:
             nbytes = self._nbytes_of(group)
             # Otherwise all are what was sent: a list for each parameter less to keep.
             if result.all_gather_output.dtype is torch.uint8:
                 gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)
             self._memory.hold(group, nbytes)
-            self._on_reshard("unshard", unit.modules, nbytes, 0.0)
+            self._on_reshard("unshard", modules, nbytes, 0.0)
 
-    def _wait(self, group: Any, _: Arguments) -> None:
+    def _wait(self, group: Any, _: Arguments) -> Iterator[None]:
         # Otherwise user code waits, which is no use of the unit yet.
         if group._training_state in _states(_FSDP2_STATES):
             self._prefetches.used(group)
+        yield
 
-    def _free(self, group: Any, _: Arguments) -> None:
+    def _free(self, group: Any, _: Arguments) -> Iterator[None]:
         if group not in self._known:  # otherwise its gather has
             self._memory.learn(group, self._gathered_nbytes)
-
-    def _freed(self, _: None, group: Any, __: Arguments) -> None:
+        yield
         used = self._used_nbytes(group)
         self._memory.hold(group, used + self._kept_nbytes(group, used))
         # Its next use may gather nothing: backward does without a unit that it does not need
@@ -236,58 +234,52 @@ class UnitWatch:
         if not used:
             self._prefetches.freed(group)
 
-    def _reshard(self, group: Any, _: Arguments) -> ActingUnit:
-        before = group._sharded_state, time.perf_counter()
-        return ActingUnit(tuple(group.modules), before=before)
-
-    def _resharded(self, unit: ActingUnit, group: Any, _: Arguments) -> None:
-        state, started = unit.before
+    def _reshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
+        state, started = group._sharded_state, time.perf_counter()
+        modules = tuple(group.modules)
+        yield ActingUnit(modules)
         if group._sharded_state != state:
             seconds = time.perf_counter() - started
-            self._on_reshard("reshard", unit.modules, self._nbytes_of(group), seconds)
+            self._on_reshard("reshard", modules, self._nbytes_of(group), seconds)
 
-    def _gather_handle(self, handle: Any, _: Arguments) -> ActingUnit:
+    def _gather_handle(self, handle: Any, given: Arguments) -> Iterator[ActingUnit]:
         self._memory.learn(handle, lambda _: 0)
-        return ActingUnit(_modules_of_handle(handle), gather=self._prefetches.begin())
-
-    def _gathered_handle(self, unit: ActingUnit, handle: Any, given: Arguments) -> None:
+        modules, gather = _modules_of_handle(handle), self._prefetches.begin()
+        yield ActingUnit(modules, gather=gather)
         nbytes = _unsharded_nbytes_of_handle(handle, given[0])
-        if unit.gather is not None:
-            self._prefetches.issued(handle, unit.gather)
+        self._prefetches.issued(handle, gather)
         self._memory.hold(handle, nbytes)
-        self._on_reshard("unshard", unit.modules, nbytes, 0.0)
+        self._on_reshard("unshard", modules, nbytes, 0.0)
 
-    def _reshard_handle(self, handle: Any, given: Arguments) -> ActingUnit:
-        held = _gathered_nbytes_of_handle(handle)
+    def _reshard_handle(self, handle: Any, given: Arguments) -> Iterator[ActingUnit]:
+        held, modules = _gathered_nbytes_of_handle(handle), _modules_of_handle(handle)
         self._memory.learn(handle, lambda _: held)
         frees = given[0] and handle.uses_sharded_strategy and not handle.needs_unshard()
-        before = frees, held, time.perf_counter()
-        return ActingUnit(_modules_of_handle(handle), before=before)
-
-    def _resharded_handle(self, unit: ActingUnit, handle: Any, _: Arguments) -> None:
-        frees, held, started = unit.before
+        started = time.perf_counter()
+        yield ActingUnit(modules)
         if frees:
             seconds = time.perf_counter() - started
             self._memory.hold(handle, 0)
-            self._on_reshard("reshard", unit.modules, held, seconds)
+            self._on_reshard("reshard", modules, held, seconds)
 
-    def _serve_handle(self, handle: Any, _: Arguments) -> ActingUnit:
-        return ActingUnit(_modules_of_handle(handle))
+    def _serve_handle(self, handle: Any, _: Arguments) -> Iterator[ActingUnit]:
+        yield ActingUnit(_modules_of_handle(handle))
 
-    def _serve_second(self, _: Any, given: Arguments) -> ActingUnit:
+    def _serve_second(self, _: Any, given: Arguments) -> Iterator[ActingUnit]:
         return self._serve_handle(given[0], ())
 
-    def _unshard_handle(self, _: Any, given: Arguments) -> None:
+    def _unshard_handle(self, _: Any, given: Arguments) -> Iterator[None]:
         # While another unit acts, it prefetches this one.
         if not self.acting:
             self._open_slot_of_handle(given[0])
+        yield
 
-    def _prefetch_handle(self, _: Any, given: Arguments) -> ActingUnit:
+    def _prefetch_handle(self, _: Any, given: Arguments) -> Iterator[ActingUnit]:
         handle = given[0]
         # Each use of a unit, after it was gathered, also looks for what it should prefetch.
         if self._open_slot_of_handle(handle):
             self._prefetches.used(handle)
-        return ActingUnit(() if handle is None else _modules_of_handle(handle), serves=False)
+        yield ActingUnit(() if handle is None else _modules_of_handle(handle), serves=False)
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
         """Open the slot in which a unit is used; returns whether it is used at all."""
@@ -298,15 +290,15 @@ class UnitWatch:
         return True
 
 
-def watched_methods() -> Iterator[tuple[Any, str, Before, After | None]]:
+def watched_methods() -> Iterator[tuple[Any, str, Around]]:
     """Each method of FSDP's units by its holder and name, and what `UnitWatch` does around it."""
-    for holder, name, before, *after in [*_fsdp2(), *_fsdp1()]:
+    for holder, name, around in [*_fsdp2(), *_fsdp1()]:
         if name not in vars(holder):
             module = getattr(holder, "__module__", "")  # a module itself has none
             moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
             use = "the recorder relies on to find the owner of a collective"
             raise upstream.moved_error("torch", moved, use)
-        yield holder, name, before, *(after or [None])
+        yield holder, name, around
 
 
 def replaced_methods(groups: Iterable[Any]) -> set[str]:
@@ -320,7 +312,7 @@ def replaced_methods(groups: Iterable[Any]) -> set[str]:
     }
 
 
-def _fsdp2() -> list[tuple[Any, ...]]:
+def _fsdp2() -> list[tuple[Any, str, Around]]:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # noqa: PLC0415  # loads torch.distributed
         FSDPParamGroup,
     )
@@ -332,28 +324,28 @@ def _fsdp2() -> list[tuple[Any, ...]]:
         # Around the group's own: explicit prefetch is issued after that has returned.
         (FSDPState, "_pre_backward", UnitWatch._before_backward),
         (FSDPParamGroup, "pre_forward", UnitWatch._use_in_forward),
-        (FSDPParamGroup, "unshard", UnitWatch._unshard, UnitWatch._unsharded),
+        (FSDPParamGroup, "unshard", UnitWatch._unshard),
         (FSDPParamGroup, "wait_for_unshard", UnitWatch._wait),
-        (FSDPParamGroup, "reshard", UnitWatch._reshard, UnitWatch._resharded),
+        (FSDPParamGroup, "reshard", UnitWatch._reshard),
         (FSDPParamGroup, "pre_backward", UnitWatch._trigger_in_backward),
         (FSDPParamGroup, "post_backward", UnitWatch._serve_in_backward),
         # Called by `reshard`, but by the hooks of state dicts too.
-        (FSDPParamGroup, "_to_sharded", UnitWatch._free, UnitWatch._freed),
-        (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free, UnitWatch._freed),
+        (FSDPParamGroup, "_to_sharded", UnitWatch._free),
+        (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free),
         # Drops what backward prefetched for nothing.
-        (FSDPParamGroup, "finalize_backward", UnitWatch._free, UnitWatch._freed),
+        (FSDPParamGroup, "finalize_backward", UnitWatch._free),
     ]
 
 
-def _fsdp1() -> list[tuple[Any, ...]]:
+def _fsdp1() -> list[tuple[Any, str, Around]]:
     runtime: Any = sys.modules.get("torch.distributed.fsdp._runtime_utils")
     if runtime is None:
         return []
     handle = sys.modules["torch.distributed.fsdp._flat_param"].FlatParamHandle
     return [
-        (handle, "_all_gather_flat_param", UnitWatch._gather_handle, UnitWatch._gathered_handle),
+        (handle, "_all_gather_flat_param", UnitWatch._gather_handle),
         (handle, "unshard_grad", UnitWatch._serve_handle),
-        (handle, "reshard", UnitWatch._reshard_handle, UnitWatch._resharded_handle),
+        (handle, "reshard", UnitWatch._reshard_handle),
         (runtime, "_reduce_grad", UnitWatch._serve_second),
         (runtime, "_reduce_grad_no_shard", UnitWatch._serve_second),
         # Not _pre_backward_hook: a graph made before the block has captured the original.
