@@ -25,6 +25,7 @@ NEEDS_SYRUPY: Final = (
     "distributed tests and comm_snapshot need the plugin syrupy, which is not loaded: add -p syrupy"
 )
 _UPGRADE: Final = "upgrade pytest-fsdp-comm"
+_RECORDER: Final = "the recorder relies on"
 
 
 def missing_torch() -> str:
@@ -42,16 +43,16 @@ def missing_torch() -> str:
     )
 
 
-def look_up(package: str, module: str, name: str, use: str) -> Any:
-    """Return a name of a module, or raise `moved_error` if it no longer exists."""
+def look_up(module: str, name: str, use: str = _RECORDER) -> Any:
+    """Return a name of a module of torch, or raise `moved_error` if it no longer exists."""
     found = getattr(importlib.import_module(module), name, None)
     if found is None:
-        raise moved_error(package, f"{module}.{name}", use)
+        raise moved_error("torch", f"{module}.{name}", use)
     return found
 
 
 def moved_error(
-    package: str, name: str, use: str, *, remedy: str = _UPGRADE
+    package: str, name: str, use: str = _RECORDER, *, remedy: str = _UPGRADE
 ) -> UpstreamChangedError:
     """Make the error about a name that no longer exists; `use` is read after "which"."""
     return _changed(package, f"no longer has {name}, which {use}", remedy)

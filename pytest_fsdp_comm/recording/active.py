@@ -23,12 +23,12 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch import nn
 
-from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Answer
 from pytest_fsdp_comm.recording.operations import Call
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, BackwardMap
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
+from pytest_fsdp_comm.upstream import look_up
 
 
 class Recorder(Protocol):
@@ -77,14 +77,10 @@ _lock = threading.Lock()
 _recorders: tuple[Recorder, ...] = ()
 
 
-def _tls(name: str) -> Any:
-    return upstream.look_up("torch", "torch._C", name, "the recorder relies on to find its threads")
-
-
 # Read in torch 2.6 to 2.15.
-_is_stashed: Callable[[str], bool] = _tls("_is_key_in_tls")
-_stashed: Callable[[str], tuple[Recorder, ...]] = _tls("_get_obj_in_tls")
-_stash: Callable[[str, tuple[Recorder, ...]], None] = _tls("_stash_obj_in_tls")
+_is_stashed: Callable[[str], bool] = look_up("torch._C", "_is_key_in_tls")
+_stashed: Callable[[str], tuple[Recorder, ...]] = look_up("torch._C", "_get_obj_in_tls")
+_stash: Callable[[str, tuple[Recorder, ...]], None] = look_up("torch._C", "_stash_obj_in_tls")
 
 # As torch's, by thread: asked a thousand times a step, where each call counts.
 _entered: Final[dict[int, tuple[Recorder, ...]]] = {}

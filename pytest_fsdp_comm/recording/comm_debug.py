@@ -77,9 +77,7 @@ class TracedModule:
             raise _model_is_gone()
         # `.data` is an operation, and a question must not be part of what it asks about: hide
         # it from the recording and a test's own modes. Read in torch 2.6 to 2.15.
-        use = "the recorder relies on to answer within a block"
-        module = "torch.utils._python_dispatch"
-        with upstream.look_up("torch", module, "_disable_current_modes", use)():
+        with upstream.look_up("torch.utils._python_dispatch", "_disable_current_modes")():
             return {name: now[name].data for name in self.placements}
 
 
@@ -107,9 +105,8 @@ class ModuleTracer:
     def __init__(self, backward: BackwardMap, units: UnitWatch) -> None:
         self._backward = backward
         self._units = units
-        use = "the recorder relies on to recognise operations on fake tensors"
         # Read in torch 2.13.
-        self._fake_mode = upstream.look_up("torch", "torch._guards", "active_fake_mode", use)
+        self._fake_mode = upstream.look_up("torch._guards", "active_fake_mode")
         self._operations: list[tuple[TracedModule | None, dict[str, Any]]] = []
         self._seen: dict[int, TracedModule] = {}  # by identity, valid while the module lives
         self._called: dict[TracedModule, None] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
@@ -30,17 +31,13 @@ class Dispatch(IntEnum):
     """Runs them on the tensors that it holds, where modes see them: DTensor, unwaited results."""
 
 
-class Subclasses(dict[type, Dispatch]):
-    """What each of the few classes that a mode is given makes of operations."""
-
-    def __missing__(self, cls: type) -> Dispatch:
-        own: Any = getattr(cls, "__torch_dispatch__", None)
-        if own is None or own is torch.Tensor.__torch_dispatch__ or issubclass(cls, _stand_ins()):
-            found = Dispatch.NONE
-        else:
-            found = Dispatch.WRAPPER if _can_be_taken_apart(cls) else Dispatch.OPAQUE
-        self[cls] = found
-        return found
+@functools.cache
+def dispatch_of(cls: type) -> Dispatch:
+    """What a class makes of operations."""
+    own: Any = getattr(cls, "__torch_dispatch__", None)
+    if own is None or own is torch.Tensor.__torch_dispatch__ or issubclass(cls, _stand_ins()):
+        return Dispatch.NONE
+    return Dispatch.WRAPPER if _can_be_taken_apart(cls) else Dispatch.OPAQUE
 
 
 def is_dtensor_class(cls: type) -> bool:

@@ -58,7 +58,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         # Read in torch 2.13.
-        self._fake_mode = upstream.look_up("torch", "torch._guards", "active_fake_mode", _USE)
+        self._fake_mode = upstream.look_up("torch._guards", "active_fake_mode", _USE)
         self._outer = self._fake_mode()
         self.total = 0
 
@@ -84,7 +84,7 @@ def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable
             "on the model that is given to comm_mode, or leave out estimate="
         )
     tracker_type: Any = upstream.look_up(
-        "torch", "torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker", _USE
+        "torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker", _USE
     )
     tracker = tracker_type(model, optimizer)
 

@@ -35,14 +35,14 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording import active
 from pytest_fsdp_comm.recording.comm_debug import ModuleTracer
-from pytest_fsdp_comm.recording.dtensors import Dispatch, Subclasses, is_dtensor_class
+from pytest_fsdp_comm.recording.dtensors import Dispatch, dispatch_of, is_dtensor_class
 from pytest_fsdp_comm.recording.operations import (
     COPY,
     NAMESPACES,
     VALUE_READS,
     Call,
+    call_of,
     copy_direction,
-    look_up,
 )
 
 _KEY: Final = "BackendSelect"
@@ -55,7 +55,7 @@ _USED: Final = (
 # In a function that torch.compile cannot take as a whole, the compiler looks at each frame that is
 # run. Ours it skips, but not those of generated code, such as the __init__ of a dataclass.
 set_compiler: Callable[[Any], Any] = upstream.look_up(
-    "torch", "torch._C._dynamo.eval_frame", "set_eval_frame", "the recorder relies on to run"
+    "torch._C._dynamo.eval_frame", "set_eval_frame"
 )
 """Set what compiles the frames of this thread, or None for nothing; returns what did."""
 
@@ -137,7 +137,7 @@ def _communicating(*_registered: int) -> Mapping[str, Call]:
         for name in torch._C._dispatch_get_all_op_names()
         if name.partition("::")[0] in NAMESPACES and _can_run(torch._C._dispatch_dump(name))
     ]
-    calls = {name: _call(_overload(name)) for name in names}
+    calls = {name: call_of(_overload(name)) for name in names}
     return {name: call for name, call in calls.items() if call is not None}
 
 
@@ -152,13 +152,6 @@ def _can_run(dump: str) -> bool:
 
 _NO_KERNELS: Final = {"", "name", "schema", "debug", "alias analysis kind", _KEY}
 _OF_ACCELERATORS: Final = {"CUDA", "XPU", "PrivateUse1", "SparseCUDA", "SparseXPU"}
-
-
-# Kept, since each has a kernel that is kept.
-@functools.cache
-def _call(func: OpOverload) -> Call | None:
-    operation = look_up(func)
-    return None if operation is None else Call(func, operation)
 
 
 def _overload(name: str) -> OpOverload:
@@ -301,14 +294,13 @@ class WatchingMode(Mode):
         self._tracer = tracer
         # By identity: torch's operations hash slowly.
         self._calls = {id(call.func): call for call in calls}
-        self._subclasses = Subclasses()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
         call = self._calls.get(id(func))
-        dispatch = max(map(self._subclasses.__getitem__, types), default=Dispatch.NONE)
+        dispatch = max(map(dispatch_of, types), default=Dispatch.NONE)
         if dispatch is Dispatch.WRAPPER:
             if self._tracer is not None and any(map(is_dtensor_class, types)):
                 self._tracer.note(func, args)

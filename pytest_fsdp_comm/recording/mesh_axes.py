@@ -188,11 +188,8 @@ def process_groups() -> list[dist.ProcessGroup]:
     world = getattr(dist.distributed_c10d, "_world", None)
     groups = getattr(world, "pg_group_ranks", None)
     if groups is None:
-        raise upstream.moved_error(
-            "torch",
-            "torch.distributed.distributed_c10d._world.pg_group_ranks",
-            "the recorder relies on to know the axes that can be queried",
-        )
+        moved = "torch.distributed.distributed_c10d._world.pg_group_ranks"
+        raise upstream.moved_error("torch", moved)
     # Groups that this rank is not in are numbers there.
     return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 

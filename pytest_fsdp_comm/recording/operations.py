@@ -212,6 +212,13 @@ class Call:
         return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
 
+@functools.cache
+def call_of(func: Any) -> Call | None:
+    """How to read a call of an operation; None if it does not communicate."""
+    operation = look_up(func)
+    return None if operation is None else Call(func, operation)
+
+
 def group_of(bound: Mapping[Any, Any]) -> dist.ProcessGroup | None:
     """The group of a call, by its arguments; None if it has none that is known here."""
     given: Any = bound.get("process_group", bound.get("group_name"))

@@ -40,7 +40,6 @@ Attribute = tuple[Any, str, Any]
 _OPTIONS: Final = slice(2, 4)
 """The arguments of a call of the engine, after the outputs, that say if it makes a graph, and what
 it computes the gradients of."""
-_USE: Final = "the recorder relies on to watch a step"
 _lock = threading.RLock()
 _num_users = 0
 _patches: list[_Patch] = []
@@ -110,11 +109,11 @@ def watching() -> Iterator[None]:
 @functools.cache
 def hide_from_compiler() -> None:
     """Have the compiler skip frames of this package, which run beside code that it compiles."""
-    upstream.look_up("torch", "torch._dynamo.trace_rules", "add", _USE)(__package__.split(".")[0])
+    upstream.look_up("torch._dynamo.trace_rules", "add")(__package__.split(".")[0])
 
 
 def _compiler_callbacks() -> Any:
-    return upstream.look_up("torch", "torch._dynamo.callback", "callback_handler", _USE)
+    return upstream.look_up("torch._dynamo.callback", "callback_handler")
 
 
 def _register(handler: Any) -> None:

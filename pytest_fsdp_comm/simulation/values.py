@@ -43,9 +43,8 @@ from pytest_fsdp_comm.recording.kernels import set_compiler
 from pytest_fsdp_comm.recording.operations import (
     NAMESPACES,
     UNKNOWN,
-    Call,
+    call_of,
     group_of,
-    look_up,
     tensors_in,
 )
 from pytest_fsdp_comm.recording.owners.stack import running
@@ -256,7 +255,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Know what a collective leaves, if what is sent is known. See Note [Known values]."""
-        call = _call(func)
+        call = call_of(func)
         if call is None:  # it waits for one, or wraps its result
             pairs = zip(_made(result), tensors_in([*args, kwargs]), strict=False)
             for own, other in filter(lambda pair: _is_known(pair[1]), pairs):
@@ -524,9 +523,3 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
         if argument.alias_info is not None and argument.alias_info.is_write
         for own in tensors_in(named.get(argument.name))
     ]
-
-
-@functools.cache
-def _call(func: Any) -> Call | None:
-    operation = look_up(func)
-    return None if operation is None else Call(func, operation)

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
 from pytest_fsdp_comm.recording.gathers import Gather
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, compiled_module, is_graph, running
+from pytest_fsdp_comm.upstream import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +95,9 @@ class BackwardMap:
 
     def __init__(self) -> None:
         """Look up what it needs of autograd (the same in torch 2.7 to 2.15)."""
-        self._next_number: Callable[[], int] = _autograd("torch.autograd", "_get_sequence_nr")
-        self._current_node: Callable[[], Any] = _autograd("torch._C", "_current_autograd_node")
-        self._current_task: Callable[[], int] = _autograd("torch._C", "_current_graph_task_id")
+        self._next_number: Callable[[], int] = look_up("torch.autograd", "_get_sequence_nr")
+        self._current_node: Callable[[], Any] = look_up("torch._C", "_current_autograd_node")
+        self._current_task: Callable[[], int] = look_up("torch._C", "_current_graph_task_id")
         self._roots: list[nn.Module] = []
         # By identity of a parameter, the first module that registered it; None if none did.
         self._registering: dict[int, nn.Module | None] = {}
@@ -342,9 +342,3 @@ def _source(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:
     if in_backward and scan.is_from_cpp and namespace == "c10d":
         return Source.DDP
     return Source.USER
-
-
-def _autograd(module: str, name: str) -> Any:
-    return upstream.look_up(
-        "torch", module, name, "the recorder relies on to find the module in backward"
-    )

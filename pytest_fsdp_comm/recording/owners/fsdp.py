@@ -296,8 +296,7 @@ def watched_methods() -> Iterator[tuple[Any, str, Around]]:
         if name not in vars(holder):
             module = getattr(holder, "__module__", "")  # a module itself has none
             moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
-            use = "the recorder relies on to find the owner of a collective"
-            raise upstream.moved_error("torch", moved, use)
+            raise upstream.moved_error("torch", moved)
         yield holder, name, around
 
 
@@ -457,11 +456,10 @@ def _modules_of_handle(handle: Any) -> tuple[nn.Module, ...]:
 @functools.cache
 def _states(names: str) -> list[enum.Enum]:
     """Members of an enum of torch, in `names` the enum's name and theirs, by spaces."""
-    use = "the recorder relies on to see when a unit is used"
     name, *members = names.split()
     module, _, kind = name.rpartition(".")
-    states = upstream.look_up("torch", module, kind, use)
+    states = upstream.look_up(module, kind)
     for member in members:
         if not hasattr(states, member):
-            raise upstream.moved_error("torch", f"{name}.{member}", use)
+            raise upstream.moved_error("torch", f"{name}.{member}")
     return [getattr(states, member) for member in members]

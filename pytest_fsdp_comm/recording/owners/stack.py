@@ -34,7 +34,6 @@ _DDP: Final = torch_files() + "nn/parallel/distributed.py"
 _BELOW_DISPATCHER: Final = tuple(
     torch_files() + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")
 )
-_USE: Final = "the recorder relies on"
 
 
 def called_module(frame: FrameType) -> nn.Module | None:
@@ -258,7 +257,7 @@ def engine_code() -> CodeType:
 def graph_type() -> type[nn.Module]:
     """The class of the graphs that a compiled module's call runs."""
     # As whose call the backends below inductor (eager, aot_eager) run a compiled module's graph.
-    found: type[nn.Module] = _look_up("torch.fx._lazy_graph_module", "_LazyGraphModule")
+    found: type[nn.Module] = upstream.look_up("torch.fx._lazy_graph_module", "_LazyGraphModule")
     return found
 
 
@@ -270,9 +269,7 @@ def _forward_method_code() -> CodeType:
     for constant in registering.co_consts:
         if isinstance(constant, CodeType) and constant.co_name == "wrapped_method":
             return constant
-    raise upstream.moved_error(
-        "torch", f"torch.distributed.fsdp.{name}.<locals>.wrapped_method", _USE
-    )
+    raise upstream.moved_error("torch", f"torch.distributed.fsdp.{name}.<locals>.wrapped_method")
 
 
 @functools.cache
@@ -281,9 +278,9 @@ def _clipping_codes() -> list[CodeType]:
     # By their public names, all there since torch 2.6, because the functions themselves live under
     # private ones: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
-    fsdp1 = _look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
+    fsdp1 = upstream.look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
     if not hasattr(fsdp1, "clip_grad_norm_"):
-        raise upstream.moved_error("torch", f"{fsdp1.__qualname__}.clip_grad_norm_", _USE)
+        raise upstream.moved_error("torch", f"{fsdp1.__qualname__}.clip_grad_norm_")
     codes = [code_of("torch.nn.utils", name) for name in names]
     codes.append(inspect.unwrap(fsdp1.clip_grad_norm_).__code__)
     return codes
@@ -292,10 +289,6 @@ def _clipping_codes() -> list[CodeType]:
 @functools.cache
 def code_of(module: str, name: str, method: str = "") -> CodeType:
     """The code of a function of torch, or of a class's method."""
-    found = _look_up(module, name)
+    found = upstream.look_up(module, name)
     code: CodeType = inspect.unwrap(getattr(found, method) if method else found).__code__
     return code
-
-
-def _look_up(module: str, name: str) -> Any:
-    return upstream.look_up("torch", module, name, _USE)

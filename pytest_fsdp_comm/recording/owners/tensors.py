@@ -28,7 +28,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import REDUCING, Phase, Role, Source
 from pytest_fsdp_comm.recording.dtensors import tensors_held
 from pytest_fsdp_comm.recording.frames import outwards
@@ -37,8 +36,8 @@ from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, 
 from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, code_of
+from pytest_fsdp_comm.upstream import look_up
 
-_USE: Final = "the recorder relies on to find the parameter that is sent"
 _NAMED_BY_UNITS: Final = frozenset({Source.FSDP, Source.DDP, Source.OBJECT})
 _HAS_ALL: Final = frozenset({Phase.OPTIMIZER, Phase.OUTSIDE})
 """When gradients are complete."""
@@ -82,8 +81,8 @@ class TensorOwners:
 
     def __init__(self, roots: list[nn.Module]) -> None:
         self._roots = roots
-        self._current_node: Callable[[], Any] = _look_up("torch._C", "_current_autograd_node")
-        self._next_number: Callable[[], int] = _look_up("torch.autograd", "_get_sequence_nr")
+        self._current_node: Callable[[], Any] = look_up("torch._C", "_current_autograd_node")
+        self._next_number: Callable[[], int] = look_up("torch.autograd", "_get_sequence_nr")
         # By the address of a storage.
         self._table: dict[int, list[Label]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
@@ -364,7 +363,3 @@ def _loaded() -> Any:
     if frame is None or len(frame.f_locals["keys"]) != 1:
         return None
     return frame.f_locals["local_state"]
-
-
-def _look_up(module: str, name: str) -> Any:
-    return upstream.look_up("torch", module, name, _USE)
