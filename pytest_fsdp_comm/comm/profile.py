@@ -177,10 +177,6 @@ class CommProfile:
     snapshot."""
 
     @property
-    def is_empty(self) -> bool:
-        return not self.collectives
-
-    @property
     def collectives(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.subject == "collective")
 
@@ -191,24 +187,15 @@ class CommProfile:
     def totals(self) -> tuple[Total, ...]:
         """Counts and bytes of each kind and axis over all phases and owners, by kind."""
         is_common = not any(row.ranks for row in self.collectives)
-        counts: Counter[tuple[str, str]] = Counter()
-        nbytes: Counter[tuple[str, str]] = Counter()
-        unsized: Counter[tuple[str, str]] = Counter()
+        num_ranks = 1 if is_common else self.num_ranks
+        sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for row in self.collectives:
-            times = 1 if is_common else len(row.ranks) or self.num_ranks
-            counts[row.what, row.axis] += times * row.count
-            nbytes[row.what, row.axis] += times * row.nbytes
-            unsized[row.what, row.axis] += times * row.unsized
+            times = 1 if is_common else len(row.ranks) or num_ranks
+            for name in ("count", "nbytes", "unsized"):
+                sums[row.what, row.axis][name] += times * getattr(row, name)
         return tuple(
-            Total(
-                kind=kind,
-                axis=axis,
-                count=counts[kind, axis],
-                nbytes=nbytes[kind, axis],
-                unsized=unsized[kind, axis],
-                num_ranks=1 if is_common else self.num_ranks,
-            )
-            for kind, axis in sorted(counts, key=lambda what: _kind_order(*what))
+            Total(kind=kind, axis=axis, num_ranks=num_ranks, **sums[kind, axis])
+            for kind, axis in sorted(sums, key=lambda what: _kind_order(*what))
         )
 
 

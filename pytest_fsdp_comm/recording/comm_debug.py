@@ -32,7 +32,7 @@ from pytest_fsdp_comm.comm.events import Collective, Phase, Recording
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.dtensors import is_dtensor
-from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
+from pytest_fsdp_comm.recording.owners.attribution import BackwardMap, Maker
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn, has_forward
 from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
@@ -147,8 +147,8 @@ class ModuleTracer:
             seen, operation = self._operations[-1]
             if operation["is_bw"]:
                 return seen
-        module = self._backward.module_of_current_node()
-        return None if module is None else self._note_module(module)
+        maker, _ = self._backward.maker_of_current_node()
+        return None if isinstance(maker, Maker) else self._note_module(maker)
 
     def _note_module(self, module: nn.Module) -> TracedModule:
         seen = self._seen.get(id(module))

@@ -52,11 +52,6 @@ def is_dtensor(thing: object) -> bool:
     return module is not None and isinstance(thing, module.DTensor)
 
 
-def nbytes_held(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor or, of a wrapper, of what it holds, whatever dtype it says of itself."""
-    return sum(held.numel() * held.element_size() for held in tensors_held(tensor))
-
-
 def tensors_held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors of a tensor: itself or, of a wrapper, those that it holds."""
     if type(tensor) is torch.Tensor or not _can_be_taken_apart(type(tensor)):
@@ -117,5 +112,6 @@ class RedistributionWatch:
             "source_placements": tuple(map(repr, current.placements)),
             "target_placements": tuple(map(repr, target.placements)),
             "mesh_axes": tuple(map(printable, names)),
-            "nbytes": nbytes_held(local),
+            # Of what a wrapper holds, whatever dtype it says of itself.
+            "nbytes": sum(held.numel() * held.element_size() for held in tensors_held(local)),
         }

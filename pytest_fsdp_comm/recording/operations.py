@@ -315,12 +315,7 @@ def reduce_op(given: Any) -> str | None:
         return given.lower()
     # c10d is given a boxed object, whose only method says a number. Some torch does not show it.
     number = getattr(given, "op", None)
-    return None if number is None else _reduce_op_name(number())
-
-
-@functools.cache
-def _reduce_op_name(number: int) -> str:
-    return str(dist.ReduceOp.RedOpType(number).name).lower()
+    return None if number is None else str(dist.ReduceOp.RedOpType(number()).name).lower()
 
 
 def joined_dtypes(dtypes: Iterable[torch.dtype]) -> str:

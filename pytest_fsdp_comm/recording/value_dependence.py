@@ -42,7 +42,10 @@ class ValueReads:
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = func.overloadpacket.__name__
-        if name == "index" and not _has_mask(args[1]):
+        # Of an index, torch tags every use, though only a mask makes the shape depend on values.
+        if name == "index" and not any(
+            index is not None and index.dtype in {torch.bool, torch.uint8} for index in args[1]
+        ):
             return
         if name == "repeat_interleave" and kwargs.get("output_size") is not None:
             return
@@ -178,11 +181,6 @@ def shows_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return name != "tensor_split" or any(
         isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values())
     )
-
-
-def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
-    # Of an index, torch tags every use, though only a mask makes the shape depend on values.
-    return any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in indices)
 
 
 def _only_checks(frame: FrameType) -> bool:

@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import product
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
 import torch
@@ -143,21 +143,17 @@ def _moved(own: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return _TO(own, *args, **kwargs)
     is_to_cuda = place.type == "cuda"
     # A tensor that stays where it is stays itself: to copy a partial one, DTensor would send it.
-    if is_to_cuda != (mark_of(own) is not None) and (is_to_cuda or _moves(sys._getframe(1))):
+    frame, movers = sys._getframe(1), {__file__, nn.modules.module.__file__}
+    # To the CPU, torch's own code takes it for where it is already.
+    if is_to_cuda != (mark_of(own) is not None) and (
+        is_to_cuda or is_outside_torch(frame) or frame.f_code.co_filename in movers
+    ):
         kwargs["copy"] = True
     place, mark_as = (CPU, place) if is_to_cuda else (place, None)
     result = _TO(own, place, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
     if mark_as is not None:
         mark(result, mark_as)
     return result
-
-
-def _moves(frame: FrameType) -> bool:
-    """Whether to the CPU is a move: torch's own code takes it for where it is already."""
-    return is_outside_torch(frame) or frame.f_code.co_filename in {
-        __file__,
-        nn.modules.module.__file__,
-    }
 
 
 def _of_tensors() -> Iterator[tuple[Any, str, Any]]:

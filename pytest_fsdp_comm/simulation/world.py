@@ -47,6 +47,7 @@ _GATHERS = {"all_gather_object", "gather_object"}
 _OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13 and 2.15
 _PIPELINES = "torch.distributed.pipelining."
 _COPY: Final[Callable[..., Any]] = torch.Tensor.__deepcopy__
+_ITERATE: Final[Callable[..., Any]] = DataLoader.__iter__
 
 
 @contextlib.contextmanager
@@ -235,23 +236,20 @@ def _conversions() -> Iterator[tuple[Any, str, Any]]:
     """What Python makes of a simulated tensor: a copy, a text, an array, a file."""
     # torch refuses some of it in words that name no cure, and takes memory for granted in the rest.
     # Read in torch 2.13.
-    yield torch.Tensor, "__deepcopy__", _copied_as_it_is(_COPY)
+    yield torch.Tensor, "__deepcopy__", _copied_as_it_is
     yield FakeTensor, "__deepcopy__", _copied
     yield FakeTensor, "__format__", _formatted
     yield FakeTensor, "__reduce_ex__", _refuse
     yield FakeTensor, "data_ptr", _refuse
     yield FakeTensor, "numpy", _array
-    yield DataLoader, "__iter__", _in_this_process(DataLoader.__iter__)
+    yield DataLoader, "__iter__", _in_this_process
 
 
-def _copied_as_it_is(copied: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(copied)
-    def run(own: torch.Tensor, memo: dict[int, Any]) -> Any:
-        # With memory, as what the mesh of a DTensor's state is made of.
-        with unset_fake_temporarily() if type(own) is torch.Tensor else contextlib.nullcontext():
-            return copied(own, memo)
-
-    return run
+@functools.wraps(_COPY)
+def _copied_as_it_is(own: torch.Tensor, memo: dict[int, Any]) -> Any:
+    # With memory, as what the mesh of a DTensor's state is made of.
+    with unset_fake_temporarily() if type(own) is torch.Tensor else contextlib.nullcontext():
+        return _COPY(own, memo)
 
 
 def _copied(own: FakeTensor, memo: dict[int, Any]) -> Any:
@@ -291,16 +289,13 @@ def _refuse(*_: Any) -> Any:
     )
 
 
-def _in_this_process(iterate: Callable[..., Any]) -> Callable[..., Any]:
+@functools.wraps(_ITERATE)
+def _in_this_process(loader: DataLoader[Any]) -> Any:
     # A worker would have to send tensors through shared memory.
-    @functools.wraps(iterate)
-    def run(loader: DataLoader[Any]) -> Any:
-        settings = vars(loader)
-        kept = {name: settings[name] for name in ("num_workers", "timeout")}
-        settings.update(num_workers=0, timeout=0)
-        try:
-            return iterate(loader)
-        finally:
-            settings.update(kept)
-
-    return run
+    settings = vars(loader)
+    kept = {name: settings[name] for name in ("num_workers", "timeout")}
+    settings.update(num_workers=0, timeout=0)
+    try:
+        return _ITERATE(loader)
+    finally:
+        settings.update(kept)

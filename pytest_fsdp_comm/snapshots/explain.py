@@ -37,7 +37,6 @@ from pytest_fsdp_comm.snapshots.failed_comparison import (
     FAILED_COMPARISON,
     UNEXPLAINED,
     FailedComparison,
-    describe_error,
 )
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.snapshots.unused import describe_neighbour
@@ -120,7 +119,8 @@ def _explain(
     for name, result in results.items():
         where = show_path(Path(result.snapshot_location), root)
         if result.exception is not None:
-            explanation = FailureText.of_text(describe_error(result.exception))
+            error = str(result.exception) or type(result.exception).__name__
+            explanation = FailureText.of_text(error)
             text = describe_problem(result.exception, where=where)
             differences[name] = Difference(explanation=explanation, text=text)
         elif result.recalled_data is None:

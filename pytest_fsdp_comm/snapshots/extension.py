@@ -150,7 +150,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def _profile(self, value: object, *, allow_empty: bool) -> Profile:
         if hasattr(value, "merged_profile"):
             profile: CommProfile = value.merged_profile()
-            if profile.is_empty and not allow_empty:
+            if not (profile.collectives or allow_empty):
                 raise EmptyRecordingError(
                     "the recording has no collectives, so a snapshot of it would guard nothing: is "
                     "the model sharded, and does it run inside `with comm_mode(model):`? If the "

@@ -178,8 +178,3 @@ def print_shared_changes(
             reporter.write_line(f"  and {len(nodeids) - _MOST_TESTS} more")
         accept = accept_all({nodeid: differing[nodeid] for nodeid in nodeids}, all_failed)
         reporter.write_line(f"accept all: {accept}")
-
-
-def describe_error(error: BaseException) -> str:
-    """Say why an assertion could not be decided."""
-    return str(error) or type(error).__name__

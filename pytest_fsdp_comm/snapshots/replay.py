@@ -21,7 +21,6 @@ from pytest_fsdp_comm.snapshots.extension import (
     end_comparisons,
     note_update,
 )
-from pytest_fsdp_comm.snapshots.failed_comparison import describe_error
 from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.text.words import show_path
 
@@ -214,7 +213,7 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
     if is_same:
         return ""
     if result.exception is not None:
-        return describe_error(result.exception)
+        return str(result.exception) or type(result.exception).__name__
     where = show_path(Path(result.snapshot_location), config.rootpath)
     return (
         f"a comparison with {where} failed and the test went on: it was caught, or its result not "

@@ -198,11 +198,6 @@ class BackwardMap:
         """Whether the autograd engine runs a graph task on this thread."""
         return self._current_task() != -1
 
-    def module_of_current_node(self) -> nn.Module | None:
-        """Find whose forward made the current node, or whose gradient it adds; None if unknown."""
-        maker, _ = self.maker_of_current_node()
-        return None if isinstance(maker, Maker) else maker
-
     def adds_gradient(self) -> bool:
         """Whether the node that runs adds to the gradient of a parameter, so no forward made it."""
         return hasattr(self._current_node(), "variable")

@@ -385,7 +385,7 @@ def unit_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, torch.T
             if hasattr(managed, "_unsharded_param"):  # not before the first gather
                 yield group.modules, managed._unsharded_param
     for handle in _handles_of(modules):
-        yield _modules_of_handle(handle), handle.flat_param
+        yield (handle._fully_sharded_module,), handle.flat_param
 
 
 def own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:

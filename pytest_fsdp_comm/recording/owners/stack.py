@@ -101,7 +101,7 @@ def _meaning_of(code: CodeType) -> _Code:
     return meaning
 
 
-def _look_at(code: CodeType) -> _Code:
+def _look_at(code: CodeType) -> _Code:  # noqa: PLR0911  # one for each meaning
     if code is _CALL_MODULE or code is _forward_method_code():
         return "module"
     if code is engine_code():
@@ -111,10 +111,8 @@ def _look_at(code: CodeType) -> _Code:
     if code is code_of("torch.distributed.tensor._redistribute", "redistribute_local_tensor"):
         return "redistribute"
     owner = whose(code.co_filename)
-    return _meaning_in_torch(code) if owner == "torch" else _MEANINGS[owner]
-
-
-def _meaning_in_torch(code: CodeType) -> _Code:
+    if owner != "torch":
+        return _MEANINGS[owner]
     if code.co_filename.startswith(_BELOW_DISPATCHER):
         return "skipped"
     if code.co_filename == _DDP:

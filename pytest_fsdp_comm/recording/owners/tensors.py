@@ -132,7 +132,11 @@ class TensorOwners:
             label = self._of_tensors(_plain(sent), given, own) or label
         if operation.kind == "all_gather" and given is None:
             # Its own part may be of one parameter, and the rest of others.
-            label = self._held_in(_plain(bound.get(operation.received))) or label
+            extents = map(extent_of, _plain(bound.get(operation.received)))
+            label = (
+                merged([self._held_at(one, whole=False) for one in extents if one is not None])
+                or label
+            )
         return Carried(label)
 
     def follow(self, operation: Operation, own: Attribution, received: Iterable[Any]) -> None:
@@ -188,7 +192,11 @@ class TensorOwners:
         extents = [extent_of(tensor) for tensor in sent]
         if own.phase in _RUNS_MODULES:
             self.settle_new()  # before the next backward puts others in their place
-            self._learn_running(own.issued_in)
+            # What the running module has registered since the table was made.
+            for parameter in (one for module in own.issued_in for one in own_parameters(module)):
+                if id(parameter) not in self._parameters:
+                    self._parameters[id(parameter)] = parameter
+                    self._hold(parameter, Role.PARAMETERS)
         if self._made_for != [*map(id, self._roots)]:
             self._make_table()
         label = self._label_of_all(extents)
@@ -206,11 +214,6 @@ class TensorOwners:
 
     def _label_of_all(self, extents: Sequence[Extent | None]) -> Label | None:
         return merged([None if one is None else self._held_at(one) for one in extents])
-
-    def _held_in(self, received: Sequence[torch.Tensor]) -> Label | None:
-        """What the model holds in tensors that are about to be filled."""
-        extents = [extent_of(tensor) for tensor in received]
-        return merged([self._held_at(one, whole=False) for one in extents if one is not None])
 
     def _held_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
         """What the model holds there; with `whole`, in which all of it lies."""
@@ -250,13 +253,6 @@ class TensorOwners:
                 known = self._table.setdefault(tensor.untyped_storage()._cdata, [])
                 if not known or known[-1] is not held:  # one may have several tensors there
                     known.append(held)
-
-    def _learn_running(self, modules: Modules) -> None:
-        """Look at what the running module has registered since the table was made."""
-        for parameter in (own for one in modules for own in own_parameters(one)):
-            if id(parameter) not in self._parameters:
-                self._parameters[id(parameter)] = parameter
-                self._hold(parameter, Role.PARAMETERS)
 
 
 def _now(label: Label) -> object:
