@@ -20,8 +20,6 @@ from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of, first_l
 from pytest_fsdp_comm.snapshots.unused import UnusedSnapshots
 from pytest_fsdp_comm.text.words import show_path
 
-# Between the summaries of two sessions.
-_BREAK: Final = "\n\n"
 _TO_ITS_END: Final = frozenset(
     {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED}
 )
@@ -89,7 +87,7 @@ class CiSession:
             if self.step_summary is not None and outcomes.has_news:
                 text = review.render_summary(outcomes, self._origin)
                 with self.step_summary.open("ab") as file:
-                    text = _BREAK * bool(file.tell()) + text
+                    text = "\n\n" * bool(file.tell()) + text
                     file.write(text.encode("utf-8", "replace"))
         except OSError as problem:
             self._note_problem("GITHUB_STEP_SUMMARY", problem)

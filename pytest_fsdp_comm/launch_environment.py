@@ -70,18 +70,14 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     port = _number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
     if world_size == 1:
         return None
-    local_rank, local_world_size = rank, world_size
-    if "LOCAL_RANK" in environment:
-        local_rank = _number(environment, "LOCAL_RANK", 0, rank)
-    if "LOCAL_WORLD_SIZE" in environment:
-        local_world_size = _number(environment, "LOCAL_WORLD_SIZE", 1, world_size)
+    environment = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), **environment}
     is_torchrun = "TORCHELASTIC_RUN_ID" in environment
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return LaunchedRank(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
+        local_rank=_number(environment, "LOCAL_RANK", 0, rank),
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1, world_size),
         host=environment["MASTER_ADDR"],
         port=port,
         has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +14,7 @@ import pytest
 from syrupy.assertion import AssertionResult, SnapshotAssertion
 
 from pytest_fsdp_comm.comm.events import Recording
-from pytest_fsdp_comm.comm.profile import CommProfile, fold
+from pytest_fsdp_comm.comm.profile import fold
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.marker import may_record, uses_plugin
@@ -119,10 +120,13 @@ class Notes:
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Keep what was recorded and compared with nothing."""
         recording = _recording_of((getattr(item, "funcargs", None) or {}).get("comm_mode"))
-        is_lowest = _is_lowest_rank(item)
         if recording is not None and not any(recording is one for one in self._recordings):
-            text = _write(fold(recording)) if is_lowest else ""
-            self._add(replace(_UNCOMPARED, new=text), recording)
+            compared = _UNCOMPARED
+            if _is_lowest_rank(item):
+                with suppress(FsdpCommError):  # it is too large for a snapshot
+                    text = SnapshotText.of(fold(recording), where="the recording")
+                    compared = replace(_UNCOMPARED, new=str(text))
+            self._add(compared, recording)
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Leave the writing to the pytest process."""
@@ -204,14 +208,6 @@ def _verdict(result: AssertionResult) -> Verdict:
     if result.success:
         return "same"
     return "missing" if result.recalled_data is None else "differs"
-
-
-def _write(profile: CommProfile) -> str:
-    """As a snapshot; empty if it is too large for one."""
-    try:
-        return str(SnapshotText.of(profile, where="the recording"))
-    except FsdpCommError:
-        return ""
 
 
 def _merged(payloads: Mapping[int, Record]) -> Iterator[Compared]:

@@ -9,6 +9,7 @@ from typing import Final
 
 from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.text.codec import CodecError, dump_document, load_document
+from pytest_fsdp_comm.text.rank_lists import fold_equal
 
 JSON_VERSION: Final = 1
 """Rises when an older reader would misread the document."""
@@ -50,14 +51,12 @@ def dump_recordings(recordings: Sequence[Recording]) -> str:
 
 def join_recordings(texts: Mapping[int, str], run: ScriptRun | None = None) -> str:
     """Make one document of those of ranks, each of one recording; equal texts become one."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks_of.setdefault(text, []).append(rank)
+    folded = fold_equal(texts)
     joined = _Recordings(
         recordings=tuple(
-            replace(load_recordings(text)[0], rank=ranks[0]) for text, ranks in ranks_of.items()
+            replace(load_recordings(text)[0], rank=ranks[0]) for ranks, text in folded
         ),
-        ranks_alike=tuple(tuple(ranks[1:]) for ranks in ranks_of.values()),
+        ranks_alike=tuple(tuple(ranks[1:]) for ranks, _ in folded),
         run=run,
     )
     return dump_document(_KIND, JSON_VERSION, joined)

@@ -40,7 +40,11 @@ def run(options: argparse.Namespace) -> int:
     texts = {name: read_document(Path(name)) for name in options.files}
     for number, (name, text) in enumerate(texts.items()):
         several = [*([""] if number else []), f"{name}:"] if len(texts) > 1 else []
-        printer.lines([*several, *_show_file(text)])
+        printer.lines(several)
+        if isinstance(text.profile, CommProfile):
+            printer.lines(_show_comm(text, text.profile))
+        else:
+            printer.lines(_show_tree(text, text.profile))
     profiles = [
         (Path(name).name, text.profile)
         for name, text in texts.items()
@@ -60,12 +64,6 @@ def _side_by_side(profiles: Sequence[tuple[str, CommProfile]]) -> Iterator[str]:
     labels = sorted(dict.fromkeys(chain(*columns)), key=lambda label: label in _LAST)
     rows = [(label, *(column.get(label, "-") for column in columns)) for label in labels]
     return _columns([("", *(name for name, _ in profiles)), *rows])
-
-
-def _show_file(text: SnapshotText) -> Iterator[str]:
-    if isinstance(text.profile, CommProfile):
-        return _show_comm(text, text.profile)
-    return _show_tree(text, text.profile)
 
 
 def _head(what: str, text: SnapshotText) -> str:

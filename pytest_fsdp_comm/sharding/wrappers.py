@@ -29,7 +29,7 @@ from pytest_fsdp_comm.sharding.units import (
     shown_dtype,
 )
 from pytest_fsdp_comm.sharding.walk import Slot, Visit
-from pytest_fsdp_comm.tree.model import AxisPlacement, ParameterNode, Precision, ShardUnit
+from pytest_fsdp_comm.tree.model import AxisPlacement, Precision, ShardUnit
 
 _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
@@ -138,19 +138,17 @@ def _read_params(
         is_sharded = handle.uses_sharded_strategy
         own = flat._shard_param_infos[number]
         original = flat if flat._params is None else flat._params[number]
-        node = ParameterNode(
-            module=0,
-            name="",
+        slots = visit.slots([(info.module, info.param_name), *same])
+        held = hold(original, placements, slots=slots)
+        node = replace(
+            held.node,
             shape=shape,
             dtype=shown_dtype(handle._orig_param_dtype) or "",
             itemsize=handle._orig_param_dtype.itemsize,
-            placements=placements,
             local_numel=(own.numel_in_shard or 0) if is_sharded else math.prod(shape),
-            trainable=original.requires_grad,
             device=flat.device.type,
-            unit=None,
         )
-        yield HeldParameter(node=node, slots=visit.slots([(info.module, info.param_name), *same]))
+        yield replace(held, node=node)
 
 
 def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUnit]:

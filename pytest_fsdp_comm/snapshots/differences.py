@@ -186,11 +186,15 @@ def _trainable(units: set[str], parameters: Mapping[str, ParameterFacts]) -> Ite
     """Name the unit and the module of each trainable parameter."""
     unit_of = {module: unit for unit in units for module in unit.split("+")}
     for name in (name for name, facts in parameters.items() if facts.trainable):
-        module = name.rpartition(".")[0]
-        yield module
-        while module and module not in unit_of:
-            module = module.rpartition(".")[0]
-        yield unit_of.get(module, module)
+        yield name.rpartition(".")[0]
+        yield _unit_around(name, unit_of) or ""
+
+
+def _unit_around(name: str, unit_of: Mapping[str, str]) -> str | None:
+    """The unit that a parameter is in, by those of modules; None if it is in none."""
+    while name and name not in unit_of:
+        name = name.rpartition(".")[0]
+    return unit_of.get(name)
 
 
 def _parameters_of(
@@ -201,9 +205,6 @@ def _parameters_of(
     unit_of = {module: unit for unit in units for module in unit.split("+")}
     found: defaultdict[str, list[tuple[ParameterFacts, ParameterFacts]]] = defaultdict(list)
     for name in old.keys() & new.keys():
-        module = name
-        while module and module not in unit_of:
-            module = module.rpartition(".")[0]
-        unit = unit_of.get(module, name.rpartition(".")[0])
-        found[unit].append((old[name], new[name]))
+        unit = _unit_around(name, unit_of)
+        found[name.rpartition(".")[0] if unit is None else unit].append((old[name], new[name]))
     return found

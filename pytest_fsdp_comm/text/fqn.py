@@ -182,10 +182,8 @@ def _write_ranges(ranges: Ranges) -> str:
 
 def expand(pattern: str) -> tuple[str, ...]:
     """List the FQNs of a pattern, the last number running fastest; ValueError if it is none."""
-    parts = _BRACES.split(pattern)
-    _check_braces("".join(parts[::2]), pattern)
-    words = [unescape(part) for part in parts[::2]]
-    axes = [_read_ranges(part, pattern) for part in parts[1::2]]
+    literals, axes = _split_pattern(pattern)
+    words = [unescape(literal) for literal in literals]
     sizes = (sum(last - first + 1 for first, last in ranges) for ranges in axes)
     if math.prod(sizes) > MAX_NAMES:
         raise ValueError(
@@ -199,13 +197,10 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     """Match FQNs with a pattern whose ``*`` is (part of) a segment; ValueError as `expand`."""
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
-    parts = _BRACES.split(pattern)
-    _check_braces("".join(parts[::2]), pattern)
-    ranges = [_read_ranges(part, pattern) for part in parts[1::2]]
+    literals, ranges = _split_pattern(pattern)
     # An asterisk of a name is written with an escape, which no snapshot needs.
     words = (
-        "[^.+]+".join(re.escape(read_word(literal)) for literal in word.split("*"))
-        for word in parts[::2]
+        "[^.+]+".join(re.escape(read_word(one)) for one in word.split("*")) for word in literals
     )
     shape = re.compile(f"({_FOLDABLE.pattern})".join(words), re.DOTALL)
 
@@ -219,13 +214,15 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     return matches
 
 
-def _check_braces(between: str, pattern: str) -> None:
-    """Refuse a brace that is left between those that belong together."""
-    brace = next((character for character in between if character in "{}"), "")
+def _split_pattern(pattern: str) -> tuple[list[str], list[Ranges]]:
+    """Split a pattern into the text around its braces and the numbers in them."""
+    parts = _BRACES.split(pattern)
+    brace = next((character for character in "".join(parts[::2]) if character in "{}"), "")
     if brace:
         raise ValueError(
             f"unpaired {brace!r} in {quoted_part(pattern)}: expected e.g. layers.{{0..3}}"
         )
+    return parts[::2], [_read_ranges(part, pattern) for part in parts[1::2]]
 
 
 def first_name(pattern: str) -> str:

@@ -244,7 +244,7 @@ class UnitWatch:
 
     def _gather_handle(self, handle: Any, given: Arguments) -> Iterator[ActingUnit]:
         self._memory.learn(handle, lambda _: 0)
-        modules, gather = _modules_of_handle(handle), self._prefetches.begin()
+        modules, gather = (handle._fully_sharded_module,), self._prefetches.begin()
         yield ActingUnit(modules, gather=gather)
         nbytes = _unsharded_nbytes_of_handle(handle, given[0])
         self._prefetches.issued(handle, gather)
@@ -252,7 +252,7 @@ class UnitWatch:
         self._on_reshard("unshard", modules, nbytes, 0.0)
 
     def _reshard_handle(self, handle: Any, given: Arguments) -> Iterator[ActingUnit]:
-        held, modules = _gathered_nbytes_of_handle(handle), _modules_of_handle(handle)
+        held, modules = _gathered_nbytes_of_handle(handle), (handle._fully_sharded_module,)
         self._memory.learn(handle, lambda _: held)
         frees = given[0] and handle.uses_sharded_strategy and not handle.needs_unshard()
         started = time.perf_counter()
@@ -263,7 +263,7 @@ class UnitWatch:
             self._on_reshard("reshard", modules, held, seconds)
 
     def _serve_handle(self, handle: Any, _: Arguments) -> Iterator[ActingUnit]:
-        yield ActingUnit(_modules_of_handle(handle))
+        yield ActingUnit((handle._fully_sharded_module,))
 
     def _serve_second(self, _: Any, given: Arguments) -> Iterator[ActingUnit]:
         return self._serve_handle(given[0], ())
@@ -279,7 +279,7 @@ class UnitWatch:
         # Each use of a unit, after it was gathered, also looks for what it should prefetch.
         if self._open_slot_of_handle(handle):
             self._prefetches.used(handle)
-        yield ActingUnit(() if handle is None else _modules_of_handle(handle), serves=False)
+        yield ActingUnit(() if handle is None else (handle._fully_sharded_module,), serves=False)
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
         """Open the slot in which a unit is used; returns whether it is used at all."""
@@ -447,10 +447,6 @@ def _gathered_nbytes_of_handle(handle: Any) -> int:
         if padded is not None and padded.untyped_storage().size():
             return _unsharded_nbytes_of_handle(handle, padded)
     return 0
-
-
-def _modules_of_handle(handle: Any) -> tuple[nn.Module, ...]:
-    return (handle._fully_sharded_module,)
 
 
 @functools.cache
