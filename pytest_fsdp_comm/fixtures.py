@@ -12,14 +12,13 @@ import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import OPTIONS
-from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
 
 if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
     from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251  # for the type only
 
     from pytest_fsdp_comm.fsdp_tree import TreeFactory
-    from pytest_fsdp_comm.ranks.rank.context import RankContext
     from pytest_fsdp_comm.recording.comm_mode import CommMode
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pytest_fsdp_comm import fixtures, marker, options, upstream
-from pytest_fsdp_comm.launch_environment import explain_separate_processes, is_spawned_rank
-from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
+from pytest_fsdp_comm.launch_environment import (
+    LaunchedRank,
+    explain_separate_processes,
+    is_spawned_rank,
+)
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankExtension
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
 from pytest_fsdp_comm.snapshots import failed_comparison, unused
 
 if TYPE_CHECKING:
-    from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.rank.context import RankExtension
     from pytest_fsdp_comm.ranks.session.runner import RankRunner
 
 # Windows has neither fcntl nor Unix sockets, either: what starts ranks cannot be imported.

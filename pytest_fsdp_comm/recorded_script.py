@@ -7,9 +7,11 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from pytest_fsdp_comm.comm.json import join_recordings, load_recordings
+from pytest_fsdp_comm.comm.events import Recording
+from pytest_fsdp_comm.comm.json import ScriptRun, join_recordings, load_recordings
+from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.command_line.documents import merge_recordings, summary_lines
 from pytest_fsdp_comm.errors import FsdpCommError, IncompleteRecordingError
 from pytest_fsdp_comm.recording.comm_mode import CommMode, publish
@@ -21,14 +23,9 @@ from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.words import show_path
+from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import TreeFacts, tree_facts
 from pytest_fsdp_comm.tree.profile import merge as merge_trees
-
-if TYPE_CHECKING:
-    from pytest_fsdp_comm.comm.events import Recording
-    from pytest_fsdp_comm.comm.json import ScriptRun
-    from pytest_fsdp_comm.comm.profile import CommProfile
-    from pytest_fsdp_comm.tree.model import ShardTree
 
 _TIMEOUT_S: Final = 60.0
 _STDERR: Final = 2

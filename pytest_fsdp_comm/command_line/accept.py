@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.command_line.diff import Pair, print_stories
 from pytest_fsdp_comm.command_line.documents import describe_problem, find_project, read_document
@@ -13,9 +13,6 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.files import RECEIVED, read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.names import SUFFIX
 from pytest_fsdp_comm.text.words import counted, show_path
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def run(options: argparse.Namespace) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import sys
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
+from pytest_fsdp_comm.comm.explanation.steps import Evidence
 from pytest_fsdp_comm.comm.profile import CommProfile, restrict
 from pytest_fsdp_comm.command_line.documents import (
     describe_problem,
@@ -22,12 +25,6 @@ from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
-
-    from pytest_fsdp_comm.comm.explanation.steps import Evidence
 
 # What git calls the file of a side that has none.
 _NOWHERE: Final = "/dev/null"

@@ -7,24 +7,20 @@ import glob
 import os
 import shlex
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings, parts_of
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
 from pytest_fsdp_comm.snapshots.files import read_snapshot
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.words import counted, show_nbytes
 from pytest_fsdp_comm.tree.model import ShardTree, load_tree
 from pytest_fsdp_comm.tree.profile import fold as fold_tree
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from pytest_fsdp_comm.comm.events import Recording
-    from pytest_fsdp_comm.snapshots.documents import Profile
 
 _DEFAULT: Final = "snapshots"
 _TEST_FILES: Final = "test_*.py *_test.py"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from pytest_fsdp_comm.command_line.terminal import FAILED, When
 from pytest_fsdp_comm.errors import FsdpCommError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Every command, and what it calls, raises FsdpCommError for whatever a user can cause, with the
 # remedy; `main` alone catches it, except where the problem of one file must not hide the others.

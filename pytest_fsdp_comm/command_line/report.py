@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.command_line.diff import pairs_in_directories, pairs_of, tell, test_of
+from pytest_fsdp_comm.comm.events import Recording
+from pytest_fsdp_comm.command_line.diff import (
+    Pair,
+    Story,
+    pairs_in_directories,
+    pairs_of,
+    tell,
+    test_of,
+)
 from pytest_fsdp_comm.command_line.documents import read_json, sort_ranks
 from pytest_fsdp_comm.command_line.terminal import SAME, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -17,13 +26,6 @@ from pytest_fsdp_comm.reports.trace import dump_trace
 from pytest_fsdp_comm.snapshots.differences import kind_of
 from pytest_fsdp_comm.snapshots.files import EXPECTED, RECEIVED, write_report
 from pytest_fsdp_comm.text.words import counted
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from pytest_fsdp_comm.comm.events import Recording
-    from pytest_fsdp_comm.command_line.diff import Pair, Story
 
 
 def run_report(options: argparse.Namespace) -> int:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
-from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.comm.profile import CommProfile, Total
 from pytest_fsdp_comm.command_line.documents import read_document
 from pytest_fsdp_comm.command_line.terminal import SAME, Printer
 from pytest_fsdp_comm.reports.html.tables import cost_rows
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import counted, itemsize, show_nbytes
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from pytest_fsdp_comm.comm.profile import Total
-    from pytest_fsdp_comm.snapshots.documents import SnapshotText
-    from pytest_fsdp_comm.tree.profile import TreeProfile
+from pytest_fsdp_comm.tree.profile import TreeProfile
 
 _PHASES: Final = tuple(map(str, Phase))
 _LAST: Final = ("bytes in all", "peak gathered")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Iterable
+from typing import Final, Literal
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.reports.coloring import markup_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 SAME: Final = 0
 DIFFERENT: Final = 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from pytest_fsdp_comm.comm.json import load_run
+from pytest_fsdp_comm.comm.json import ScriptRun, load_run
 from pytest_fsdp_comm.command_line.documents import (
     find_collected,
     find_project,
@@ -15,14 +16,9 @@ from pytest_fsdp_comm.command_line.documents import (
 )
 from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.snapshots.documents import Profile
 from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.words import anchor_of, shell_word, show_path
-
-if TYPE_CHECKING:
-    import argparse
-
-    from pytest_fsdp_comm.comm.json import ScriptRun
-    from pytest_fsdp_comm.snapshots.documents import Profile
 
 _TEST: Final = '''"""Guards what a training step of {script} sends, and how its model is sharded."""
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _LONGEST_PAUSE_S: Final = 1.0
 

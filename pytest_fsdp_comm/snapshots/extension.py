@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard, cast
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
+from syrupy.assertion import AssertionResult, SnapshotAssertion
 from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+from syrupy.location import PyTestLocation
 
+from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.comm.profile import CommProfile, without_activation_sizes
 from pytest_fsdp_comm.errors import (
     EmptyRecordingError,
@@ -25,8 +27,14 @@ from pytest_fsdp_comm.errors import (
 )
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
-from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
-from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, differs, has_further_ranks
+from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS, UnseenLevel
+from pytest_fsdp_comm.snapshots.documents import (
+    Profile,
+    SnapshotText,
+    body,
+    differs,
+    has_further_ranks,
+)
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.files import EXPECTED, RECEIVED, read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.lines import REMEDY
@@ -37,18 +45,10 @@ from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import merge, tree_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from syrupy.assertion import AssertionResult
-    from syrupy.location import PyTestLocation
-
-    from pytest_fsdp_comm.comm.events import Gap
-    from pytest_fsdp_comm.options import UnseenLevel
     from pytest_fsdp_comm.snapshots.differences import Difference
-    from pytest_fsdp_comm.snapshots.documents import Profile
 
-    # Exchanges text among the ranks of a test.
-    Gather: TypeAlias = Callable[[str], list[str]]
+# Exchanges text among the ranks of a test.
+Gather: TypeAlias = Callable[[str], list[str]]
 
 UNWRITTEN: Final = pytest.StashKey["dict[str, AssertionResult]"]()
 """In a test's stash: the comparisons whose files an update writes, by path."""

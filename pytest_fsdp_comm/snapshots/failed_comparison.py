@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,8 +16,6 @@ from pytest_fsdp_comm.reports.explanation import SECTION
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
     from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import importlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
+import pytest
 from syrupy.assertion import SnapshotAssertion
+from syrupy.extensions.base import AbstractSyrupyExtension
 from syrupy.location import PyTestLocation
 
 from pytest_fsdp_comm import upstream
@@ -23,12 +26,6 @@ from pytest_fsdp_comm.snapshots.extension import (
 )
 from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.text.words import show_path
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    import pytest
-    from syrupy.extensions.base import AbstractSyrupyExtension
 
 # Note [Replay]: syrupy decides in one process what is written, counted and removed. So in a rank
 # its session is read-only, and notes the extension and index of each assertion; the serialized

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -27,9 +29,6 @@ from pytest_fsdp_comm.snapshots.names import (
 from pytest_fsdp_comm.text.words import counted, shell_word, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
-    from collections.abc import Set as AbstractSet
-
     from xdist.workermanage import WorkerController
 
 # Note [Unused files]: a file is unused if no test compared it, its module was collected whole, and
