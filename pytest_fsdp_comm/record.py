@@ -48,7 +48,11 @@ def run(options: argparse.Namespace) -> int:
             "are started by --nproc 4, or torchrun --nproc-per-node 4 -m pytest_fsdp_comm record"
         )
     if options.nproc:
-        _launch(options)
+        own = ["record", "--step", options.step, "--out", options.out]
+        own += [*["--go-on"] * options.go_on, *["-m"] * options.module, *options.command]
+        ranks = ["--standalone", "--nproc-per-node", str(options.nproc), "-m", "pytest_fsdp_comm"]
+        command = [sys.executable, "-m", "torch.distributed.run", *ranks, *own]
+        os.execv(sys.executable, command)  # noqa: S606  # so that signals reach the launcher
     script, *arguments = options.command
     ran = ScriptRun(
         script=script,
@@ -69,14 +73,6 @@ def run(options: argparse.Namespace) -> int:
         undo.enter_context(optimizer_steps(hook.stepped))
         status = _status_of(lambda: run_script(script, arguments, is_module=options.module))
     return hook.finish(status)
-
-
-def _launch(options: argparse.Namespace) -> None:
-    own = ["--step", options.step, "--out", options.out]
-    own += [*["--go-on"] * options.go_on, *["-m"] * options.module, *options.command]
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.nproc)]
-    command = [sys.executable, *ranks, "-m", "pytest_fsdp_comm", "record", *own]
-    os.execv(sys.executable, command)  # noqa: S606  # so that signals reach the launcher
 
 
 @contextlib.contextmanager

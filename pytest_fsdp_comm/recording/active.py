@@ -141,7 +141,10 @@ def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
     """
     if entered():
         return _recorders, ()
-    started_in = getattr(_python_thread(), _STARTED_IN, None)
+    # Not threading.current_thread(), which makes a record of each thread of C++ that it sees.
+    own = threading.get_ident()
+    thread = next((one for one in threading.enumerate() if one.ident == own), None)
+    started_in = getattr(thread, _STARTED_IN, None)
     if started_in is None:
         return _recorders, ()
     recording = tuple(recorder for recorder in _recorders if recorder.number in started_in)
@@ -151,9 +154,3 @@ def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
 def note_start(thread: threading.Thread) -> None:
     """Note during which recordings a thread starts."""
     vars(thread)[_STARTED_IN] = frozenset(recorder.number for recorder in _recorders)
-
-
-def _python_thread() -> threading.Thread | None:
-    # Not threading.current_thread(), which makes a record of each thread of C++ that it sees.
-    own = threading.get_ident()
-    return next((thread for thread in threading.enumerate() if thread.ident == own), None)

@@ -121,7 +121,13 @@ class ModuleTracer:
         if running is not None:
             seen = self._note_module(running)
             if seen not in self._called and not is_backward:
-                self._note_calls()
+                callers: tuple[TracedModule, ...] = ()
+                for caller in map(self._note_module, running_modules()):
+                    if caller not in self._called:
+                        caller.callers = callers
+                        self._called[caller] = None
+                    if caller not in callers:
+                        callers = (*callers, caller)
         elif is_backward:
             seen = self._acting_in_backward()
         # An operation on fake tensors does nothing: DTensor runs it to learn what it would return.
@@ -156,15 +162,6 @@ class ModuleTracer:
         if seen is None or seen.module() is not module:
             seen = self._seen[id(module)] = _traced(module)
         return seen
-
-    def _note_calls(self) -> None:
-        callers: tuple[TracedModule, ...] = ()
-        for seen in map(self._note_module, running_modules()):
-            if seen not in self._called:
-                seen.callers = callers
-                self._called[seen] = None
-            if seen not in callers:
-                callers = (*callers, seen)
 
     def result(self, roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
         """Name what was noted up to now, relative to the roots."""

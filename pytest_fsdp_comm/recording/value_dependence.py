@@ -55,7 +55,12 @@ class ValueReads:
     def note(self, how: str) -> None:
         """Note how values are read, if user code does it in forward or backward."""
         frame = _requesting_frame()
-        if frame is None or _only_checks(frame):
+        if frame is None:
+            return
+        # ``one_hot`` reads the least value to check it, in C++: no frame of its own tells it from
+        # its caller. It makes no shape of values where it is given the number of classes.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if re.search(r"\bone_hot\(.*,", line):
             return
         phase, call_site = self._attribute()
         if phase in IN_MODULES:
@@ -181,10 +186,3 @@ def shows_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return name != "tensor_split" or any(
         isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values())
     )
-
-
-def _only_checks(frame: FrameType) -> bool:
-    """Whether a line calls ``one_hot`` with the number of classes."""
-    # It reads the least value to check it, in C++: no frame of its own tells it from its caller.
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return re.search(r"\bone_hot\(.*,", line) is not None

@@ -273,7 +273,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         values: list[torch.Tensor | None] = [None] * len(outputs)
         if group is not None and self._groups is not None and self._groups.has(group):
             arrives = None
-            if _has_numbers([*sent, *outputs]):
+            dtype = next((own.dtype for own in (*sent, *outputs)), torch.float32)
+            if not (dtype.is_floating_point or dtype.is_complex):
                 arrives = self._groups.exchange(operation, group, bound, held)
             if arrives is not None:
                 fill = functools.cache(functools.partial(_fill, outputs, arrives))
@@ -394,11 +395,6 @@ def _made(result: Any) -> list[FakeTensor]:
     if isinstance(result, FakeTensor):
         return [result]
     return [own for own in tensors_in(result) if isinstance(own, FakeTensor)]
-
-
-def _has_numbers(tensors: Sequence[torch.Tensor]) -> bool:
-    dtype = tensors[0].dtype if tensors else torch.float32
-    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 @functools.cache

@@ -171,10 +171,13 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 backend=value.backend,
                 torch_version=value.torch_version,
             )
+        shown = type(value).__name__
+        if isinstance(value, Mapping):
+            shown = f"a dict with the keys {list(value)!r:.80}" if value else "an empty dict"
         raise FsdpCommError(
             "comm_snapshot compares comm_mode, fsdp_tree(model), or a dict of these by name "
             'such as {"comm": comm_mode, "tree": fsdp_tree(model)}, got '
-            f"{_shown_type(value)}; for other values use syrupy's plain `snapshot` fixture"
+            f"{shown}; for other values use syrupy's plain `snapshot` fixture"
         )
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
@@ -309,12 +312,6 @@ def _are_named(value: object) -> TypeGuard[Mapping[str, object]]:
         and bool(value)
         and all(isinstance(key, str) and key and PART not in key for key in value)
     )
-
-
-def _shown_type(value: object) -> str:
-    if not isinstance(value, Mapping):
-        return type(value).__name__
-    return "an empty dict" if not value else f"a dict with the keys {list(value)!r:.80}"
 
 
 def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:

@@ -116,7 +116,12 @@ class TensorOwners:
         if own.source in _NAMED_BY_UNITS:
             return None
         node = self._current_node() if own.phase is Phase.BACKWARD else None
-        label = _label_of_dtensor(given) if node is None else _label_of_node(node, Role.GRADIENTS)
+        if node is not None:
+            label = _label_of_node(node, Role.GRADIENTS)
+        elif isinstance(given, nn.Parameter):
+            label = Label(parameter=given, role=Role.PARAMETERS)
+        else:
+            label = _label_of_node(getattr(given, "grad_fn", None), Role.PARAMETERS)
         # A hook on a parameter may send its gradient, and anything else too.
         if label is None or hasattr(node, "variable"):
             if operation.kind == "broadcast" and own.phase is Phase.OUTSIDE:
@@ -296,13 +301,6 @@ def _has_bytes(tensor: Any) -> bool:
 def weak_storage(tensor: torch.Tensor) -> Any:
     """A reference that frees the bytes, and keeps the address from being used again."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def _label_of_dtensor(given: Any) -> Label | None:
-    if isinstance(given, nn.Parameter):
-        return Label(parameter=given, role=Role.PARAMETERS)
-    node = getattr(given, "grad_fn", None)
-    return None if node is None else _label_of_node(node, Role.PARAMETERS)
 
 
 def _label_of_node(node: Any, role: Role) -> Label | None:
