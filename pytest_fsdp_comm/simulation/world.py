@@ -63,42 +63,55 @@ def simulated(
             None if unknown.
         groups: Those whose ranks run; None if this rank runs alone.
     """
-    with contextlib.ExitStack() as undo:
-        mesh = device_mesh.DeviceMesh
-        for name, found in [*vars(mesh).items()]:
-            if name.startswith("__") and name not in {"__init__", "__getitem__"}:
-                continue
-            real = _real(found)
-            if groups is not None and name == "__init__":
-                real = _checked(real, groups)
-            if real is not None and name in _MESHES_OF:
-                real = _made_once(real)
-            if real is not None:
-                undo.enter_context(patched((mesh, name, real)))
-        if hasattr(_fsdp_param, _CHUNKS):  # otherwise only slower
-            undo.enter_context(patched((_fsdp_param, _CHUNKS, LazyChunks)))
-        # DTensor runs operations of whole tensors to learn what they return: on tensors of its own,
-        # as without a simulation, so that nothing counts them as this rank's.
-        learn = getattr(ShardingPropagator, _LEARN, None)
-        if learn is not None:  # otherwise estimates alone are too large
-            undo.enter_context(patched((ShardingPropagator, _LEARN, _on_real(learn))))
-        undo.enter_context(patched((DistributedDataParallel, "__init__", _refuse_ddp)))
-        undo.enter_context(told_of_values())
-        undo.enter_context(cuda_on_cpu(answers=answers))
+    tensors = _tensors(answers, shares)
+    tensors.begin(groups)
+    with (
+        patched(*_attributes(tensors, groups)),
+        told_of_values(),
+        cuda_on_cpu(answers=answers),
         # What is compiled sends what it sends as it is written, and the compiler's own tensors
         # without memory mix with no others.
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
-        undo.enter_context(patched(*_conversions()))
-        tensors = _tensors(answers, shares)
-        tensors.begin(groups)
-        for name in _OBJECTS:
-            real = _on_real(getattr(distributed_c10d, name), tensors.known)
-            undo.enter_context(patched((distributed_c10d, name, _of_this_rank(real, groups))))
-        told = _told_of_real(dist.get_backend, groups)
-        undo.enter_context(patched((dist, "get_backend", told)))
-        undo.enter_context(patched((torch.utils, "swap_tensors", tensors.swap)))
-        undo.enter_context(tensors)
+        torch.compiler.set_stance("force_eager"),
+        tensors,
+    ):
         yield
+
+
+def _attributes(
+    tensors: SimulatedTensors, groups: RealGroups | None
+) -> Iterator[tuple[Any, str, Any]]:
+    mesh = device_mesh.DeviceMesh
+    for name, found in vars(mesh).items():
+        if name.startswith("__") and name not in {"__init__", "__getitem__"}:
+            continue
+        real = _real(found)
+        if groups is not None and name == "__init__":
+            real = _checked(real, groups)
+        if real is not None:
+            yield mesh, name, _made_once(real) if name in _MESHES_OF else real
+    if hasattr(_fsdp_param, _CHUNKS):  # otherwise only slower
+        yield _fsdp_param, _CHUNKS, LazyChunks
+    # DTensor runs operations of whole tensors to learn what they return: on tensors of its own, as
+    # without a simulation, so that nothing counts them as this rank's.
+    learn = getattr(ShardingPropagator, _LEARN, None)
+    if learn is not None:  # otherwise estimates alone are too large
+        yield ShardingPropagator, _LEARN, _on_real(learn)
+    yield DistributedDataParallel, "__init__", _refuse_ddp
+    for name in _OBJECTS:
+        real = _on_real(getattr(distributed_c10d, name), tensors.known)
+        yield distributed_c10d, name, _of_this_rank(real, groups)
+    yield dist, "get_backend", _told_of_real(dist.get_backend, groups)
+    yield torch.utils, "swap_tensors", tensors.swap
+    # What Python makes of a simulated tensor: a copy, a text, an array, a file. torch refuses some
+    # of it in words that name no cure, and takes memory for granted in the rest. Read in torch
+    # 2.13.
+    yield torch.Tensor, "__deepcopy__", _copied_as_it_is
+    yield FakeTensor, "__deepcopy__", _copied
+    yield FakeTensor, "__format__", _formatted
+    yield FakeTensor, "__reduce_ex__", _refuse
+    yield FakeTensor, "data_ptr", _refuse
+    yield FakeTensor, "numpy", _array
+    yield DataLoader, "__iter__", _in_this_process
 
 
 def of_user(error: FsdpCommError) -> FsdpCommError:
@@ -230,19 +243,6 @@ class LazyChunks(Sequence[torch.Tensor]):
         if whole and start >= whole:
             return self[0].new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._length, whole - start))
-
-
-def _conversions() -> Iterator[tuple[Any, str, Any]]:
-    """What Python makes of a simulated tensor: a copy, a text, an array, a file."""
-    # torch refuses some of it in words that name no cure, and takes memory for granted in the rest.
-    # Read in torch 2.13.
-    yield torch.Tensor, "__deepcopy__", _copied_as_it_is
-    yield FakeTensor, "__deepcopy__", _copied
-    yield FakeTensor, "__format__", _formatted
-    yield FakeTensor, "__reduce_ex__", _refuse
-    yield FakeTensor, "data_ptr", _refuse
-    yield FakeTensor, "numpy", _array
-    yield DataLoader, "__iter__", _in_this_process
 
 
 @functools.wraps(_COPY)

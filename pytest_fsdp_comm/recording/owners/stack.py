@@ -155,14 +155,6 @@ class StackScan:
         """``path:line`` of the caller; empty if there is none."""
         return call_site_of(self.caller)
 
-    def pass_module(self, frame: FrameType) -> None:
-        module = _module_of(frame)
-        if module is not None:
-            self.outermost = module
-            # Never the truth of a module, which is its length, or an error.
-            if self.innermost is None and not self.is_in_engine:
-                self.innermost = module
-
     def pass_code(self, kind: _Code, frame: FrameType) -> None:
         """Note any other code that means something."""
         if kind in {"user", "library"}:
@@ -196,7 +188,12 @@ def scan_stack() -> StackScan:
         if kind == "other":
             scan.is_from_cpp &= entry is not None
         elif kind == "module":
-            scan.pass_module(frame)
+            module = _module_of(frame)
+            # Never the truth of a module, which is its length, or an error.
+            if module is not None:
+                scan.outermost = module
+                if scan.innermost is None and not scan.is_in_engine:
+                    scan.innermost = module
             has_reason = has_reason or scan.innermost is not None
         elif kind == "engine":
             entry = entry or below
