@@ -20,7 +20,14 @@ from torch.nn.parameter import UninitializedParameter
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.mesh_axes import own_world
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
-from pytest_fsdp_comm.sharding.fsdp2 import fsdp2_meshes, fsdp2_states, read_fsdp2
+from pytest_fsdp_comm.sharding.readers import (
+    fsdp1_states,
+    fsdp2_meshes,
+    fsdp2_states,
+    read_ddp,
+    read_fsdp1,
+    read_fsdp2,
+)
 from pytest_fsdp_comm.sharding.units import (
     AxisNames,
     HeldParameter,
@@ -30,7 +37,6 @@ from pytest_fsdp_comm.sharding.units import (
     read_placements,
 )
 from pytest_fsdp_comm.sharding.walk import Slot, Visit, visit_modules
-from pytest_fsdp_comm.sharding.wrappers import fsdp1_states, read_ddp, read_fsdp1
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, fold_fqns, natural_key
 from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import find

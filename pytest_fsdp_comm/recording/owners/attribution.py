@@ -15,8 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
-from pytest_fsdp_comm.recording.gathers import Gather
-from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
+from pytest_fsdp_comm.recording.owners.fsdp import Gather, UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, compiled_module, is_graph, running
 from pytest_fsdp_comm.upstream import look_up

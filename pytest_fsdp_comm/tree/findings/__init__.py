@@ -1,1 +1,1 @@
-"""Rules about the wrapping of a model: a new one is a declaration in `mistakes` or `waste`."""
+"""Rules about the wrapping of a model: a new one is a declaration in `rules`."""

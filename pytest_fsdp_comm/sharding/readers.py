@@ -1,0 +1,348 @@
+"""Read the units of FSDP2, of FSDP1, and of DDP with its ``replicate``."""
+
+# Note [Before the first forward]
+# FSDP2 settles some facts in the first forward only: parameter FQNs, which unit is the root, and
+# that the root keeps its parameters after forward. They are derived here by the same rules instead,
+# since that lazy initialisation would change what a later recording sees.
+
+# Note [Private names of FSDP2]
+# Run with torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py fails when one moves.
+# FSDPModule: _get_fsdp_state; FSDPState: _modules, _is_root, _auto_reshard_after_forward,
+# _states_to_forward_prefetch, _states_to_backward_prefetch; FSDPParamGroup: fsdp_params,
+# mesh_info, post_forward_mesh_info, mp_policy, offload_policy, unshard_in_backward,
+# gradient_divide_factor and force_sum_reduction_for_comms (not in 2.7); FSDPParam: _module_info,
+# sharded_param, sharded_state, _orig_size, padded_sharded_param_size, _orig_param_uid (not in
+# 2.7).
+
+# Note [Private names of FSDP1]
+# Run with torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py fails when one moves.
+# FullyShardedDataParallel: _handle, _is_root, _inter_node_pg, process_group; FlatParamHandle:
+# flat_param, uses_sharded_strategy, _fwd_bwd_param_dtype, _orig_param_dtype; FlatParameter:
+# _param_infos, _shared_param_infos, _shapes, _numels, _shard_param_infos, _sharded_size, _params.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+
+from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.recording.operations import joined_dtypes
+from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
+from pytest_fsdp_comm.recording.owners.module_names import replicated_over
+from pytest_fsdp_comm.sharding.units import (
+    UNGATHERED,
+    AxisNames,
+    HeldParameter,
+    ReadUnit,
+    hold,
+    private_names,
+    read_placements,
+    replicate,
+    shown_dtype,
+)
+from pytest_fsdp_comm.sharding.walk import Slot, Visit
+from pytest_fsdp_comm.tree.model import AxisPlacement, Precision, ShardUnit, UnitKind
+
+_RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+@private_names("FSDP2")
+def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
+    """Each state with the first module that has it, in registration order."""
+    found: dict[int, tuple[FSDPModule, Any]] = {}
+    for _, module in visit.layers():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            found.setdefault(id(state), (module, state))
+    return list(found.values())
+
+
+@private_names("FSDP2")
+def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
+    """The meshes of all units."""
+    states = [state for _, state in fsdp2_states(visit)]
+    return [group.mesh_info.mesh for state in states for group in groups_of_state(state)]
+
+
+@private_names("FSDP2")
+def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
+    """Read the units, in registration order."""
+    found: list[tuple[UnitKind, Any, tuple[int, ...]]] = []
+    own: dict[int, set[UnitKind]] = {}
+    for module, state in fsdp2_states(visit):
+        kind: UnitKind = "replicate" if type(module).__name__.startswith("Replicate") else "fsdp2"
+        given = [id(member) for member in getattr(state, "_modules", ()) or (module,)]
+        # Those outside the tree are left out.
+        inside = dict.fromkeys(visit.index_of[one] for one in given if one in visit.index_of)
+        found.append((kind, state, tuple(inside)))
+        for member in inside:
+            own.setdefault(member, set()).add(kind)
+    units: list[ReadUnit] = []
+    for kind, state, members in found:
+        below = any(kind in own.get(above, ()) for above in visit.ancestors(members[0]))
+        is_root = not below if state._is_root is None else bool(state._is_root)
+        unit = replace(UNGATHERED, kind=kind, modules=members, is_root=is_root)
+        groups = groups_of_state(state)
+        units += [_read_group(unit, state, group, visit, axes) for group in groups]
+        if not groups:
+            units.append(ReadUnit(unit=unit, held=(), state=state))
+    return units
+
+
+def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: AxisNames) -> ReadUnit:
+    info = group.mesh_info
+    shard_dim, replicate_dim = info.shard_mesh_dim, info.replicate_mesh_dim
+    gathered = whole = 0
+    if shard_dim is not None:
+        ranks = info.mesh.size(shard_dim)
+        for param in group.fsdp_params:
+            itemsize = _gather_dtype(param, group).itemsize
+            gathered += param.padded_sharded_param_size.numel() * ranks * itemsize
+            # Of the tensor that FSDP was given: under tensor parallelism that is this rank's part.
+            whole += param._orig_size.numel() * itemsize
+    # Settings that torch 2.7 does not have.
+    divides = hasattr(FSDPModule, "set_gradient_divide_factor")
+    factor = group.gradient_divide_factor if divides else None
+    can_sum = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+    unit = replace(
+        unit,
+        shard_axis=None if shard_dim is None else axes.of_mesh(info.mesh, shard_dim),
+        replicate_axis=None if replicate_dim is None else axes.of_mesh(info.mesh, replicate_dim),
+        reshard_after_forward=_reshard_after_forward(state, group, unit.is_root),
+        precision=_precision(group),
+        offload=isinstance(group.offload_policy, CPUOffloadPolicy),
+        gradient_divide_factor=None if factor is None else float(factor),
+        force_sum_reduction=can_sum and group.force_sum_reduction_for_comms,
+        unshard_in_backward=group.unshard_in_backward,
+        nbytes_gathered=gathered,
+        nbytes_padding=gathered - whole,
+        nbytes_kept=sum(
+            param.padded_sharded_param_size.numel() * param.sharded_param.dtype.itemsize
+            for param in group.fsdp_params
+        ),
+    )
+    return ReadUnit(
+        unit=unit,
+        held=tuple(_read_param(param, visit, axes) for param in group.fsdp_params),
+        state=state,
+        forward_prefetch=tuple(state._states_to_forward_prefetch),
+        backward_prefetch=tuple(state._states_to_backward_prefetch),
+    )
+
+
+def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int | None:
+    if group.mesh_info.shard_mesh_dim is None:
+        return None
+    target = group.post_forward_mesh_info
+    # In torch 2.7 a root always keeps its parameters; later only where the user left it to torch.
+    settles_later = state._is_root is None and is_root
+    if target is None or (settles_later and getattr(state, "_auto_reshard_after_forward", True)):
+        return False
+    if target.shard_mesh_size == group.mesh_info.shard_mesh_size:
+        return True
+    return int(target.shard_mesh_size)
+
+
+def _precision(group: Any) -> Precision:
+    policies = [_policy(param, group) for param in group.fsdp_params]
+    # Of torch 2.15's param_dtype_override_fn a policy has only what it said of the parameter.
+    policy = policies[0]
+    dtype = shown_dtype(policy.param_dtype)
+    if any(own.param_dtype != policy.param_dtype for own in policies):
+        dtype = joined_dtypes(_gather_dtype(param, group) for param in group.fsdp_params)
+    return Precision(
+        param_dtype=dtype,
+        reduce_dtype=shown_dtype(policy.reduce_dtype),
+        output_dtype=shown_dtype(policy.output_dtype),
+        cast_forward_inputs=policy.cast_forward_inputs,
+    )
+
+
+def _policy(param: Any, group: Any) -> Any:
+    """The mixed-precision policy, which torch 2.15 moved from the group to its parameters."""
+    return getattr(param, "mp_policy", None) or group.mp_policy
+
+
+def _gather_dtype(param: Any, group: Any) -> torch.dtype:
+    original: torch.dtype = param.sharded_param.dtype
+    policy = _policy(param, group)
+    return (policy.param_dtype if original.is_floating_point else None) or original
+
+
+def _read_param(param: Any, visit: Visit, axes: AxisNames) -> HeldParameter:
+    info = param._module_info
+    registrations = [
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ]
+    # Unless sharded, the module registers a gathered tensor. Sharded, it may hold a newer one than
+    # the unit knows of: model.to(), which the unit notices in its first forward only. Not read by
+    # getattr, which would run a property of the user.
+    registered = info.module._parameters.get(info.param_name)
+    is_sharded = param.sharded_state.name == "SHARDED"
+    tensor = registered if is_sharded and registered is not None else param.sharded_param
+    origin = getattr(param, "_orig_param_uid", None)
+    placements = read_placements(tensor, axes)
+    return hold(tensor, placements, slots=visit.slots(registrations), origin=origin)
+
+
+def fsdp1_states(visit: Visit) -> list[tuple[int, FullyShardedDataParallel]]:
+    """List each wrapper with its node's index, in registration order."""
+    return [
+        (index, layer)
+        for index, layer in visit.layers()
+        if isinstance(layer, FullyShardedDataParallel)
+    ]
+
+
+@private_names("FSDP1")
+def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
+    """Read the units, in registration order."""
+    states = fsdp1_states(visit)
+    # Of nested wrappers around one module the outermost counts as what is above.
+    wrappers = dict(reversed(states))
+    units: list[ReadUnit] = []
+    for index, wrapper in states:
+        above = next((wrappers[up] for up in visit.ancestors(index) if up in wrappers), None)
+        units.append(_read_unit(index, wrapper, above, visit, axes))
+    return units
+
+
+def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNames) -> ReadUnit:
+    handle = wrapper._handle
+    is_root = above is None if wrapper._is_root is None else bool(wrapper._is_root)
+    strategy = wrapper.sharding_strategy
+    own = axes.of_group(wrapper.process_group)
+    is_sharded = strategy is not ShardingStrategy.NO_SHARD
+    shard_axis = own if is_sharded else None
+    replicate_axis = None if is_sharded else own
+    # Without shards FSDP1 reduces over its own group alone, one of a single rank too.
+    if is_sharded and getattr(wrapper, "_inter_node_pg", None) is not None:
+        replicate_axis = axes.of_group(wrapper._inter_node_pg)
+    placements = [] if replicate_axis is None else [replicate(replicate_axis)]
+    if shard_axis is not None:
+        placements.append(replace(replicate(shard_axis), kind="flat_shard", text="FlatShard()"))
+    held: tuple[HeldParameter, ...] = ()
+    gathered = padding = kept = 0
+    if handle is not None:
+        held = tuple(_read_params(handle, tuple(placements), visit))
+        shard_numel = handle.flat_param._sharded_size.numel()
+        if shard_axis is not None:
+            itemsize = handle._fwd_bwd_param_dtype.itemsize
+            gathered = shard_numel * shard_axis.size * itemsize
+            padding = gathered - sum(handle.flat_param._numels) * itemsize
+        kept = shard_numel * handle._orig_param_dtype.itemsize
+    policy, backward = wrapper.mixed_precision, wrapper.backward_prefetch
+    prefetch = [] if backward is None else [backward.name]
+    prefetch += ["FORWARD"] * wrapper.forward_prefetch
+    unit = ShardUnit(
+        kind="fsdp1",
+        modules=(index,),
+        parameters=(),
+        is_root=is_root,
+        shard_axis=shard_axis,
+        replicate_axis=replicate_axis,
+        # FSDP1's root keeps its parameters, whatever the strategy: its backward comes at once.
+        reshard_after_forward=(strategy in _RESHARDING and not is_root) if is_sharded else None,
+        precision=Precision(
+            param_dtype=shown_dtype(policy.param_dtype),
+            reduce_dtype=shown_dtype(policy.reduce_dtype),
+            buffer_dtype=shown_dtype(policy.buffer_dtype),
+            cast_forward_inputs=policy.cast_forward_inputs or policy.cast_root_forward_inputs,
+        ),
+        offload=bool(wrapper.cpu_offload.offload_params),
+        prefetch=" ".join(prefetch),
+        precision_overrides=_overrides(wrapper, above),
+        nbytes_gathered=gathered,
+        nbytes_padding=padding,
+        nbytes_kept=kept,
+    )
+    return ReadUnit(unit=unit, held=held, state=wrapper)
+
+
+def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
+    """Name the classes for which auto-wrap made a unit without the enclosing mixed precision."""
+    # But for those that torch itself leaves out, batch norms: no user chose them.
+    if above is None or wrapper.mixed_precision.param_dtype is not None:
+        return ()
+    policy = above.mixed_precision
+    if policy.param_dtype is None:
+        return ()
+    # Documented in MixedPrecision's docstring.
+    ignored = tuple(policy._module_classes_to_ignore)
+    by_default = tuple(MixedPrecision()._module_classes_to_ignore)
+    is_chosen = isinstance(wrapper.module, ignored) and not isinstance(wrapper.module, by_default)
+    return (printable(type(wrapper.module).__name__),) if is_chosen else ()
+
+
+def _read_params(
+    handle: Any, placements: tuple[AxisPlacement, ...], visit: Visit
+) -> Iterator[HeldParameter]:
+    flat = handle.flat_param
+    shared = flat._shared_param_infos
+    for number, info in enumerate(flat._param_infos):
+        same = [
+            (entry.module, entry.param_name)
+            for entry in shared
+            if entry.prim_module is info.module and entry.prim_param_name == info.param_name
+        ]
+        shape = tuple(flat._shapes[number])
+        is_sharded = handle.uses_sharded_strategy
+        own = flat._shard_param_infos[number]
+        original = flat if flat._params is None else flat._params[number]
+        slots = visit.slots([(info.module, info.param_name), *same])
+        held = hold(original, placements, slots=slots)
+        node = replace(
+            held.node,
+            shape=shape,
+            dtype=shown_dtype(handle._orig_param_dtype) or "",
+            itemsize=handle._orig_param_dtype.itemsize,
+            local_numel=(own.numel_in_shard or 0) if is_sharded else math.prod(shape),
+            device=flat.device.type,
+        )
+        yield replace(held, node=node)
+
+
+def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUnit]:
+    """Read the units, in registration order; other units manage the `taken` parameters."""
+    for index, layer in visit.layers():
+        group = replicated_over(layer)
+        if group is not None:
+            axis = axes.of_group(group)
+            ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
+            held = tuple(_read_replicated(index, visit, axis, taken, ignored))
+            kept = sum(entry.node.local_numel * entry.node.itemsize for entry in held)
+            unit = replace(UNGATHERED, modules=(index,), replicate_axis=axis, nbytes_kept=kept)
+            yield ReadUnit(unit=unit, held=held, state=layer)
+
+
+def _read_replicated(
+    top: int, visit: Visit, axis: Any, taken: set[Slot], ignored: set[str]
+) -> Iterator[HeldParameter]:
+    base = {top: ""}
+    found: dict[int, tuple[nn.Parameter, list[Slot]]] = {}
+    # Parents come before their children, so one pass sees the whole subtree.
+    for index, node in enumerate(visit.nodes[top:], start=top):
+        if index != top:
+            if node.parent not in base or node.alias_of is not None:
+                continue
+            base[index] = f"{base[node.parent]}{node.name}."
+        for name, parameter in visit.modules[index]._parameters.items():
+            slot = (index, name)
+            if parameter is not None and slot not in taken and base[index] + name not in ignored:
+                found.setdefault(id(parameter), (parameter, []))[1].append(slot)
+    for parameter, slots in found.values():
+        yield hold(parameter, (replicate(axis),), slots=tuple(slots))
