@@ -167,11 +167,7 @@ def _prepare_ranks(
         preloaded = fixtures.imported_by(ours)
         choose = launch.join_session(session, extensions, launched, preloaded=preloaded)
     elif any(options.SETTINGS in item.stash for item in ours):
-        ranks = runner.RankRunner(
-            session,
-            extensions,
-            preloaded=fixtures.imported_by(ours),
-        )
+        ranks = runner.RankRunner(session, extensions, preloaded=fixtures.imported_by(ours))
         config.add_cleanup(ranks.close)
         ranks.start()
 

@@ -9,15 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import (
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    TypeVar,
-    get_args,
-)
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from pytest_fsdp_comm.comm.calls import NOT_LAST, Calls
 from pytest_fsdp_comm.comm.events import (

@@ -13,11 +13,7 @@ from typing import Final, TypeAlias, cast
 
 from pytest_fsdp_comm.comm.explanation.steps import Evidence
 from pytest_fsdp_comm.comm.profile import CommProfile, restrict
-from pytest_fsdp_comm.command_line.documents import (
-    describe_problem,
-    read_document,
-    summary_lines,
-)
+from pytest_fsdp_comm.command_line.documents import describe_problem, read_document, summary_lines
 from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.reports.explanation import FailureText

@@ -152,11 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     record.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
-    test = command(
-        "write_test",
-        "test",
-        "write a test, and its snapshots, from what record wrote",
-    )
+    test = command("write_test", "test", "write a test, and its snapshots, from what record wrote")
     test.add_argument("recording", metavar="RECORDING", help=".json, with the tree beside it")
     test.add_argument(
         "-o", "--output", metavar="FILE", help="default: test_SCRIPT.py, where pytest collects"

@@ -90,10 +90,7 @@ def visit_modules(model: object) -> Visit:
     for index in aliases:
         nodes[index] = replace(nodes[index], alias_of=index_of[id(modules[index])])
     return Visit(
-        nodes=tuple(nodes),
-        modules=tuple(modules),
-        wrappers=tuple(all_wrappers),
-        index_of=index_of,
+        nodes=tuple(nodes), modules=tuple(modules), wrappers=tuple(all_wrappers), index_of=index_of
     )
 
 

@@ -40,13 +40,7 @@ from torch.utils._pytree import tree_map_only
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.kernels import set_compiler
-from pytest_fsdp_comm.recording.operations import (
-    NAMESPACES,
-    UNKNOWN,
-    call_of,
-    group_of,
-    tensors_in,
-)
+from pytest_fsdp_comm.recording.operations import NAMESPACES, UNKNOWN, call_of, group_of, tensors_in
 from pytest_fsdp_comm.recording.owners.stack import running
 from pytest_fsdp_comm.recording.patches import hide_from_compiler
 from pytest_fsdp_comm.recording.value_dependence import note_answer

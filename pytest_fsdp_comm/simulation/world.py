@@ -33,12 +33,7 @@ from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import told_of_values
 from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
 from pytest_fsdp_comm.simulation.groups import RealGroups
-from pytest_fsdp_comm.simulation.values import (
-    SimulatedTensors,
-    SimulationError,
-    is_own,
-    values_of,
-)
+from pytest_fsdp_comm.simulation.values import SimulatedTensors, SimulationError, is_own, values_of
 
 _MESHES_OF = frozenset({"__getitem__", "_concatenate"})
 _CHUNKS = "_chunk_with_empty"

@@ -43,10 +43,7 @@ class Difference:
 
 
 def explain_profiles(
-    sides: tuple[Profile, Profile],
-    *,
-    where: str,
-    evidence: Evidence | None = None,
+    sides: tuple[Profile, Profile], *, where: str, evidence: Evidence | None = None
 ) -> Difference:
     """Explain how a reviewed and a recorded profile differ."""
     old, new = sides
@@ -198,9 +195,7 @@ def _unit_around(name: str, unit_of: Mapping[str, str]) -> str | None:
 
 
 def _parameters_of(
-    units: frozenset[str],
-    old: Mapping[str, ParameterFacts],
-    new: Mapping[str, ParameterFacts],
+    units: frozenset[str], old: Mapping[str, ParameterFacts], new: Mapping[str, ParameterFacts]
 ) -> dict[str, list[tuple[ParameterFacts, ParameterFacts]]]:
     unit_of = {module: unit for unit in units for module in unit.split("+")}
     found: defaultdict[str, list[tuple[ParameterFacts, ParameterFacts]]] = defaultdict(list)

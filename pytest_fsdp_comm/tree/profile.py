@@ -132,10 +132,7 @@ def tree_facts(tree: ShardTree) -> TreeFacts:
         for index, (fqn, parameter) in enumerate(tree.named_parameters())
     }
     return TreeFacts(
-        world_size=tree.world_size,
-        mesh_axes=tree.mesh_axes,
-        units=units,
-        parameters=parameters,
+        world_size=tree.world_size, mesh_axes=tree.mesh_axes, units=units, parameters=parameters
     )
 
 
