@@ -9,7 +9,7 @@ from typing import Final
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change, Comparison, NewCalls
-from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.sentences import sentence, timing_sentence
 from pytest_fsdp_comm.comm.explanation.states import count_of, nbytes_of
 from pytest_fsdp_comm.comm.explanation.steps import WRITES, Replaced, Step
@@ -252,10 +252,13 @@ def headline_of_steps(comparison: Comparison) -> str:
 def weight(change: Change) -> tuple[bool, bool, int]:
     """Sort what costs most to the front."""
     # What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers,
-    # and before what this held in memory; what is new comes before what is gone.
+    # and before what this held in memory; what is new, and fewer gradients, before what is gone.
     growth = (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
     is_late = change.subject in {"reshard", "memory", "answer"}
-    return (is_late, change.subject != "frame" and growth <= 0, -abs(growth))
+    calls = [call for row in change.before for call in row.calls] if change.after else []
+    is_less = growth < 0 and any(call.role == Role.GRADIENTS for call in calls)
+    is_loud = change.subject == "frame" or growth > 0 or is_less
+    return (is_late, not is_loud, -abs(growth))
 
 
 def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:

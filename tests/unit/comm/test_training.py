@@ -394,3 +394,17 @@ def test_a_lost_reduction_is_told_once():
     assert text.story == (*text.training, *text.cost)
     assert len(text.training) == 1
     assert len(training(profile(), made(ATTENTION))) == 1
+
+
+def test_fewer_gradients_come_before_larger_gathers():
+    """LoRA in place of training everything, which gathers its adapters too."""
+
+    def change(one):
+        return sized(one, {GRADIENTS: 0.25, "parameters": 1.05}.get(role(one), 1))
+
+    old = made([*unit("a", 2_000), *unit("b", 4_000)])
+    new = made([*(change(one) for one in unit("a", 2_000)), *unit("b", 4_000)])
+    new = made([*new.rows, *unit("c")])
+    lines = render_comparison(compare(old, new), snapshot="s").changes
+    first = next(line for line in lines if line.startswith("a "))
+    assert first.startswith("a backward: reduce_scatter[dp] 1, 2.0 KiB -> 500 B")
