@@ -173,7 +173,8 @@ def test_a_change_of_several_tests_is_printed_once(repository):
     _, _, out, _ = repository
     shared = out.partition("the same change of communication in several tests")[2]
     lines = shared.partition("\n")[2].splitlines()[:5]
-    assert lines[0] == "3 tests: other sizes of parameters: a_b 100 -> 163 B in each gather"
+    change = "other sizes of parameters: a_b 100 -> 163 B in each gather, at train.py:7"
+    assert lines[0] == f"3 tests: {change}"
     assert max(lines[1:4]) == "  tests/test_step.py::test_ranks"
     assert lines[4].startswith("accept all: pytest --snapshot-update ")
     # Each failure has its own command, too.
