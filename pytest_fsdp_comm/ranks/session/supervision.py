@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TypeAlias
 
@@ -160,7 +161,7 @@ class Supervision:
                 break
             after_s = now - started_at
             if show_progress and after_s > progress_after_s:
-                show_progress(self._positions, after_s)
+                show_progress(partial(self._ask, self._results), after_s)
                 progress_after_s = 2 * after_s
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
         self._finish()
@@ -173,6 +174,10 @@ class Supervision:
         has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
             self._locate()
+        for result in results:
+            if result.is_done:
+                at = result.position or Position(site="")
+                result.position = replace(at, activity=Activity.HAS_ENDED)
         self._echo.copy()
         self.is_reusable = not self._exited and all(
             result.is_done and not result.has_failed and result.can_run_another
@@ -322,20 +327,16 @@ class Supervision:
 
     def _stop(self, why: Stopped) -> None:
         """Note where the ranks are that still run, then leave them to `end`."""
-        running = [result for result in self._results.values() if not result.is_over]
         # See Note [Dead ranks are read first]: on a busy machine they may have ended the test.
+        running = [result for result in self._results.values() if not result.is_over]
         for result in running:
             self._drain(result.rank)
         self._locate()
         for result in running:
-            if result.is_over:
-                continue
             # Not past the deadline: the question where it is may have freed it.
-            if why is Stopped.AFTER_FAILURE:
+            if why is Stopped.AFTER_FAILURE and not result.is_over:
                 self._drain(result.rank)
-            if result.is_done:
-                result.position = Position(site="", activity=Activity.HAS_ENDED)
-            elif not result.is_over:
+            if not result.is_over:
                 result.stopped, result.ended_at = why, time.time()
 
     def _locate(self) -> None:
@@ -345,67 +346,61 @@ class Supervision:
         # processor time. The others, where Python code holds the GIL, get a signal whose handler
         # dumps the stack; last, since it may interrupt what a rank waits in, which then goes on.
         # One that answers after that, from the same place, was only slow.
-        results = self._results.values()
-        self._ask(results, within_s=_ANSWER_S)
-        silent = [result for result in results if result.position is None and not result.is_over]
-        able = [one for one in results if one.position is not None or one.is_done]
-        self._ask(able, within_s=_GROUPS_S, with_groups=True)
-        self._dump_stacks(silent)
-        for result in results:
-            if result.position is None and result.is_done:
-                result.position = Position(site="", activity=Activity.HAS_ENDED)
+        results = self._results
+        found = self._ask(results)
+        silent = [rank for rank, one in results.items() if rank not in found and not one.is_over]
+        able = [rank for rank, one in results.items() if rank in found or one.is_done]
+        found |= self._ask(able, within_s=_GROUPS_S, with_groups=True)
+        found |= self._dump_stacks(silent)
+        for rank, position in found.items():
+            results[rank].position = position
 
-    def _dump_stacks(self, silent: Collection[RankResult]) -> None:
+    def _dump_stacks(self, silent: Collection[int]) -> dict[int, Position]:
         """Find out where ranks are whose watchdog cannot run; see Note [Locating ranks]."""
-        for result in silent:
-            self.server.send_signal(result.rank, signal.SIGUSR1)
+        for rank in silent:
+            self.server.send_signal(rank, signal.SIGUSR1)
         until = time.monotonic() + _DUMP_S
         dumped = {}
-        for result in silent:
-            frames = read_dump(self.spec.stacks_path(result.rank), until=until)
+        for rank in silent:
+            frames = read_dump(self.spec.stacks_path(rank), until=until)
             place = next((frame for frame in frames if frame.is_users), None)
-            dumped[result.rank] = Position(
+            dumped[rank] = Position(
                 site=place.site if place else "",
                 code=place.code if place else "",
                 stack=show_stack(frames),
                 activity=Activity.HOLDS_GIL if frames else Activity.SILENT,
             )
-        self._ask(silent, within_s=_ANSWER_S, with_groups=True)
-        for result in silent:
-            if result.position is None or result.position.site != dumped[result.rank].site:
-                result.position = dumped[result.rank]
+        late = self._ask(silent, with_groups=True)
+        return dumped | {rank: at for rank, at in late.items() if at.site == dumped[rank].site}
 
     def _ask(
-        self, results: Iterable[RankResult], *, within_s: float, with_groups: bool = False
-    ) -> None:
-        """Ask ranks where they are; one that does not answer in time keeps what was known."""
+        self, ranks: Collection[int], *, within_s: float = _ANSWER_S, with_groups: bool = False
+    ) -> dict[int, Position]:
+        """Ask ranks where they are now; those that do not answer in time are missing."""
         self._questions += 1
-        asked = [(one, self._watchdogs[one.rank]) for one in results]
-        for _, watchdog in asked:
+        for rank in ranks:
             with contextlib.suppress(OSError):
-                watchdog.send(PositionQuestion(number=self._questions, with_groups=with_groups))
+                question = PositionQuestion(number=self._questions, with_groups=with_groups)
+                self._watchdogs[rank].send(question)
         until = time.monotonic() + within_s
-        for result, watchdog in asked:
+        found = {}
+        for rank in ranks:
             with contextlib.suppress(OSError, CodecError):
-                while True:
-                    # The children of a dead rank may keep its socket open.
-                    left_s = 0.0 if result.rank in self._exited else until - time.monotonic()
-                    answer = watchdog.receive(within_s=left_s)
-                    if answer is None:
-                        break
+                # The children of a dead rank may keep its socket open.
+                while answer := self._watchdogs[rank].receive(
+                    within_s=0.0 if rank in self._exited else until - time.monotonic()
+                ):
                     # An earlier question may have been answered after its time.
                     if isinstance(answer, PositionAnswer) and answer.number == self._questions:
-                        result.position = answer.position
-                        if result.is_done:
-                            result.position = replace(result.position, activity=Activity.HAS_ENDED)
+                        found[rank] = answer.position
+                        if self._results[rank].is_done:
+                            found[rank] = replace(found[rank], activity=Activity.HAS_ENDED)
                         break
+        return found
 
     def _is_any_reporting(self) -> bool:
-        return any(
-            position.is_reporting
-            for rank, position in self._positions().items()
-            if not self._results[rank].is_over
-        )
+        running = [rank for rank, one in self._results.items() if not one.is_over]
+        return any(position.is_reporting for position in self._ask(running).values())
 
     def _is_any_stranded(self, now: float) -> bool:
         """Whether a rank waits for one that has finished the test; look now and then."""
@@ -416,7 +411,7 @@ class Supervision:
         if now < self._look_at:
             return False
         before, limit_s = self._stranded, self.spec.settings.timeout_s
-        self._stranded = find_stranded(self._positions(with_groups=True), limit_s)
+        self._stranded = find_stranded(self._ask(self._results, with_groups=True), limit_s)
         self._look_after_s = GRACE_S if self._stranded else 2 * self._look_after_s
         self._look_at = time.monotonic() + self._look_after_s
         if not self._stranded or self._stranded != before:
@@ -424,16 +419,6 @@ class Supervision:
         for rank, (_, absent) in self._stranded.items():
             self._results[rank].waited_for = absent
         return True
-
-    def _positions(self, *, with_groups: bool = False) -> dict[int, Position]:
-        """Where the ranks are now; those without an answer are missing."""
-        for result in self._results.values():
-            result.position = None
-        self._ask(self._results.values(), within_s=_ANSWER_S, with_groups=with_groups)
-        positions = {rank: result.position for rank, result in self._results.items()}
-        for result in self._results.values():
-            result.position = None
-        return {rank: position for rank, position in positions.items() if position is not None}
 
     def _note_what_was_left(self) -> None:
         now = time.monotonic()

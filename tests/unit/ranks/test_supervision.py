@@ -120,13 +120,14 @@ def test_grace_waits_for_a_rank_that_reports(supervision, rank, monkeypatch, is_
     rank.send(PhaseReport(report={"outcome": "failed"}))
     asked = []
 
-    def positions():
+    def ask(_):
         asked.append(is_reporting)
         if len(asked) == 3:
             rank.send(messages.TestEnded(payloads=(), escaped=None))
         return {1: Position(site="", is_reporting=is_reporting)}
 
-    monkeypatch.setattr(supervision, "_positions", positions)
+    monkeypatch.setattr(supervision, "_ask", ask)
+    monkeypatch.setattr(supervision, "_locate", lambda: None)
     results = supervision.run(started_at=time.monotonic())
     assert results[1].stopped is (None if is_reporting else Stopped.AFTER_FAILURE)
     assert len(asked) == (3 if is_reporting else 1)
@@ -152,7 +153,7 @@ def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, 
         return answers.pop(0)
 
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.find_stranded", find)
-    monkeypatch.setattr(supervision, "_ask", lambda *_, **__: None)
+    monkeypatch.setattr(supervision, "_ask", lambda *_, **__: {})
     result = supervision.run(started_at=time.monotonic())[1]
     assert (result.stopped, answers) == (stopped, [])
     assert result.waited_for == (() if stopped is None else (0,))
@@ -160,7 +161,12 @@ def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, 
 
 def test_ended_rank_with_a_late_answer_is_asked_again(supervision, monkeypatch):
     asked = []
-    monkeypatch.setattr(supervision, "_ask", lambda ranks, **how: asked.append((len(ranks), how)))
+
+    def ask(ranks, **how):
+        asked.append((len(ranks), how))
+        return {}
+
+    monkeypatch.setattr(supervision, "_ask", ask)
     supervision._results[1].is_done = True
     supervision._locate()
     # The last question is for ranks that hold the GIL.
