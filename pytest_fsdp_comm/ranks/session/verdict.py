@@ -34,12 +34,6 @@ _GAVE_UP = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendErro
 # What libstdc++ prints of the exception that ends a process.
 _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
 
-_LOST_THREADS = (
-    "Ranks are forked, and threads that a library started before do not run in them. If the call "
-    "waits for such threads, start ranks as new processes: --comm-start=spawn (ini fsdp_comm_start "
-    "= spawn)."
-)
-
 # In pytest's serialized reports of a subtest, with ``msg`` and ``kwargs`` (read in 8.4 to 9.2).
 _CONTEXT = "_subtest.context"
 
@@ -95,7 +89,6 @@ def merge_reports(
     load: LoadReport,
     *,
     timeout_s: float,
-    are_forked: bool,
 ) -> list[pytest.TestReport]:
     """Make reports to log: set-up, call unless set-up ended the test, teardown; subtests first."""
     ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
@@ -108,11 +101,7 @@ def merge_reports(
     ]
     failures = sorted(
         # Deaths come before what came at the same time.
-        [
-            *_deaths(ranks),
-            *raised,
-            *_timeouts(ranks, timeout_s, are_forked=are_forked),
-        ],
+        [*_deaths(ranks), *raised, *_timeouts(ranks, timeout_s)],
         key=lambda one: (
             one.at == math.inf,
             one.is_echo,
@@ -242,7 +231,7 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
     if failures and failures[0].report is not None:
         story = _later(failures)
         quiet = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
-        story += _unfailed_ranks(quiet, skipped="this subtest")
+        story += _unfailed_ranks(quiet, skipped="skipped this subtest")
         story += name_equal(dict.fromkeys(others, "did not end this subtest"))
         report = _with_story(
             failures[0].report, _alike(failures), "\n".join(story), rank_count=len(on_ranks)
@@ -313,7 +302,7 @@ def _uncaught(result: RankResult) -> str:
     return f": {uncaught[1]}: {uncaught[2]}"
 
 
-def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[_Failure]:
+def _timeouts(ranks: _Ranks, timeout_s: float) -> Iterable[_Failure]:
     late = _stopped(ranks, Stopped.AT_DEADLINE)
     if not late:
         return
@@ -321,13 +310,11 @@ def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[
     within = f"{timeout_s:g} s" if limit is None else f"{limit:g} s (pytest-timeout)"
     finished = [rank for rank in ranks if rank not in late]
     unlike = {rank: ranks[rank].outcome for rank in finished}
-    late_at = [ranks[rank].result.position for rank in late]
     lines = [
         *_waiting(ranks, blamed=()),
         *_unfailed_ranks({rank: own for rank, own in unlike.items() if own[0] != "passed"}),
         *list_stacks(_stacks(ranks, late), "{ranks} {is} at (innermost frame first):"),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
-        *([_LOST_THREADS] if are_forked and any(map(_may_lack_threads, late_at)) else []),
     ]
     is_cut = any(ranks[rank].result.waited_for for rank in late)
     for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
@@ -342,24 +329,8 @@ def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[
 def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
     """Name ranks, and how each left the test: ``rank 1, which skipped the test (why)``."""
     outcomes = {rank: ranks[rank].outcome for rank in absent}
-    did = {
-        rank: {"passed": "finished the test", _SKIPPED: f"skipped the test ({reason})"}.get(
-            how, how
-        )
-        for rank, (how, reason) in outcomes.items()
-    }
+    did = {rank: _in_words(how, passed="finished the test") for rank, how in outcomes.items()}
     return " and ".join(f"{name_ranks(same)}, which {text}" for same, text in fold_equal(did))
-
-
-def _may_lack_threads(position: Position | None) -> bool:
-    """Whether a rank is in a call outside torch, perhaps to wait for a thread that is lost."""
-    return (
-        position is not None
-        and position.activity in (Activity.RUNS, Activity.HOLDS_GIL)
-        and not (position.is_waiting or position.is_reporting)
-        and "(" in position.code
-        and "sleep(" not in position.code
-    )
 
 
 def _stopped(ranks: _Ranks, why: Stopped) -> list[int]:
@@ -470,14 +441,18 @@ def _later(failures: Sequence[_Failure]) -> list[str]:
     return [text.splitlines()[0] for text in name_equal(others)]
 
 
-def _unfailed_ranks(outcomes: Mapping[int, _Outcome], *, skipped: str = "the test") -> list[str]:
-    words = {"passed": "did not fail", _SKIPPED: f"skipped {skipped}"}
-    return name_equal(
-        {
-            rank: f"{words.get(kind, kind)}{f' ({reason})' if reason else ''}"
-            for rank, (kind, reason) in outcomes.items()
-        }
-    )
+def _unfailed_ranks(
+    outcomes: Mapping[int, _Outcome], *, skipped: str = "skipped the test"
+) -> list[str]:
+    return name_equal({rank: _in_words(how, skipped=skipped) for rank, how in outcomes.items()})
+
+
+def _in_words(
+    outcome: _Outcome, *, passed: str = "did not fail", skipped: str = "skipped the test"
+) -> str:
+    kind, reason = outcome
+    text = {"passed": passed, _SKIPPED: skipped}.get(kind, kind)
+    return f"{text} ({reason})" if reason else text
 
 
 def _add_disagreement(
@@ -499,8 +474,7 @@ def _add_disagreement(
 
 def _disagreement(outcomes: Mapping[int, _Outcome]) -> str:
     texts = {
-        rank: f"{kind} ({reason})" if kind.startswith(_SKIPPED) else kind
-        for rank, (kind, reason) in outcomes.items()
+        rank: _in_words(how, passed="passed", skipped=_SKIPPED) for rank, how in outcomes.items()
     }
     return (
         f"ranks disagree about the outcome: {'; '.join(name_equal(texts))}.\n"
