@@ -19,7 +19,7 @@ from pytest_fsdp_comm.sharding.capture import (
     list_handles,
     list_states,
 )
-from pytest_fsdp_comm.snapshots.files import write_atomically
+from pytest_fsdp_comm.snapshots.documents import write_atomically
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import find_between_ranks

@@ -14,9 +14,9 @@ from pytest_fsdp_comm.comm.json import ScriptRun, join_recordings, load_recordin
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.command_line.documents import merge_recordings, summary_lines
 from pytest_fsdp_comm.errors import FsdpCommError, IncompleteRecordingError
+from pytest_fsdp_comm.gathering import RankFiles
 from pytest_fsdp_comm.recording.comm_mode import CommMode, publish
 from pytest_fsdp_comm.recording.mesh_axes import own_world
-from pytest_fsdp_comm.recording.rank_files import RankFiles
 from pytest_fsdp_comm.recording.script import too_short
 from pytest_fsdp_comm.recording.steps import StepRecorder, check_steps
 from pytest_fsdp_comm.sharding.capture import capture_tree

@@ -31,11 +31,10 @@ from pytest_fsdp_comm.reports.html.values import (
     share_timelines,
     timeline_of,
 )
-from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.documents import SnapshotText, write_report
 from pytest_fsdp_comm.snapshots.explain import explain_result
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
-from pytest_fsdp_comm.snapshots.files import write_report
 from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.words import shell_word, shorten, show_path
 from pytest_fsdp_comm.tree.model import ShardTree

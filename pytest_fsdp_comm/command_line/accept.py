@@ -10,7 +10,7 @@ from pytest_fsdp_comm.command_line.diff import Pair, print_stories
 from pytest_fsdp_comm.command_line.documents import describe_problem, find_project, read_document
 from pytest_fsdp_comm.command_line.terminal import Printer, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.snapshots.files import RECEIVED, read_snapshot, write_atomically
+from pytest_fsdp_comm.snapshots.documents import RECEIVED, read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.names import SUFFIX
 from pytest_fsdp_comm.text.words import counted, show_path
 

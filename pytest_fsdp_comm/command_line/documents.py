@@ -15,8 +15,7 @@ from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings, parts_of
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
-from pytest_fsdp_comm.snapshots.files import read_snapshot
+from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText, read_snapshot
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.words import counted, show_nbytes
 from pytest_fsdp_comm.tree.model import ShardTree, load_tree

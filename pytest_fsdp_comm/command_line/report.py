@@ -24,7 +24,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import read_origin
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, Run
 from pytest_fsdp_comm.reports.trace import dump_trace
 from pytest_fsdp_comm.snapshots.differences import kind_of
-from pytest_fsdp_comm.snapshots.files import EXPECTED, RECEIVED, write_report
+from pytest_fsdp_comm.snapshots.documents import EXPECTED, RECEIVED, write_report
 from pytest_fsdp_comm.text.words import counted
 
 

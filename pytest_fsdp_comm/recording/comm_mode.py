@@ -28,13 +28,12 @@ from pytest_fsdp_comm.errors import (
     UnseenCollectivesWarning,
     printable,
 )
-from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.gathering import RankFiles, gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers, RecordedBlock
 from pytest_fsdp_comm.recording.estimates import Estimate, estimating
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes, own_world
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
 from pytest_fsdp_comm.recording.owners.module_names import parts_of
-from pytest_fsdp_comm.recording.rank_files import RankFiles
 from pytest_fsdp_comm.recording.recorder import Recorder
 from pytest_fsdp_comm.text.words import counted, show_nbytes
 

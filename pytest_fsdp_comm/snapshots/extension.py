@@ -29,14 +29,17 @@ from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS, UnseenLevel
 from pytest_fsdp_comm.snapshots.documents import (
+    EXPECTED,
+    RECEIVED,
     Profile,
     SnapshotText,
     body,
     differs,
     has_further_ranks,
+    read_snapshot,
+    write_atomically,
 )
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
-from pytest_fsdp_comm.snapshots.files import EXPECTED, RECEIVED, read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.lines import REMEDY
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.rank_lists import name_ranks

@@ -16,6 +16,7 @@ from syrupy.location import PyTestLocation
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.snapshots.documents import write_atomically
 from pytest_fsdp_comm.snapshots.extension import (
     UNUSED,
     UNWRITTEN,
@@ -24,7 +25,6 @@ from pytest_fsdp_comm.snapshots.extension import (
     end_comparisons,
     note_update,
 )
-from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.text.words import show_path
 
 # Note [Replay]: syrupy decides in one process what is written, counted and removed. So in a rank

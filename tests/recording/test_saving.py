@@ -16,7 +16,7 @@ from pytest_fsdp_comm.comm.json import load_recordings
 from pytest_fsdp_comm.command_line.documents import read_document
 from pytest_fsdp_comm.command_line.main import main
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.rank_files import RankFiles
+from pytest_fsdp_comm.gathering import RankFiles
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "record.md").read_text()
 RANKS = 3

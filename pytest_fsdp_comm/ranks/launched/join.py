@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hmac
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, Final, NoReturn
 
 import pytest
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, OWN_RANK_VARIABLE, LaunchedRank
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.hangs.position import Watchdog
-from pytest_fsdp_comm.ranks.launched.ranks import ADDRESS, MEET_TIMEOUT_S, LaunchedRanks
 from pytest_fsdp_comm.ranks.rank.context import RankExtension
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, save_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import connect_store
@@ -28,22 +32,49 @@ from pytest_fsdp_comm.ranks.rank.processes import fork_quietly, run_exit_functio
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
 from pytest_fsdp_comm.ranks.start.ending import (
     HURRIED_S,
+    PATIENCE_S,
     adopt_orphans,
+    await_end,
     end_with_parent,
+    kill,
     kill_children,
     remove_directory,
 )
+from pytest_fsdp_comm.ranks.start.fork_server import ServerDiedError
 from pytest_fsdp_comm.ranks.start.spawn import arguments_of, reason_to_spawn
 from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
 from pytest_fsdp_comm.ranks.wire.messages import (
+    LAUNCHED,
     RANK,
+    SUPERVISOR,
     WATCHDOG,
     EndSession,
     Joined,
     RankCommand,
+    RankMessage,
     RankSetSpec,
+    TestsEnded,
     Welcome,
 )
+from pytest_fsdp_comm.text.codec import CodecError
+from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
+
+# Hosts of a cluster load torch from one busy file server at the same time.
+_MEET_TIMEOUT_S: Final = 300.0
+_ADDRESS: Final = "address"
+"""On the launcher's store: port and token of rank 0's pytest process, while ranks may join it."""
+_EXPLAIN_AFTER_S: Final = 10.0
+_JOINS_WITHIN_S: Final = 10.0
+_POLL_S: Final = 0.2
+# To end the fixtures that it kept, on a busy machine.
+_ENDS_TESTS_WITHIN_S: Final = 30.0
+
+# Note [Launched ranks]: every launched process collects the same tests and becomes its rank for the
+# whole session. Rank 0's process supervises and reports; its rank is a child of it, which joins
+# like the others. Each rank connects to it, once for itself and once for its watchdog, and then
+# runs what it is told, as a forked rank does. For each rank set it makes a process group anew. A
+# rank that fails destroys its group, so that its peers fail too instead of waiting. What cannot be
+# ended so, because it hangs or has died, ends the session: a process cannot be replaced.
 
 
 def join_session(
@@ -224,10 +255,10 @@ def _join(
     session: pytest.Session, launched: LaunchedRank, tests: Sequence[str]
 ) -> tuple[Channel[RankCommand], Channel[Any]]:
     try:
-        store = connect_store(launched, timeout_s=MEET_TIMEOUT_S)
-        port, token = json.loads(store.get(ADDRESS))
+        store = connect_store(launched, timeout_s=_MEET_TIMEOUT_S)
+        port, token = json.loads(store.get(_ADDRESS))
         sockets = [
-            socket.create_connection((launched.host, port), timeout=MEET_TIMEOUT_S)
+            socket.create_connection((launched.host, port), timeout=_MEET_TIMEOUT_S)
             for _ in range(2)
         ]
     except (OSError, RuntimeError) as error:
@@ -251,3 +282,239 @@ def _join(
     channel.send(joined)
     watchdog.send(Joined(token=token, rank=launched.rank, host=host, tests=None))
     return channel, watchdog
+
+
+# The ranks that a launcher started, as rank 0's pytest process sees them.
+
+
+class LaunchedRanks:
+    """The server of ranks that were there before it; see Note [Launched ranks]."""
+
+    def __init__(self, session: pytest.Session, launched: LaunchedRank, own_rank: int) -> None:
+        self._session = session
+        self._launched = launched
+        self.pids = {0: own_rank}
+        self.has_died = False
+        self._store: Any = None
+        self._hosts: dict[int, str] = {}
+        self._channels: dict[int, Channel[RankMessage]] = {}
+        self._connections: dict[int, tuple[Connection, Connection]] = {}
+        self._exited: dict[int, int | str] = {}
+        self._silence = Pipe()  # never readable: the ends of ranks are read from their connections
+
+    def meet(self, tests: Sequence[str]) -> None:
+        """Wait until every rank has joined with the same tests, in whatever order."""
+        launched, config = self._launched, self._session.config
+        from torch.distributed import DistError  # noqa: PLC0415  # not where no rank is launched
+
+        try:
+            serves = not launched.has_store
+            self._store = connect_store(launched, timeout_s=_MEET_TIMEOUT_S, serves=serves)
+        except DistError as error:
+            raise pytest.UsageError(
+                f"the store of the launched ranks at {launched.host}:{launched.port} (MASTER_ADDR, "
+                f"MASTER_PORT) cannot be {'served' if serves else 'reached'}: "
+                f"{str(error).partition(chr(10))[0]}; is the port free and the same for every "
+                "rank? Without a launcher, unset RANK and WORLD_SIZE"
+            ) from None
+        joined = self._await_all()
+        orders = {rank: positions(tests, one.tests or ()) for rank, one in joined.items()}
+        problems = {
+            rank: f"(on {one.host}) {one.problem or describe_difference(tests, one.tests or ())}"
+            for rank, one in joined.items()
+            if one.problem or orders[rank] is None
+        }
+        if problems:
+            lines = "\n".join(name_equal(problems))
+            raise pytest.UsageError(
+                f"the launched ranks must collect the same tests, in whatever order:\n{lines}\n"
+                f"{_USUAL_REASONS}"
+            )
+        has_seed = config.pluginmanager.has_plugin("randomly")
+        seed = config.getoption("randomly_seed") if has_seed else None
+        for rank, order in orders.items():
+            with contextlib.suppress(OSError):  # it is gone, which the first test will show
+                welcome = Welcome(order=tuple(order or ()), randomly_seed=seed)
+                self._channels[rank].send(welcome)
+        where = name_equal({rank: f"on {host}" for rank, host in self._hosts.items()})
+        self._write_line(f"fsdp-comm: {'; '.join(where)}")
+
+    def _await_all(self) -> dict[int, Joined]:
+        launched = self._launched
+        token = secrets.token_hex(16)
+        # By rank, and whether it is the connection of its watchdog.
+        joined: dict[tuple[int, bool], tuple[Connection, Joined]] = {}
+        began_at = time.monotonic()
+        has_explained = False
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        with socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual) as listener:
+            listener.settimeout(_POLL_S)
+            self._store.set(_ADDRESS, json.dumps([listener.getsockname()[1], token]))
+            while missing := {
+                rank
+                for rank in range(launched.world_size)
+                for end in (False, True)
+                if (rank, end) not in joined
+            }:
+                if self._session.shouldfail:
+                    raise self._session.Failed(self._session.shouldfail)
+                after_s = time.monotonic() - began_at
+                if after_s > _MEET_TIMEOUT_S:
+                    raise pytest.UsageError(
+                        f"{name_ranks(sorted(missing))} of {launched.world_size} did not join "
+                        f"within {_MEET_TIMEOUT_S:g} s. According to {launched.launcher}, this "
+                        f"process is rank 0 of {launched.world_size}: has every rank been started, "
+                        "with the same tests? If there is no launcher, unset RANK and WORLD_SIZE"
+                    )
+                if after_s > _EXPLAIN_AFTER_S and not has_explained:
+                    has_explained = True
+                    names = name_ranks(sorted(missing))
+                    self._write_line(f"fsdp-comm: waiting for {names} to collect tests")
+                with contextlib.suppress(TimeoutError):
+                    self._accept(listener.accept()[0], token, joined)
+            # Another session of this launch must not find it.
+            self._store.delete_key(_ADDRESS)
+        self._connections = {
+            rank: (joined[rank, False][0], joined[rank, True][0])
+            for rank in range(launched.world_size)
+        }
+        for rank, (connection, _) in self._connections.items():
+            self._channels[rank] = Channel(connection, SUPERVISOR)
+        found = {rank: joined[rank, False][1] for rank in self._connections}
+        self._hosts = {rank: one.host for rank, one in found.items()}
+        return found
+
+    def _accept(
+        self,
+        accepted: socket.socket,
+        token: str,
+        joined: dict[tuple[int, bool], tuple[Connection, Joined]],
+    ) -> None:
+        keep_alive(accepted)
+        connection = Connection(accepted.detach())
+        first: Joined | None = None
+        with contextlib.suppress(OSError, CodecError):
+            channel = Channel(connection, LAUNCHED, stalls_s=_JOINS_WITHIN_S)
+            first = channel.receive(within_s=_JOINS_WITHIN_S)
+        if first is None or not hmac.compare_digest(first.token, token):
+            connection.close()
+        else:
+            joined[first.rank, first.tests is None] = connection, first
+
+    def _write_line(self, text: str) -> None:
+        reporter: Any = self._session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(text)
+            reporter.flush()
+
+    def start_ranks(self, spec: RankSetSpec) -> Mapping[int, tuple[Connection, Connection]]:
+        if self.has_died:
+            raise ServerDiedError
+        for channel in self._channels.values():
+            with contextlib.suppress(OSError):  # it is gone, as `exit_statuses` will say
+                channel.send(spec)
+        return self._connections
+
+    def end_ranks(
+        self, within_s: float, *, running: Collection[int] = (), ending: Collection[int] = ()
+    ) -> dict[int, int]:
+        """End the session's ranks, if not all have finished their test."""
+        lost = {*running}
+        for rank in () if lost else ending:
+            with contextlib.suppress(OSError, CodecError):
+                while message := self._channels[rank].receive(within_s=_ENDS_TESTS_WITHIN_S):
+                    if isinstance(message, TestsEnded):
+                        break
+                else:
+                    lost.add(rank)
+        if not lost:
+            return {}
+        self._session.shouldfail = (
+            f"{name_ranks(sorted(lost))} of {self._launched.world_size} did not finish the test, "
+            "so no other distributed test can run"
+        )
+        return self._end_all(within_s, stuck=lost)
+
+    def _end_all(self, within_s: float, *, stuck: Collection[int] = ()) -> dict[int, int]:
+        self.has_died = True
+        for rank in self._channels.keys() - {*stuck}:
+            with contextlib.suppress(OSError):
+                self._channels[rank].send(EndSession())
+        own, self.pids = self.pids, {}
+        if 0 in stuck:
+            kill(own.values())
+        left = {rank: pid for rank, pid in own.items() if await_end(pid, within_s=within_s) is None}
+        kill(left.values())
+        left = {
+            rank: pid for rank, pid in left.items() if await_end(pid, within_s=within_s) is None
+        }
+        for pair in self._connections.values():
+            for connection in pair:
+                connection.close()  # which ends a rank that is stuck
+        self._connections, self._channels = {}, {}
+        return left
+
+    def exit_statuses(self) -> dict[int, int | str]:
+        for rank, channel in self._channels.items():
+            if rank not in self._exited and channel.is_hung_up():
+                status = await_end(self.pids[rank], within_s=_POLL_S) if rank in self.pids else None
+                self._exited[rank] = (
+                    f"was lost on {self._hosts[rank]}: its process has ended (killed, perhaps for "
+                    "memory, or crashed), or its machine or network failed"
+                    if status is None
+                    else status
+                )
+        return self._exited
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Other ranks may be on other machines; they end with their connection."""
+        if rank in self.pids and rank not in self._exited:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
+
+    def fileno(self) -> int:
+        return self._silence[0].fileno()
+
+    def close(self) -> None:
+        self._end_all(PATIENCE_S / 2)
+
+
+_USUAL_REASONS = (
+    "Usual reasons: names or files that depend on the rank (RANK, LOCAL_RANK), the host or chance; "
+    "files that only some machines have; another version of the checkout or of a package; options "
+    "that differ (--lf, -k, PYTEST_ADDOPTS); or pytest sessions that are not the same, in the same "
+    "order, on every rank. `pytest --collect-only -q` on both shows what each collects"
+)
+
+_MOST_SHOWN = 4
+
+
+def positions(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
+    """Where each of the leader's tests is among a follower's; None if the sets differ."""
+    if Counter(theirs) != Counter(ours):
+        return None
+    # One test may be there several times (--keep-duplicates).
+    places: dict[str, deque[int]] = defaultdict(deque)
+    for place, test in enumerate(ours):
+        places[test].append(place)
+    return [places[test].popleft() for test in theirs]
+
+
+def describe_difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
+    """What a follower lacks and has of its own, to be read after its rank; empty if nothing."""
+    lacked, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
+    parts = []
+    if lacked:
+        parts.append(
+            f"lacks {lacked.total()} of rank 0's {len(theirs)} tests:{_shown([*lacked.elements()])}"
+        )
+    if added:
+        parts.append(f"has {added.total()} that rank 0 lacks:{_shown([*added.elements()])}")
+    return "\n  and ".join(parts)
+
+
+def _shown(lines: list[str]) -> str:
+    more = len(lines) - _MOST_SHOWN
+    shown = [*lines[:_MOST_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
+    return "".join(f"\n    {line}" for line in shown)

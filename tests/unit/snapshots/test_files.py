@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pytest_fsdp_comm.snapshots.documents import write_atomically
 from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
-from pytest_fsdp_comm.snapshots.files import write_atomically
 
 
 @pytest.mark.parametrize("old", [None, "old"])

@@ -10,7 +10,7 @@ from pytest_fsdp_comm import options
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots import lines, tree_text
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
-from pytest_fsdp_comm.snapshots.files import read_snapshot
+from pytest_fsdp_comm.snapshots.documents import read_snapshot
 from pytest_fsdp_comm.tree.profile import merge
 
 COMM = """\
