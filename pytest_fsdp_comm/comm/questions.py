@@ -87,9 +87,8 @@ class Question:
         return ", ".join(given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """What an answer was counted from."""
+class Answer(int):
+    """An int whose failed comparison shows what was counted; sums and the like are plain."""
 
     asked: str
     """The question, as a user writes it: ``counts('all_gather')``."""
@@ -97,15 +96,15 @@ class Counted:
     """In the order of issue."""
     recorded: Sequence[Collective]
 
-
-class Answer(int):
-    """An int whose failed comparison shows what was counted; sums and the like are plain."""
-
-    counted: Counted
-
-    def __new__(cls, value: SupportsIndex, counted: Counted) -> Answer:  # noqa: PYI034  # never subclassed
+    def __new__(  # noqa: PYI034  # never subclassed
+        cls,
+        value: SupportsIndex,
+        asked: str,
+        matching: Sequence[Collective],
+        recorded: Sequence[Collective],
+    ) -> Answer:
         answer = super().__new__(cls, value)
-        answer.counted = counted
+        answer.asked, answer.matching, answer.recorded = asked, matching, recorded
         return answer
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:

@@ -21,7 +21,7 @@ from torch import nn, optim
 from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
 from pytest_fsdp_comm.comm.json import dump_recordings, join_recordings
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge
-from pytest_fsdp_comm.comm.questions import Answer, Counted, Question, select
+from pytest_fsdp_comm.comm.questions import Answer, Question, select
 from pytest_fsdp_comm.errors import (
     FsdpCommError,
     RecordingError,
@@ -445,8 +445,7 @@ class CommMode(CommDebugAnswers):
             axis = printable(question.axis)
             question = replace(question, axis=axis) if axis in names.axes else question
         matching = select(question, recorded, names)
-        counted = Counted(asked=asked, matching=matching, recorded=recorded)
-        return Answer(measure(matching), counted)
+        return Answer(measure(matching), asked, matching, recorded)
 
 
 def publish(recording: Recording, files: RankFiles) -> None:

@@ -26,16 +26,15 @@ _Position: TypeAlias = "tuple[bool, NaturalKey]"
 def explain_answer(operator: str, left: object, right: object) -> list[str]:
     """Say, in at most a screen of lines, what each `Answer` among two sides was counted from."""
     answers = [side for side in (left, right) if isinstance(side, Answer)]
-    asked = " and ".join(f"{answer!r} is {answer.counted.asked}" for answer in answers)
+    asked = " and ".join(f"{answer!r} is {answer.asked}" for answer in answers)
     lines = [f"{left!r} {operator} {right!r}, where {asked}"]
     for answer in answers:
         if len(answers) > 1:
-            lines.append(f"{answer.counted.asked}:")
-        counted = answer.counted
-        found = _grouped(counted.matching or counted.recorded)
-        if not counted.recorded:
+            lines.append(f"{answer.asked}:")
+        found = _grouped(answer.matching or answer.recorded)
+        if not answer.recorded:
             found = ["the recording has no collectives"]
-        elif not counted.matching:
+        elif not answer.matching:
             found.insert(0, "nothing matches; the recording has:")
         most = _MAX_LINES // len(answers)
         if len(found) > most:

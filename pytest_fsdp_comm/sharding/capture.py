@@ -32,11 +32,13 @@ from pytest_fsdp_comm.sharding.units import (
     AxisNames,
     HeldParameter,
     ReadUnit,
+    Slot,
+    Visit,
     dtensor_meshes,
     hold,
     read_placements,
+    visit_modules,
 )
-from pytest_fsdp_comm.sharding.walk import Slot, Visit, visit_modules
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, fold_fqns, natural_key
 from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import find

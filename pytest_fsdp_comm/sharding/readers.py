@@ -47,13 +47,14 @@ from pytest_fsdp_comm.sharding.units import (
     AxisNames,
     HeldParameter,
     ReadUnit,
+    Slot,
+    Visit,
     hold,
     private_names,
     read_placements,
     replicate,
     shown_dtype,
 )
-from pytest_fsdp_comm.sharding.walk import Slot, Visit
 from pytest_fsdp_comm.tree.model import AxisPlacement, Precision, ShardUnit, UnitKind
 
 _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)

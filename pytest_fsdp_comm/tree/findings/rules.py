@@ -364,7 +364,10 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):
             continue
-        around = wrapping.enclosing_unit(unit)
+        units_of = wrapping.units_of
+        # What is around it may have several units, one a mesh.
+        enclosing = next((units_of[at] for at in wrapping.above(unit) if at in units_of), ())
+        around = enclosing[0] if len(enclosing) == 1 else None
         if around is not None and _can_join(wrapping, unit, around):
             trains, trains_around = wrapping.is_trainable(unit), wrapping.is_trainable(around)
             saved = gathers(unit) + (reductions(unit) if trains and trains_around else 0)

@@ -97,12 +97,6 @@ class Wrapping:
     def above(self, unit: ShardUnit) -> Iterator[int]:
         return islice(self.tree.around(unit.modules[0]), 1, None)
 
-    def enclosing_unit(self, unit: ShardUnit) -> ShardUnit | None:
-        """The unit that would manage a unit's parameters if that were none."""
-        # None if nothing is around it, or if that has several units, one a mesh.
-        units = next((self.units_of[at] for at in self.above(unit) if at in self.units_of), ())
-        return units[0] if len(units) == 1 else None
-
     def end(self, unit: ShardUnit) -> int:
         """The index of the first module after a unit's last that is not inside it."""
         return max(self.ends[at] for at in unit.modules)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_fsdp_comm.comm.events import Collective, Phase, Source
-from pytest_fsdp_comm.comm.questions import Answer, Counted, Question
+from pytest_fsdp_comm.comm.questions import Answer, Question
 from pytest_fsdp_comm.reports.assertions import explain_answer
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, matcher
 
@@ -45,9 +45,7 @@ def collective(
 
 
 def answer(number, matching=(), recorded=(), asked="counts('all_gather')"):
-    return Answer(
-        number, Counted(asked=asked, matching=matching, recorded=tuple(recorded) or matching)
-    )
+    return Answer(number, asked=asked, matching=matching, recorded=tuple(recorded) or matching)
 
 
 LAYERS = tuple(collective(f"layers.{n}") for n in range(4))
