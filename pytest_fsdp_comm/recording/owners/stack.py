@@ -63,19 +63,8 @@ def _running(innermost: FrameType) -> Iterator[nn.Module | None]:
             yield module
 
 
-_Code = Literal[
-    "skipped",
-    "module",
-    "engine",
-    "step",
-    "user",
-    "library",
-    "ddp",
-    "redistribute",
-    "dtensor",
-    "object",
-    "other",
-]
+_Requester = Literal["user", "library", "ddp", "redistribute", "dtensor", "object"]
+_Code = Literal["skipped", "module", "engine", "step", "other"] | _Requester
 """What a frame's code means to whoever looks for the reason of a call. ``skipped``: the recorder's
 own, or what torch runs between dispatcher and kernel."""
 
