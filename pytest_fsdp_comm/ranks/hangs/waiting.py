@@ -25,18 +25,9 @@ _PLURALS: Final = {
     "holds": "hold",
     "is": "are",
     "its": "their",
-    "reports": "report",
     "runs": "run",
     "waits": "wait",
     "was": "were",
-}
-
-_WHEREABOUTS: Final = {
-    Activity.RUNS: "{runs} no code of the test",
-    Activity.REPORTS: "failed{at}, and {reports} that",
-    Activity.HAS_ENDED: "{has} finished the test",
-    Activity.HOLDS_GIL: "{holds} the GIL{at}",
-    Activity.SILENT: "{does} not respond",
 }
 
 _Positions: TypeAlias = Mapping[int, "Position"]
@@ -118,34 +109,26 @@ def _mismatch(what: str, own: Mapping[int, IssuedCollective], positions: _Positi
     }
     places = {positions[rank].site for rank, one in own.items() if one.is_last} - {""}
     at = f" at {min(places)}" if len(places) == 1 else ""
-    shown, ways, rest = _rarest(sent)
-    parts = [f"{name_ranks(ranks)} {text}" for ranks, text in shown]
-    parts[0] = f"{name_ranks(shown[0][0])} {called} {shown[0][1]}"
-    if rest:
-        parts.append(f"{name_ranks(rest)} in {ways} other ways")
-    return f"{', '.join(parts)}, in {what}{at}"
+    (first, text), *others = _rarest(sent, "in {} other ways")
+    parts = [f"{name_ranks(ranks)} {text}" for ranks, text in others]
+    return f"{', '.join([f'{name_ranks(first)} {called} {text}', *parts])}, in {what}{at}"
 
 
-_Folds: TypeAlias = list[tuple[list[int], str]]
-
-
-def _rarest(texts: Mapping[int, str]) -> tuple[_Folds, int, list[int]]:
-    """The rarest texts, how many others there are (never one), and the ranks of these."""
+def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
+    """Group ranks by equal texts, the rarest first; of many, the last as `others` with a number."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
-    shown = folded if len(folded) <= _MOST_WAYS else folded[: _MOST_WAYS - 1]
-    rest = [rank for ranks, _ in folded[len(shown) :] for rank in ranks]
-    return shown, len(folded) - len(shown), rest
+    if len(folded) <= _MOST_WAYS:
+        return folded
+    shown, rest = folded[: _MOST_WAYS - 1], folded[_MOST_WAYS - 1 :]
+    return [*shown, (sorted(rank for ranks, _ in rest for rank in ranks), others.format(len(rest)))]
 
 
 def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
     """List ranks' stacks, empty if unknown, each below a title such as ``{ranks} {is} at:``."""
     lines = []
-    shown, places, rest = _rarest(stacks)
-    for ranks, stack in sorted(shown):
+    for ranks, stack in sorted(_rarest(stacks, "{} other places")):
         lines.append(_say(title, ranks))
         lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
-    if rest:
-        lines.append(_say(f"{{ranks}} {{is}} at {places} other places", rest))
     return lines
 
 
@@ -187,16 +170,15 @@ def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
 def _cause(
     reached: Mapping[int, set[int]], guilty: set[int], positions: _Positions
 ) -> Iterator[str]:
-    shown, places, rest = _rarest({rank: _whereabouts([rank], positions) for rank in guilty})
+    doing = {rank: f", which {_doing(positions.get(rank))}" for rank in guilty}
     before: list[int] = []
-    for ranks, _ in sorted(shown):
+    for ranks, text in sorted(_rarest(doing, ", at {} other places")):
         by = sorted(rank for rank, found in reached.items() if found & {*ranks})
         start = "all wait" if len(by) == len(reached) > 1 else _say("{ranks} {waits}", by)
         start = "  and" if by == before else start
-        yield f"{start} for {name_ranks(ranks)}{_whereabouts(ranks, positions)}"
+        place = text.replace("which {is} at", "at", 1)
+        yield _say(f"{start} for {{ranks}}{place}", ranks)
         before = by
-    if rest:
-        yield f"  and for {name_ranks(rest)}, at {places} other places"
     circle = [rank for rank, found in reached.items() if rank in found and not found & guilty]
     if circle:
         yield f"{name_ranks(circle)} wait for each other"
@@ -210,16 +192,19 @@ def _say(template: str, ranks: Sequence[int]) -> str:
     return template.replace("{ranks}", name_ranks(ranks))
 
 
-def _whereabouts(ranks: Sequence[int], positions: _Positions) -> str:
-    # All of them do the same.
-    position = positions.get(ranks[0])
+def _doing(position: Position | None) -> str:
+    """What a rank does that does not wait with others, as a template of `_say`."""
     if position is None:
-        return _say(", which {is} dead", ranks)
+        return "{is} dead"
     site = with_code(position.site, position.code)
     at = f" at {site}" if site else ""
-    if position.activity is Activity.RUNS and at:
-        return f",{at}"
-    return _say(f", which {_WHEREABOUTS[position.activity]}", ranks).replace("{at}", at)
+    return {
+        Activity.RUNS: f"{{is}}{at}" if at else "{runs} no code of the test",
+        Activity.REPORTS: f"failed{at}",
+        Activity.HAS_ENDED: "{has} finished the test",
+        Activity.HOLDS_GIL: f"{{holds}} the GIL{at}",
+        Activity.SILENT: "{does} not respond",
+    }[position.activity]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +292,7 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
             if before:
                 last = before[max(before)]
                 more = f" ({{its}} last of {group.label} was {last.kind} #{last.seq})"
-        absent[rank] = (f"{text}{more}", _place(positions[rank]))
+        absent[rank] = (f"{text}{more}", f", and {_doing(positions[rank])}")
     return _Stall(
         what=what,
         waiting=waiting,
@@ -331,16 +316,6 @@ def _parting(group: _Group, before: int) -> tuple[str, dict[int, str]]:
     return "", {}
 
 
-def _place(position: Position) -> str:
-    """Where a rank is that does not wait with others, as part of a template."""
-    if position.activity is Activity.HAS_ENDED:
-        return ", and {has} finished the test"
-    site = with_code(position.site, position.code)
-    if position.activity is Activity.REPORTS:
-        return f", and failed at {site}"
-    return f", and {{is}} at {site}" if site else ""
-
-
 def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> str:
     """Why a collective that all ranks have issued does not end; empty if unknown."""
     kinds = {one.kind for one in own.values()}
@@ -355,9 +330,8 @@ def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> str:
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
     for start in dict.fromkeys(stall.parting[0] for stall in stalls if stall.parting[0]):
         owners = ChainMap(*(stall.parting[1] for stall in stalls if stall.parting[0] == start))
-        shown, ways, rest = _rarest(owners)
-        parts = [f"{name_ranks(ranks)} for {owner}" for ranks, owner in sorted(shown)]
-        parts += [f"{name_ranks(rest)} for {ways} others"] if rest else []
+        folded = sorted(_rarest(owners, "{} others"))
+        parts = [f"{name_ranks(ranks)} for {owner}" for ranks, owner in folded]
         yield f"{start}: {', '.join(parts)}"
     waiting = {rank: text for stall in stalls for rank, text in stall.waiting.items()}
     yield from _told(waiting, dict.fromkeys(waiting, f"{{waits}} in {stalls[0].what}"))
@@ -371,6 +345,7 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
 
 def _told(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
     """Ranks with equal templates together: the rarest in full, the others in short."""
-    shown, _, rest = _rarest(full)
-    for ranks, text in [*sorted(shown), *fold_equal({rank: short[rank] for rank in rest})]:
-        yield _say(f"{{ranks}} {text}", ranks)
+    for ranks, text in sorted(_rarest(full, "")):
+        folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
+        for same, told in folded:
+            yield _say(f"{{ranks}} {told}", same)

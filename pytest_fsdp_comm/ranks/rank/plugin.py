@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import sys
 import time
@@ -41,7 +42,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     Debugging,
     RankCommand,
     RankSetSpec,
-    TimerCancelled,
     TimerSet,
 )
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
@@ -210,13 +210,6 @@ class RankPlugin:
         try:
             with answers.by(name) if answers else contextlib.nullcontext():
                 return (yield)
-        except FileExistsError as error:
-            error.add_note(
-                f"the {fixturedef.scope} fixture {name} runs in each rank, and another rank may "
-                "have made this: use mkdir(exist_ok=True), or tmp_path_factory.mktemp(), which no "
-                "other rank shares"
-            )
-            raise
         finally:
             tests = (
                 item for item in request.session.items if name in getattr(item, "fixturenames", ())
@@ -313,7 +306,7 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_cancel_timer(self) -> bool:
-        self._channel.send(TimerCancelled())
+        self._channel.send(TimerSet(timeout_s=0.0, runs_out_at=math.inf))
         return True
 
     def pytest_enter_pdb(self) -> None:
@@ -385,22 +378,19 @@ def capture_subtests(capture: Callable[[Any], Any]) -> None:
         for needed in ("capturing_output", "Captured"):
             if not hasattr(module, needed):
                 raise upstream.moved_error("pytest", f"{name}.{needed}", "running ranks relies on")
-        module.capturing_output = _capturing_output(module.Captured, capture)
+        module.capturing_output = partial(_capturing_output, module.Captured, capture)
 
 
-def _capturing_output(make_captured: Callable[[], Any], capture: Callable[[Any], Any]) -> Any:
-    @contextlib.contextmanager
-    def capturing_output(request: pytest.FixtureRequest) -> Iterator[Any]:
-        captured = make_captured()
-        manager: Any = request.config.pluginmanager.getplugin("capturemanager")
-        test_captures = getattr(manager, "_capture_fixture", None) is not None
-        if request.config.getoption("capture", "no") == "no" or test_captures:
-            yield captured
-        else:
-            with capture(captured):
-                yield captured
-
-    return capturing_output
+@contextlib.contextmanager
+def _capturing_output(
+    make_captured: Callable[[], Any], capture: Callable[[Any], Any], request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    captured = make_captured()
+    manager: Any = request.config.pluginmanager.getplugin("capturemanager")
+    test_captures = getattr(manager, "_capture_fixture", None) is not None
+    is_off = request.config.getoption("capture", "no") == "no" or test_captures
+    with contextlib.nullcontext() if is_off else capture(captured):
+        yield captured
 
 
 class _Log:

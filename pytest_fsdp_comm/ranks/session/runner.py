@@ -343,7 +343,7 @@ class RankRunner:
         else:
             how = self._replace_server()
             text = f"died with the process that all ranks are forked from, which {how}"
-        lost = partial(RankResult, lost=text, phase_began_at=began_at, ended_at=time.time())
+        lost = partial(RankResult, status=text, phase_began_at=began_at, ended_at=time.time())
         return {rank: lost(rank=rank) for rank in item.stash[SETTINGS].ranks}
 
     def _start_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:

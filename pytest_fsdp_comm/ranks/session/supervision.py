@@ -33,7 +33,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     RunTest,
     TestEnded,
     TestsEnded,
-    TimerCancelled,
     TimerSet,
 )
 from pytest_fsdp_comm.ranks.wire.results import (
@@ -268,10 +267,7 @@ class Supervision:
                 self._drain(rank)
                 self._exited.add(rank)
                 if not self._results[rank].is_done:
-                    if isinstance(status, str):
-                        self._results[rank].lost = status
-                    else:
-                        self._results[rank].status = status
+                    self._results[rank].status = status
                     self._results[rank].ended_at = time.time()
 
     def _drain(self, rank: int) -> None:
@@ -308,8 +304,6 @@ class Supervision:
                 result.warnings += (message,)
             case TimerSet():
                 self._timers[result.rank] = message
-            case TimerCancelled():
-                self._timers.pop(result.rank, None)
             case Debugging():
                 result.is_debugging = message.has_begun
             case TestEnded():

@@ -56,7 +56,7 @@ class _Ran:
     @property
     def unfinished(self) -> When:
         """The phase in which the rank was last."""
-        if self.result.lost:
+        if isinstance(self.result.status, str):
             return "call"  # which it was in, if any, is unknown
         return next((when for when in _PHASES if when not in self.phases), "teardown")
 
@@ -268,8 +268,8 @@ def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
 def _deaths(ranks: _Ranks) -> Iterable[_Failure]:
     for rank, ran in ranks.items():
         result, when = ran.result, ran.unfinished
-        if result.lost:
-            yield _Failure(rank=rank, when=when, at=-math.inf, text=result.lost)
+        if isinstance(result.status, str):
+            yield _Failure(rank=rank, when=when, at=-math.inf, text=result.status)
         elif result.has_died and result.session_exit is None:
             uncaught = _uncaught(result)
             yield _Failure(
@@ -285,13 +285,14 @@ def _deaths(ranks: _Ranks) -> Iterable[_Failure]:
 def _end_of(result: RankResult) -> str:
     if result.escaped is not None:
         return f"left the test with {result.escaped}"
-    if result.status is None or result.status >= 0:
-        return f"ended with exit status {result.status} (os._exit, or a crash)"
+    status = result.status
+    if not isinstance(status, int) or status >= 0:
+        return f"ended with exit status {status} (os._exit, or a crash)"
     try:
-        name = signal.Signals(-result.status).name
+        name = signal.Signals(-status).name
     except ValueError:
         name = "unknown"
-    return f"was killed by signal {-result.status} ({name})"
+    return f"was killed by signal {-status} ({name})"
 
 
 def _uncaught(result: RankResult) -> str:
@@ -348,7 +349,7 @@ def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
     positions = {
         rank: ran.result.position or Position(site="", activity=Activity.SILENT)
         for rank, ran in ranks.items()
-        if ran.result.status is None and not ran.result.lost
+        if ran.result.status is None
     }
     return explain_waiting(positions, blamed=blamed)
 

@@ -66,16 +66,11 @@ class RankSetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerSet:
-    """pytest-timeout began to limit something."""
+    """pytest-timeout began to limit something, or what it limited has ended."""
 
     timeout_s: float
     runs_out_at: float
-    """`time.monotonic`, which all processes of a machine share."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerCancelled:
-    """What pytest-timeout limited has ended."""
+    """`time.monotonic`, which all processes of a machine share; inf if there is no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +109,7 @@ class PositionAnswer:
 
 
 RankMessage = (
-    PhaseReport
-    | WarningSeen
-    | TimerSet
-    | TimerCancelled
-    | Debugging
-    | TestEnded
-    | TestsEnded
-    | PositionAnswer
+    PhaseReport | WarningSeen | TimerSet | Debugging | TestEnded | TestsEnded | PositionAnswer
 )
 
 # From the supervisor to a rank, or to its watchdog.

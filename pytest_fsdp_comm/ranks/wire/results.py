@@ -160,8 +160,9 @@ class RankResult:
     escaped: str | None = None
     """The exception that went through pytest's protocol, as a plugin's may; None if none did."""
     session_exit: SessionExit | None = None
-    status: int | None = None
-    """Exit status, or minus the signal's number, of a process that ended early; else None."""
+    status: int | str | None = None
+    """Of a process that ended early its exit status, or minus the signal's number; of one that was
+    lost what became of it, to be read after its name; else None."""
     ended_at: float | None = None
     """`time.time` at which it died or was stopped; None if it finished the test."""
     stopped: Stopped | None = None
@@ -174,13 +175,11 @@ class RankResult:
     """The ranks that have ended the test and without which it cannot."""
     position: Position | None = None
     """Where it was when the rank set was stopped; None if it was not, or did not answer."""
-    lost: str = ""
-    """What became of a rank whose process was lost, to be read after its name; else empty."""
 
     @property
     def is_over(self) -> bool:
         """Whether no more of this test can come from the rank."""
-        return self.is_done or self.status is not None or bool(self.lost)
+        return self.is_done or self.status is not None
 
     @property
     def unfinished_s(self) -> float:
@@ -191,7 +190,7 @@ class RankResult:
     def has_died(self) -> bool:
         """Whether the rank left the test before its end, on its own."""
         has_left = self.escaped is not None or self.session_exit is not None
-        return has_left or self.status is not None or bool(self.lost)
+        return has_left or self.status is not None
 
     @property
     def has_failed(self) -> bool:

@@ -22,10 +22,6 @@ def below_base(tmp_path_factory):
     path.mkdir(parents=True)
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory):
-    (tmp_path_factory.getbasetemp().parent / "shared").mkdir()
-
-@pytest.fixture(scope="session")
 def slow():
     time.sleep(1.2)
 
@@ -41,9 +37,6 @@ def test_own_directories(named, time, tmp_path):
 @ranks
 @twice
 def test_base(below_base, time): pass
-
-@ranks
-def test_shared(shared): pass
 
 @ranks
 @twice
@@ -63,13 +56,7 @@ def test_each_rank_of_each_test_has_its_own_directory(session):
     assert " 7 passed, " in session.output
     assert len([*session.path.glob("base/rank*/test_own_directories_?_0/kept")]) == 4
     # None for tests that ask for no directory.
-    assert len([*session.path.glob("base/rank*")]) == 4 + 4 + 2
-
-
-def test_directory_that_another_rank_made_is_explained(session):
-    told = "the session fixture shared runs in each rank, and another rank may have made this: use"
-    assert re.search(rf"E +FileExistsError: .*\nE +{re.escape(told)}", session.output)
-    assert "ERROR test_it.py::test_shared" in session.output
+    assert len([*session.path.glob("base/rank*")]) == 4 + 4
 
 
 def test_slow_fixture_of_several_tests_is_told_once(session):

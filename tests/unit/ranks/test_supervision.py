@@ -1,5 +1,6 @@
 """What a supervisor receives from ranks, and what it passes on, without any process."""
 
+import math
 import os
 import time
 from multiprocessing.connection import Pipe
@@ -178,7 +179,7 @@ def test_ended_rank_with_a_late_answer_is_asked_again(supervision, monkeypatch):
 
 
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(supervision, rank, monkeypatch):
-    message = messages.TimerCancelled()
+    message = messages.TimerSet(timeout_s=0.0, runs_out_at=math.inf)
     rank.send(message)  # makes it readable, and stays there
     monkeypatch.setattr(supervision._channels[1], "receive", lambda: message)
     results = supervision.run(started_at=time.monotonic() - 19.9)

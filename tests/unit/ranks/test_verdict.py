@@ -220,7 +220,7 @@ def test_exit_leaves_out_what_it_cut_short(merge, others, merged):
         {"stopped": Stopped.AFTER_FAILURE},
         {"status": -9},
         {"escaped": "Odd"},
-        {"lost": "was lost"},
+        {"status": "was lost"},
     ],
 )
 def test_unfinished_phase_lasts_until_the_rank_ended(merge, unfinished):
@@ -304,7 +304,7 @@ def test_stacks_show_user_code_first_and_none_of_pytest():
 
 def test_a_lost_rank_leads_whatever_the_others_report(merge):
     was, were = (f"{verb} lost on host1: nothing was heard for 15 s" for verb in ("was", "were"))
-    lost = {"lost": was}
+    lost = {"status": was}
     failed = rank(FAILED, "Connection closed by peer", at=1.0)
     reports = merge(failed, ([], lost))
     assert [report.when for report in reports] == ["setup", "call", "teardown"]
@@ -387,7 +387,7 @@ def test_a_mismatch_leads_before_the_first_error_that_the_backend_raised(merge):
         # `os.abort()`: no last words.
         {"status": -6, "ended_at": 3.0},
         {"escaped": "Odd: enough", "ended_at": 3.0},
-        {"lost": "was lost"},
+        {"status": "was lost"},
         # Later than what others say of it.
         {"status": -9, "ended_at": 9.0},
     ],

@@ -244,7 +244,7 @@ def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
         {rank: stack.replace("{rank}", str(rank)) for rank in positions}, "{ranks} {is} at:"
     )
     assert 20 < len(found) <= 38
-    assert found[-1].startswith("ranks 3-63 are at 61 other places")
+    assert found[-2:] == ["ranks 3-63 are at:", "    61 other places"]
     assert all(len(line) < 200 for line in found)
     same = position(waits(1), site="model.py:1 in f")
     same = replace(same, groups=(replace(same.groups[0], ranks=tuple(range(64))),))
@@ -260,7 +260,7 @@ def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
     ("activity", "says"),
     [
         (Activity.RUNS, ", at lock.py:1 in f: lock.acquire()"),
-        (Activity.REPORTS, ", which failed at lock.py:1 in f: lock.acquire(), and reports that"),
+        (Activity.REPORTS, ", which failed at lock.py:1 in f: lock.acquire()"),
         (Activity.HAS_ENDED, ", which has finished the test"),
         (Activity.HOLDS_GIL, ", which holds the GIL at lock.py:1 in f: lock.acquire()"),
         (Activity.SILENT, ", which does not respond"),
