@@ -111,26 +111,32 @@ class RankRunner:
     def _start_server(self) -> None:
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = self._launched is None
-        gpus = self._gpus() if is_bounded else ()
+        options, gpus = self._session.config.stash[OPTIONS], self._gpus() if is_bounded else ()
         with contextlib.ExitStack() as undo:
             directory = make_session_directory()
             undo.callback(remove_directory, directory)
             self._slots = Slots(
                 self._shared_slots or directory / "slots",
-                ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
+                ranks=options.rank_slots if is_bounded else None,
                 gpus=gpus,
             )
-            start = self._session.config.stash[OPTIONS].start
-            self._fallback_reason = "" if self._launched else reason_to_spawn(start)
+            self._fallback_reason = "" if self._launched else reason_to_spawn(options.start)
             if self._launched:
                 self._server = self._launched
             elif self._fallback_reason:
                 self._server = spawn_server(self._session.config, directory, self._terminal)
             else:
-                self._server = fork_server(self._prepare_ranks, directory, self._preloaded)
+                self._server = fork_server(
+                    self._prepare_ranks,
+                    directory,
+                    self._preloaded,
+                    # torch costs 2 CPU seconds, and perhaps this xdist worker gets no such test.
+                    # With slots it would be imported while the other workers wait for theirs.
+                    is_lazy=self._shared_slots is not None and not (gpus or options.rank_slots),
+                )
             undo.pop_all()
         self._directory = directory
-        if self._fallback_reason and start == "auto":
+        if self._fallback_reason and options.start == "auto":
             _show_remark(
                 self._session.config,
                 f"fsdp-comm: {self._fallback_reason}, which a fork does not survive; ranks are "

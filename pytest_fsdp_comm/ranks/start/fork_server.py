@@ -85,11 +85,12 @@ def serve(
     directory: Path,
     *,
     preloaded: Sequence[str],
+    is_lazy: bool = False,
 ) -> NoReturn:
     """Fork and reap until the pytest process is gone, and end this process.
 
     `prepare` does what every rank would do first, and returns what each does after its fork. In the
-    end `directory` goes.
+    end `directory` goes. If `is_lazy`, nothing is imported before the first request.
     """
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -100,6 +101,9 @@ def serve(
     status = 0
     collects = gc.isenabled()
     try:
+        if is_lazy:
+            select.select([channel], [], [])
+            preloaded = () if channel.is_hung_up() else preloaded
         gc.disable()
         for name in preloaded:
             # A test that needs one that fails says so: torch.distributed.tensor.debug, for
@@ -472,7 +476,11 @@ class ForkServer:
 
 
 def fork_server(
-    prepare: Callable[[], RunRank], directory: Path, preloaded: Sequence[str] = ()
+    prepare: Callable[[], RunRank],
+    directory: Path,
+    preloaded: Sequence[str] = (),
+    *,
+    is_lazy: bool = False,
 ) -> ForkServer:
     """Fork the server from this process, to `fork_server.serve`; torch is always preloaded."""
 
@@ -481,7 +489,11 @@ def fork_server(
         if pid == 0:
             ours.close()
             serve(
-                Channel(theirs, FORK_SERVER), prepare, directory, preloaded=(*PRELOADED, *preloaded)
+                Channel(theirs, FORK_SERVER),
+                prepare,
+                directory,
+                preloaded=(*PRELOADED, *preloaded),
+                is_lazy=is_lazy,
             )
         return pid
 

@@ -134,7 +134,7 @@ worker.forget_exit_functions = fail
 """
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one", "xdist"])
+@pytest.mark.parametrize("arguments", [(), ("-n", "2", "--dist", "loadfile")], ids=["one", "xdist"])
 @pytest.mark.parametrize(
     ("error", "text"),
     [

@@ -99,6 +99,23 @@ def is_gone(pid):
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_server_imports_before_the_first_request(tmp_path, monkeypatch, is_lazy):
+    (tmp_path / "noted.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fork_server, "PRELOADED", ())
+    (tmp_path / "session").mkdir()
+    server = fork_server.fork_server(
+        lambda: None, tmp_path / "session", ("noted",), is_lazy=is_lazy
+    )
+    if is_lazy:
+        assert server.close() == 0
+        assert not (tmp_path / "imported").exists()
+    else:
+        eventually((tmp_path / "imported").exists)
+        server.close()
+
+
 @linux
 def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tmp_path):
     server.exit_statuses()  # it lives, and has said nothing
