@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, cast
 
 import pytest
 from syrupy.assertion import AssertionResult, SnapshotAssertion
@@ -309,14 +309,6 @@ def _around(gaps: Sequence[Gap], before: str, *after: str) -> str:
     return "\n".join((before, *lines[:_SHOWN], *more, *after))
 
 
-def _are_named(value: object) -> TypeGuard[Mapping[str, object]]:
-    return (
-        isinstance(value, Mapping)
-        and bool(value)
-        and all(isinstance(key, str) and key and PART not in key for key in value)
-    )
-
-
 def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:
     """What an assertion makes its extension from; without `gather`, for one process."""
     # syrupy calls it without arguments when the assertion first needs the extension; all that it
@@ -405,7 +397,11 @@ class CommSnapshot(SnapshotAssertion):
                 "test, or in one of its fixtures"
             )
         # `serialize` refuses an empty dict, and one whose keys cannot be names.
-        values: Mapping[str, object] = other if _are_named(other) else {"": other}
+        values: Mapping[str, object] = {"": other}
+        if isinstance(other, Mapping) and all(
+            isinstance(key, str) and key and PART not in key for key in other
+        ):
+            values = other or values
         self.differences = {}
         try:
             self.last_results = tuple(

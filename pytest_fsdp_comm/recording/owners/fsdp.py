@@ -211,15 +211,11 @@ class UnitWatch:
     def _gathered_nbytes(self, group: Any) -> int:
         """What a unit of FSDP2 holds beyond its own shard."""
         used = self._used_nbytes(group)
-        return used + self._kept_nbytes(group, used)
-
-    def _kept_nbytes(self, group: Any, used: int) -> int:
-        """What of it is there although it is not used."""
         # Of a unit that never ran, the dtypes are not settled.
         if used and used == self._nbytes_of(group):
-            return 0
-        # Gathered again, into the same storage; new in torch 2.15.
-        return _gathered_nbytes_of(
+            return used
+        # What is not used is gathered again, into the same storage; new in torch 2.15.
+        return used + _gathered_nbytes_of(
             param
             for param in group.fsdp_params
             if getattr(param, "keep_unsharded_storage", False)
@@ -302,11 +298,10 @@ class UnitWatch:
         if group not in self._known:  # otherwise its gather has
             self._memory.learn(group, self._gathered_nbytes)
         yield
-        used = self._used_nbytes(group)
-        self._memory.hold(group, used + self._kept_nbytes(group, used))
+        self._memory.hold(group, self._gathered_nbytes(group))
         # Its next use may gather nothing: backward does without a unit that it does not need
         # (set_unshard_in_backward).
-        if not used:
+        if not self._used_nbytes(group):
             self._prefetches.freed(group)
 
     def _reshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
