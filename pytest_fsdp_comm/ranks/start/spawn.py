@@ -35,14 +35,16 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 
 # Note [Native threads]: polars, torch's inter-op pool and others start threads that `threading`
 # does not list. A fork loses them, and a rank that waits for one hangs. Linux lists all threads in
-# _TASKS; those without Python code are native. Three kinds do no harm: OpenMP's threads are ended
+# _TASKS; those without Python code are native. Four kinds do no harm: OpenMP's threads are ended
 # here; OpenBLAS ends its own before a fork, so a child is forked that ends at once; jemalloc, which
-# comes with pyarrow, restarts its thread in the child. Where _TASKS is missing, as on macOS, native
-# threads are not noticed.
+# comes with pyarrow, and the pool that torch.set_num_threads makes (pthreadpool-cpp.cc in torch 2.6
+# to 2.15) are made anew in the child. That pool's threads have no names, and are known by their
+# number. Where _TASKS is missing, as on macOS, native threads are not noticed.
 _TASKS = Path("/proc/self/task")
 _HARMLESS_NATIVE = "jemalloc_bg_thd"
-# A thread that was told to end may take a moment.
-_THREADS_END_WITHIN_S = 0.2
+# Threads that were told to end take a moment, longer on a busy machine. Where others stay, ranks
+# are new processes anyway, which takes seconds.
+_THREADS_END_WITHIN_S = 2.0
 
 
 def unsafe_to_fork() -> str:
@@ -92,14 +94,17 @@ def _unsafe_native_threads() -> str:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
+    torch: Any = sys.modules.get("torch")
+    num_pooled = 0 if torch is None else torch.get_num_threads() - 1
     until = time.monotonic() + _THREADS_END_WITHIN_S
-    while (native := _native_threads())[0] and time.monotonic() < until:
+    while True:
+        count, names = _native_threads()
+        if not count or (not names and count == num_pooled):
+            return ""
+        if time.monotonic() > until:
+            shown = f": {', '.join(sorted(map(repr, names)))}" if names else ""
+            return f"native threads ({count}) have been running since collection{shown}"
         time.sleep(0.01)
-    count, names = native
-    if not count:
-        return ""
-    shown = f": {', '.join(sorted(map(repr, names)))}" if names else ""
-    return f"native threads ({count}) have been running since collection{shown}"
 
 
 def _native_threads() -> tuple[int, set[str]]:

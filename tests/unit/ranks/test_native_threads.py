@@ -83,9 +83,16 @@ def test_inter_op_pool_of_torch_is_unsafe_to_fork(tmp_path):
 
 
 @pytest.mark.upstream
-def test_usual_imports_are_safe_to_fork(tmp_path):
-    code = f"{USUAL}\nimport os\nassert len(os.listdir('/proc/self/task')) > 2"
+@pytest.mark.parametrize("first", ["", "import torch; torch.set_num_threads(4)"])
+def test_usual_imports_are_safe_to_fork(tmp_path, first):
+    code = f"{first}\n{USUAL}\nimport os\nassert len(os.listdir('/proc/self/task')) > 2"
     assert reason(tmp_path, code) == ""
+
+
+@pytest.mark.upstream
+def test_a_thread_beside_torchs_pool_is_unsafe(tmp_path):
+    code = f"import torch; torch.set_num_threads(4)\n{THREAD}\nstart_native()"
+    assert reason(tmp_path, code).startswith("native threads (4)")
 
 
 def test_native_threads_are_unknown_without_proc(monkeypatch, tmp_path):
