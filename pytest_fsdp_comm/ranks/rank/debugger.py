@@ -15,9 +15,8 @@ from _pytest.capture import MultiCapture
 from _pytest.config import create_terminal_writer
 from _pytest.debugging import pytestPDB
 
-from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.ranks.rank.isolation import capture_manager
+from pytest_fsdp_comm.ranks.rank.isolation import capture_manager, require
 from pytest_fsdp_comm.ranks.rank.processes import flush_streams
 
 _STANDARD = (0, 1, 2)
@@ -166,6 +165,5 @@ def _without_debuggers(config: pytest.Config, init: Callable[..., Any]) -> None:
     for name in ("pdbinvoke", "pdbtrace"):
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
-    if not hasattr(pytestPDB, "_init_pdb"):
-        raise upstream.moved_error("pytest", "pytestPDB._init_pdb", "running ranks relies on")
+    require(pytestPDB, "pytestPDB", "_init_pdb")
     pytestPDB._init_pdb = staticmethod(init)  # type: ignore[method-assign]  # see Note [Debugging a rank]

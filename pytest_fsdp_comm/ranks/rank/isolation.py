@@ -75,10 +75,7 @@ def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     factory: Any = getattr(config, "_tmp_path_factory", None)
     if factory is None:
         return
-    if not (hasattr(factory, "_basetemp") and hasattr(factory, "_given_basetemp")):
-        raise upstream.moved_error(
-            "pytest", "TempPathFactory._basetemp, ._given_basetemp", "running ranks relies on"
-        )
+    require(factory, "TempPathFactory", "_basetemp", "_given_basetemp")
     # pytest makes the directory when a test asks for it.
     basetemp.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     factory._basetemp, factory._given_basetemp = None, basetemp
@@ -117,20 +114,24 @@ def live_log_handler(config: pytest.Config) -> Any:
 def capture_manager(config: pytest.Config) -> Any:
     """Pytest's capture; None under ``-p no:capture``."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
-    if manager is None or (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
-        return manager
-    raise upstream.moved_error(
-        "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
-    )
+    if manager is not None:
+        require(manager, "CaptureManager", "_global_capturing", "_method")
+    return manager
+
+
+def require(owner: object, what: str, *names: str) -> None:
+    """Raise an error if a private name of pytest has moved: Note [Private names of pytest]."""
+    if not all(hasattr(owner, name) for name in names):
+        moved = f"{what}.{', .'.join(names)}"
+        raise upstream.moved_error("pytest", moved, "running ranks relies on")
 
 
 def resolve_basetemp(config: pytest.Config) -> Path:
     """The session's directory for temporary directories; the system's under ``-p no:tmpdir``."""
     if not config.pluginmanager.has_plugin("tmpdir"):
         return Path(tempfile.gettempdir())
-    factory: Any = getattr(config, "_tmp_path_factory", None)
-    if factory is None:
-        raise upstream.moved_error("pytest", "config._tmp_path_factory", "running ranks relies on")
+    require(config, "config", "_tmp_path_factory")
+    factory: Any = config._tmp_path_factory  # type: ignore[attr-defined]  # see above
     path: Path = factory.getbasetemp()
     return path
 
@@ -142,12 +143,7 @@ def hold_terminal(config: pytest.Config) -> None:
     """Keep from the terminal what pytest writes there from now on."""
     if config.pluginmanager.has_plugin("terminalreporter"):
         writer: Any = config.get_terminal_writer()
-        if not hasattr(writer, "_file"):
-            raise upstream.moved_error(
-                "pytest",
-                "TerminalWriter._file",
-                "keeping all but one of the launched processes quiet relies on",
-            )
+        require(writer, "TerminalWriter", "_file")
         config.stash[_TERMINAL], writer._file = writer._file, io.StringIO()
 
 

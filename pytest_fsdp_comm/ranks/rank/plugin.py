@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
+from pytest_fsdp_comm.ranks.rank.isolation import require
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened, shortened_texts
 from pytest_fsdp_comm.ranks.rank.process_group import (
     is_default_group,
@@ -375,9 +375,7 @@ def capture_subtests(capture: Callable[[Any], Any]) -> None:
         module: Any = sys.modules.get(name)
         if module is None:
             continue
-        for needed in ("capturing_output", "Captured"):
-            if not hasattr(module, needed):
-                raise upstream.moved_error("pytest", f"{name}.{needed}", "running ranks relies on")
+        require(module, name, "capturing_output", "Captured")
         module.capturing_output = partial(_capturing_output, module.Captured, capture)
 
 

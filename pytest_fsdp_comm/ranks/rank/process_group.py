@@ -136,11 +136,9 @@ def join_group(context: RankContext) -> object:
 
     if has_group():
         raise FsdpCommError(
-            f"expected no process group before the ranks make theirs, but there is one "
-            f"({dist.get_backend()}, world size {dist.get_world_size()}): a conftest.py, a test "
-            "module or a plugin made it when it was imported. Remove that "
-            "init_process_group(), or move it into a fixture of the tests that are not "
-            "distributed; each rank of a distributed test gets a group before its fixtures run"
+            "a conftest.py, a test module or a plugin made a process group when it was imported, "
+            "before the ranks make theirs. Remove that init_process_group(), or move it into a "
+            "fixture of the tests that are not distributed"
         )
     settings = context.settings
     # Not when the marker is read: a mark may skip the test on a machine without GPUs.
@@ -152,9 +150,7 @@ def join_group(context: RankContext) -> object:
     if context.device.startswith("cuda"):
         count = torch.cuda.device_count()
         if count < context.local_world_size:
-            remedy = "backend='gloo' (or None, which falls back to gloo)"
-            if settings.device == "cuda":
-                remedy = "drop device='cuda'"
+            remedy = "drop device='cuda'" if settings.device == "cuda" else "backend='gloo'"
             raise FsdpCommError(
                 f"{context.local_world_size} ranks need one GPU each (visible: {count}); "
                 f"use fewer ranks, {remedy}, or skip the "

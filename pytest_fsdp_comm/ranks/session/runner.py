@@ -32,7 +32,6 @@ from pytest_fsdp_comm.ranks.rank.gpus import name_missing_gpu, visible_gpu_count
 from pytest_fsdp_comm.ranks.rank.isolation import live_log_handler, resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, silence_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
-from pytest_fsdp_comm.ranks.session.progress import Echo, show_progress
 from pytest_fsdp_comm.ranks.session.recorded import merge_user_properties, replay_warnings
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
@@ -265,7 +264,7 @@ class RankRunner:
                         # From here on: waiting for slots was not the test's fault.
                         started_at=time.monotonic(),
                         progress_after_s=item.config.stash[OPTIONS].progress_s,
-                        show_progress=partial(show_progress, item),
+                        nodeid=item.nodeid,
                     )
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
@@ -379,7 +378,7 @@ class RankRunner:
                 gpus=grant.gpus,
             )
             connections = self._server.start_ranks(spec)
-        return Supervision(spec, self._server, connections, Echo(spec, config))
+        return Supervision(spec, self._server, connections, config)
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
         """End the rank set; unless hurried, the next report names ranks that do not go."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import selectors
 import signal
+import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
+import pytest
+
+from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack, with_code
 from pytest_fsdp_comm.ranks.hangs.waiting import Stranded, find_stranded
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
-from pytest_fsdp_comm.ranks.session.progress import Echo
 from pytest_fsdp_comm.ranks.start.ending import remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -44,7 +48,7 @@ from pytest_fsdp_comm.ranks.wire.results import (
     WarningSeen,
 )
 from pytest_fsdp_comm.text.codec import CodecError
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
 # Once a rank has failed, the others fail within a second of it (their connections close) or hang.
 # One that compares with a snapshot or formats its failure waits for nobody, and may take longer.
@@ -72,7 +76,7 @@ class Supervision:
         spec: RankSetSpec,
         server: RankServer,
         connections: Mapping[int, tuple[Connection, Connection]],
-        echo: Echo,
+        config: pytest.Config,
     ) -> None:
         self.spec = spec
         self.server = server
@@ -85,9 +89,12 @@ class Supervision:
             self._watchdogs[rank] = Channel(watchdog, SUPERVISOR, stalls_s=_STALLS_S)
             self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
-        # The size of each log when a later test of the rank set began.
-        self._log_starts: dict[tuple[int, str], int] = {}
-        self._echo = echo
+        # What reports of the tests before hold of each log.
+        self._reported: dict[int, Mapping[str, int]] = {}
+        self._echoed: Counter[tuple[int, str]] = Counter()
+        self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+        if hasattr(config, "workerinput"):  # an xdist worker has no terminal
+            self._reporter = None
         self._questions = 0
         self._begin(spec.next_test)
 
@@ -110,12 +117,10 @@ class Supervision:
 
     def begin_next(self, item_index: int, next_test: NextTest) -> None:
         """Give another test to the same ranks; `run` watches it."""
+        self._reported = {
+            rank: result.reports[-1].nbytes_reported for rank, result in self._results.items()
+        }
         self._begin(next_test)
-        for rank in self.spec.settings.ranks:
-            for stream in _STREAMS:
-                with contextlib.suppress(FileNotFoundError):
-                    size = self.spec.log_path(rank, stream).stat().st_size
-                    self._log_starts[rank, stream] = size
         self._tell(self._channels, RunTest(item_index=item_index, next_test=next_test))
 
     def run(
@@ -123,7 +128,7 @@ class Supervision:
         *,
         started_at: float,
         progress_after_s: float = math.inf,
-        show_progress: Callable[[Callable[[], Mapping[int, Position]], float], None] | None = None,
+        nodeid: str = "",
     ) -> dict[int, RankResult]:
         """Return what each rank did, once all finished, one failed a while ago, or time ran out.
 
@@ -159,8 +164,8 @@ class Supervision:
                 self._stop(Stopped.AT_DEADLINE)
                 break
             after_s = now - started_at
-            if show_progress and after_s > progress_after_s:
-                show_progress(partial(self._ask, self._results), after_s)
+            if self._reporter is not None and after_s > progress_after_s:
+                self._show_progress(nodeid, after_s)
                 progress_after_s = 2 * after_s
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
         self._finish()
@@ -177,7 +182,7 @@ class Supervision:
             if result.is_done:
                 at = result.position or Position(site="")
                 result.position = replace(at, activity=Activity.HAS_ENDED)
-        self._echo.copy()
+        self._echo()
         self.is_reusable = not self._exited and all(
             result.is_done and not result.has_failed and result.can_run_another
             for result in results
@@ -256,7 +261,7 @@ class Supervision:
         # Where nothing happens, it is checked to be sure.
         if not events or any(key.fileobj is self.server for key, _ in events):
             self._note_ends()
-        self._echo.copy()
+        self._echo()
 
     def _note_ends(self) -> None:
         for rank, status in self.server.exit_statuses().items():
@@ -414,6 +419,39 @@ class Supervision:
             self._results[rank].waited_for = absent
         return True
 
+    def _show_progress(self, nodeid: str, after_s: float) -> None:
+        """Write that a test still runs, and where its ranks are that answered."""
+        sites = {
+            rank: "done"
+            if position.activity is Activity.HAS_ENDED
+            else f"at {with_code(position.site, position.code) or 'unknown'}"
+            for rank, position in self._ask(self._results).items()
+        }
+        where = "; ".join(name_equal(sites))
+        self._reporter.ensure_newline()
+        self._reporter.write_line(
+            f"fsdp-comm: {printable(nodeid)} is still running after {after_s:.0f} s "
+            f"(deadline {self.spec.settings.timeout_s:g} s): {where or 'no rank responds'}"
+        )
+
+    def _echo(self) -> None:
+        """Show what ranks have added to the logs that are followed."""
+        for rank, stream in itertools.product(self.spec.settings.ranks, self.spec.echoes):
+            with (
+                contextlib.suppress(FileNotFoundError),  # not yet, or no longer
+                self.spec.log_path(rank, stream).open("rb") as file,
+            ):
+                file.seek(self._echoed[rank, stream])
+                data = file.read()
+                # The rest of the last line is still to come.
+                whole = data[: data.rfind(b"\n") + 1]
+                self._echoed[rank, stream] += len(whole)
+                if whole and self._reporter is not None:
+                    self._reporter.ensure_newline()
+                for line in whole.decode("utf-8", "backslashreplace").splitlines():
+                    sys.stdout.write(f"[rank {rank}] {line}\n")
+                sys.stdout.flush()
+
     def _note_what_was_left(self) -> None:
         now = time.monotonic()
         limits = [one.timeout_s for one in self._running_timers() if one.runs_out_at < now]
@@ -425,8 +463,10 @@ class Supervision:
                     self.spec.log_path(rank, stream).open("rb") as file,
                 ):
                     # From where on no report holds what the rank printed.
-                    reported = result.reports[-1].nbytes_reported if result.reports else {}
-                    start = reported.get(stream, self._log_starts.get((rank, stream), 0))
+                    reported = self._reported.get(rank, {})
+                    if result.reports:
+                        reported = result.reports[-1].nbytes_reported
+                    start = reported.get(stream, 0)
                     end = os.fstat(file.fileno()).st_size
                     if end > start:
                         result.unreported[stream] = read_kept(file.fileno(), [(start, end)])

@@ -116,9 +116,6 @@ def merge_reports(
     # Before any report gets the sections of all ranks: a phase that a rank did not end shows those
     # of the phase before.
     sections = {when: _sections(ranks, when) for when in _PHASES}
-    unfinished_s = dict.fromkeys(_PHASES, 0.0)
-    for ran in ranks.values():
-        unfinished_s[ran.unfinished] = max(unfinished_s[ran.unfinished], ran.result.unfinished_s)
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
         present = [ran.phases[when] for ran in ranks.values() if when in ran.phases]
@@ -130,7 +127,8 @@ def merge_reports(
             report = next((report for report in present if report.passed), present[0])
         else:
             continue
-        merged[when] = _completed(report, present, sections[when], unfinished_s[when])
+        unfinished = [ran.result.unfinished_s for ran in ranks.values() if ran.unfinished == when]
+        merged[when] = _completed(report, present, sections[when], unfinished)
     if exited:
         # As without ranks: what the session's end cut short has no report.
         cut = _PHASES[min(_PHASES.index(ran.unfinished) for ran in exited) :]
@@ -536,11 +534,11 @@ def _completed(
     report: pytest.TestReport,
     present: Iterable[pytest.TestReport],
     sections: list[tuple[str, str]],
-    unfinished_s: float = 0.0,
+    unfinished_s: Iterable[float] = (),
 ) -> pytest.TestReport:
     """Give a merged report the output of all ranks, and the time of the slowest."""
     report.sections = sections
-    report.duration = max([unfinished_s, *(other.duration for other in present)])
+    report.duration = max([*unfinished_s, *(other.duration for other in present)])
     return report
 
 

@@ -8,7 +8,6 @@ from multiprocessing.connection import Pipe
 import pytest
 
 from pytest_fsdp_comm.options import DistributedSettings
-from pytest_fsdp_comm.ranks.session.progress import Echo
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -68,7 +67,7 @@ def spec(tmp_path):
 @pytest.fixture
 def supervision(spec, pytestconfig):
     server = NoServer()
-    supervision = Supervision(spec, server, server.connections, Echo(spec, pytestconfig))
+    supervision = Supervision(spec, server, server.connections, pytestconfig)
     yield supervision
     supervision.end(0.0)
 
