@@ -187,13 +187,6 @@ def real_groups(context: RankContext) -> RealGroups | None:
     return RealGroups(axes, ranks_along(real, [context.rank]), TextStore(store))
 
 
-def is_default_group(group: object) -> bool:
-    """Whether a group that `join_group` returned is still the default one."""
-    import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
-
-    return group is dist.group.WORLD
-
-
 def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """Make a device mesh of all ranks from its axes' names and sizes, outermost first."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # see above

@@ -278,7 +278,12 @@ class RankRunner:
                 and not self._fallback_reason
                 and self._kept is not None
                 and self._kept.is_reusable
-                and not self._gives_up_slots(self._kept, nextitem)
+                # Other processes could use the slots of ranks that are kept; see Note [Slots].
+                and (
+                    self._shared_slots is None
+                    or not self._is_bounded(self._kept.spec.settings)
+                    or (self._suits(self._kept, nextitem) and not self._slots.are_wanted())
+                )
             )
         except BaseException:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
@@ -287,12 +292,6 @@ class RankRunner:
         if not keeps:
             self._end_ranks()
         return results
-
-    def _gives_up_slots(self, kept: Supervision, nextitem: pytest.Item | None) -> bool:
-        """Whether other processes could use the slots of ranks that are kept; see Note [Slots]."""
-        if self._shared_slots is None or not self._is_bounded(kept.spec.settings):
-            return False
-        return not self._suits(kept, nextitem) or self._slots.are_wanted()
 
     def _suits(self, kept: Supervision, item: pytest.Item | None) -> bool:
         return (

@@ -156,7 +156,8 @@ class Supervision:
                 self._stop(Stopped.AFTER_FAILURE if has_failed else Stopped.AT_DEADLINE)
                 break
             if grace_ends_at is not None and now > grace_ends_at:
-                if not self._is_any_reporting():
+                running = [rank for rank, one in self._results.items() if not one.is_over]
+                if not any(position.is_reporting for position in self._ask(running).values()):
                     self._stop(Stopped.AFTER_FAILURE)
                     break
                 grace_ends_at = time.monotonic() + GRACE_S
@@ -396,10 +397,6 @@ class Supervision:
                             found[rank] = replace(found[rank], activity=Activity.HAS_ENDED)
                         break
         return found
-
-    def _is_any_reporting(self) -> bool:
-        running = [rank for rank, one in self._results.items() if not one.is_over]
-        return any(position.is_reporting for position in self._ask(running).values())
 
     def _is_any_stranded(self, now: float) -> bool:
         """Whether a rank waits for one that has finished the test; look now and then."""

@@ -357,7 +357,13 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
     first = failures[0]
     alike = _alike(failures)
     story = _story(failures, ranks)
-    mismatch = _mismatch(failures, ranks)
+    mismatch = ""
+    if first.is_echo:
+        # What ranks called differently, which the backend gave up on; empty if that is not it.
+        positions = {
+            rank: ran.result.position for rank, ran in ranks.items() if ran.result.position
+        }
+        mismatch = explain_mismatch(positions, {one.rank for one in failures if one.is_echo})
     if first.report is not None and not mismatch:
         is_first = all(one.report is not None and one.at >= first.at for one in failures)
         return _with_story(first.report, alike, story, rank_count=len(ranks), is_first=is_first)
@@ -367,14 +373,6 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
     raised = "" if first.report is None else str(first.report.longrepr)
     lines = [mismatch, f"{name_ranks(alike)} {what}", story, raised]
     return _new_report(item, first.when, "\n".join(filter(None, lines)))
-
-
-def _mismatch(failures: Sequence[_Failure], ranks: _Ranks) -> str:
-    """What ranks called differently, which the backend gave up on; empty if that is not it."""
-    if not failures[0].is_echo:
-        return ""
-    positions = {rank: ran.result.position for rank, ran in ranks.items() if ran.result.position}
-    return explain_mismatch(positions, {failure.rank for failure in failures if failure.is_echo})
 
 
 def _with_story(
