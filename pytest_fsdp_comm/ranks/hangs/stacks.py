@@ -71,24 +71,18 @@ def with_code(site: str, code: str) -> str:
 
 
 def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
-    """The frames of user code, innermost first, then the library's; else the innermost of all."""
+    """The frames of user code, innermost first, then the innermost of what that called."""
     users = [frame for frame in frames if frame.is_users]
-    if not users:
-        inner = [frame for frame in frames if not frame.path.startswith("<")]
-        return tuple(
-            f"in no code of the test, but in {frame.name} ({frame.path}:{frame.line})"
-            for frame in inner[:1]
-        )
-    shown = [with_code(users[0].site, users[0].code), *(frame.site for frame in users[1:])]
+    shown = [frame.site for frame in users]
+    shown[:1] = [with_code(frame.site, frame.code) for frame in users[:1]]
     omitted = len(shown) - _INNERMOST_FRAMES - _OUTERMOST_FRAMES
     if omitted > 1:
         shown[_INNERMOST_FRAMES:-_OUTERMOST_FRAMES] = [f"... {omitted} more calls ..."]
     called = [
         frame
-        for frame in frames[: frames.index(users[0])]
-        if whose(frame.path) != "user"
-        and not is_runner(frame.path)
-        and not frame.path.startswith("<")
+        for frame in itertools.takewhile(lambda frame: not frame.is_users, frames)
+        # Without user code, what runs the test may be what does not end.
+        if not frame.path.startswith("<") and not (users and is_runner(frame.path))
     ]
     shown += [f"inside {frame.name} ({frame.path}:{frame.line})" for frame in called[:1]]
     return tuple(shown)

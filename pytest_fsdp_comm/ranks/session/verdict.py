@@ -360,10 +360,8 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
     mismatch = ""
     if first.is_echo:
         # What ranks called differently, which the backend gave up on; empty if that is not it.
-        positions = {
-            rank: ran.result.position for rank, ran in ranks.items() if ran.result.position
-        }
-        mismatch = explain_mismatch(positions, {one.rank for one in failures if one.is_echo})
+        known = {rank: ran.result.position for rank, ran in ranks.items() if ran.result.position}
+        mismatch = explain_mismatch(known, {one.rank for one in failures if one.is_echo})
     if first.report is not None and not mismatch:
         is_first = all(one.report is not None and one.at >= first.at for one in failures)
         return _with_story(first.report, alike, story, rank_count=len(ranks), is_first=is_first)
