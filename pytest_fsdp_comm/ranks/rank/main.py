@@ -113,7 +113,6 @@ class RankTemplate:
         session = self._session
         flush_streams()
         redirect_output(spec, rank)
-        _write_through()
         # pytest enabled it for the terminal, where a rank's crash would write into the progress
         # line.
         faulthandler.enable(file=2)
@@ -234,19 +233,6 @@ def _run_item(
         name = type(error).__name__
         return None, f"{name}: {message}" if message else name, None
     return tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions), None, None
-
-
-def _write_through() -> None:
-    """Replace Python's own streams: what they buffer would be lost in a crash."""
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = open(  # noqa: SIM115  # lives as long as the process
-            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
 
 
 def save_coverage() -> None:

@@ -47,11 +47,20 @@ def flush_streams() -> None:
 
 
 def redirect_output(spec: RankSetSpec, rank: int) -> None:
-    """Send descriptors 1 and 2 to files of a rank, which survive a crash."""
+    """Send both output streams to files of a rank, which survive a crash; the input is empty."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         log = os.open(spec.log_path(rank, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, descriptor)
         os.close(log)
+        # What Python's own streams buffer would be lost in a crash.
+        stream = open(  # noqa: SIM115  # lives as long as the process
+            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
 
 
 def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
