@@ -73,6 +73,7 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
         else (),
         activity=Activity.RUNS if raised is None else Activity.REPORTS,
         is_joining=any(map(_is_joining, frames)),
+        is_waiting=waits or not is_recorded,
         is_reporting=raised is not None or (is_recorded and any(map(_is_comparing, frames))),
     )
 

@@ -189,6 +189,7 @@ class RankRunner:
             results,
             lambda data: load(data=data),
             timeout_s=settings.timeout_s,
+            are_forked=not (self._launched or self._fallback_reason),
         )
         replay_warnings(item.config, results.values())
         exits = {rank: one.session_exit for rank, one in results.items() if one.session_exit}

@@ -34,6 +34,12 @@ _GAVE_UP = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendErro
 # What libstdc++ prints of the exception that ends a process.
 _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
 
+_LOST_THREADS = (
+    "Ranks are forked, and threads that a library started before do not run in them. If the call "
+    "waits for such threads, start ranks as new processes: --comm-start=spawn (ini fsdp_comm_start "
+    "= spawn)."
+)
+
 # In pytest's serialized reports of a subtest, with ``msg`` and ``kwargs`` (read in 8.4 to 9.2).
 _CONTEXT = "_subtest.context"
 
@@ -89,6 +95,7 @@ def merge_reports(
     load: LoadReport,
     *,
     timeout_s: float,
+    are_forked: bool,
 ) -> list[pytest.TestReport]:
     """Make reports to log: set-up, call unless set-up ended the test, teardown; subtests first."""
     ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
@@ -101,7 +108,11 @@ def merge_reports(
     ]
     failures = sorted(
         # Deaths come before what came at the same time.
-        [*_deaths(ranks), *raised, *_timeouts(ranks, timeout_s)],
+        [
+            *_deaths(ranks),
+            *raised,
+            *_timeouts(ranks, timeout_s, are_forked=are_forked),
+        ],
         key=lambda one: (
             one.at == math.inf,
             one.is_echo,
@@ -301,7 +312,7 @@ def _uncaught(result: RankResult) -> str:
     return f": {uncaught[1]}: {uncaught[2]}"
 
 
-def _timeouts(ranks: _Ranks, timeout_s: float) -> Iterable[_Failure]:
+def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[_Failure]:
     late = _stopped(ranks, Stopped.AT_DEADLINE)
     if not late:
         return
@@ -309,11 +320,13 @@ def _timeouts(ranks: _Ranks, timeout_s: float) -> Iterable[_Failure]:
     within = f"{timeout_s:g} s" if limit is None else f"{limit:g} s (pytest-timeout)"
     finished = [rank for rank in ranks if rank not in late]
     unlike = {rank: ranks[rank].outcome for rank in finished}
+    late_at = [ranks[rank].result.position for rank in late]
     lines = [
         *_waiting(ranks, blamed=()),
         *_unfailed_ranks({rank: own for rank, own in unlike.items() if own[0] != "passed"}),
         *list_stacks(_stacks(ranks, late), "{ranks} {is} at (innermost frame first):"),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
+        *([_LOST_THREADS] if are_forked and any(map(_may_lack_threads, late_at)) else []),
     ]
     is_cut = any(ranks[rank].result.waited_for for rank in late)
     for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
@@ -330,6 +343,17 @@ def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
     outcomes = {rank: ranks[rank].outcome for rank in absent}
     did = {rank: _in_words(how, passed="finished the test") for rank, how in outcomes.items()}
     return " and ".join(f"{name_ranks(same)}, which {text}" for same, text in fold_equal(did))
+
+
+def _may_lack_threads(position: Position | None) -> bool:
+    """Whether a rank is in a call outside torch, perhaps to wait for a thread that is lost."""
+    return (
+        position is not None
+        and position.activity in (Activity.RUNS, Activity.HOLDS_GIL)
+        and not (position.is_waiting or position.is_reporting)
+        and "(" in position.code
+        and "sleep(" not in position.code
+    )
 
 
 def _stopped(ranks: _Ranks, why: Stopped) -> list[int]:

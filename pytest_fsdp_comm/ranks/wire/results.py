@@ -84,6 +84,8 @@ class Position:
     activity: Activity = Activity.RUNS
     is_joining: bool = False
     """Whether it waits for the other ranks to make their process group."""
+    is_waiting: bool = False
+    """Whether it is inside torch, or waits for other ranks or for what it started in torch."""
     is_reporting: bool = False
     """Whether it compares with a snapshot or formats a failure, and so waits for no other rank."""
 

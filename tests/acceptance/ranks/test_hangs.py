@@ -351,6 +351,13 @@ def test_the_stacks_follow(reports):
     )
 
 
+@pytest.mark.parametrize(
+    ("test", "is_outside"), [("lock", True), ("gil", True), ("missing", False)]
+)
+def test_hang_outside_torch_mentions_comm_start(reports, test, is_outside):
+    assert ("--comm-start=spawn" in reports[test]) == is_outside
+
+
 def test_only_a_stopped_process_says_nothing_and_no_report_is_long(reports):
     assert [name for name, text in reports.items() if "unknown" in text] == ["stopped"]
     assert all(len(text.splitlines()) < 40 for text in reports.values())

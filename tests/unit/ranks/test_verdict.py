@@ -37,12 +37,12 @@ def merge(request):
         report.stop = at
         return report
 
-    def run(*ranks):
+    def run(*ranks, are_forked=True):
         results = {}
         for rank, (phases, changes) in enumerate(ranks):
             reports = tuple(PhaseReport(report={"phase": phase}) for phase in phases)
             results[rank] = RankResult(rank=rank, reports=reports, payloads=(), **changes)
-        return merge_reports(item, results, load, timeout_s=7)
+        return merge_reports(item, results, load, timeout_s=7, are_forked=are_forked)
 
     return run
 
@@ -253,6 +253,30 @@ def test_a_deadline_shows_where_each_rank_is(merge):
         "    b.py:2 in g",
         "rank 3 had finished.",
     ]
+
+
+CALL = {"site": "a.py:1 in f", "code": "frame = query.collect()"}
+
+
+@pytest.mark.parametrize(
+    ("position", "is_named"),
+    [
+        (CALL, True),
+        (CALL | {"activity": Activity.HOLDS_GIL}, True),
+        (CALL | {"is_waiting": True}, False),
+        (CALL | {"is_reporting": True}, False),
+        (CALL | {"activity": Activity.REPORTS}, False),
+        (CALL | {"activity": Activity.SILENT}, False),
+        (CALL | {"code": "time.sleep(60)"}, False),
+        (CALL | {"code": "while not flag:"}, False),
+        ({"site": ""}, False),
+    ],
+)
+def test_hang_outside_torch_names_comm_start(merge, position, is_named):
+    late = {"stopped": Stopped.AT_DEADLINE, "position": Position(**position)}
+    advice = "--comm-start=spawn (ini fsdp_comm_start = spawn)."
+    assert merge(rank(None, **late))[1].longrepr.endswith(advice) == is_named
+    assert advice not in merge(rank(None, **late), are_forked=False)[1].longrepr
 
 
 def test_stranded_ranks_name_those_they_waited_for(merge):
