@@ -301,6 +301,16 @@ def clip_all(parameters):
     nn.utils.clip_grad_norm_(parameters, 1.0).full_tensor()
 
 
+def clip_what_there_is(model, *, synchronizes=True, detaches=False):
+    model.set_requires_gradient_sync(synchronizes)
+    logits = model(tokens())
+    if detaches:
+        logits = logits.detach().requires_grad_()
+    logits.float().logsumexp(-1).sum().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    _ = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
 def clip_each(parameters):
     for parameter in parameters:
         nn.utils.clip_grad_norm_([parameter], 1.0)
@@ -475,6 +485,12 @@ CHANGES = {
     "optimizer_trusts_norms": acting(lambda: units(Decoder(2)), train, [], [trust]),
     "optimizer_trusts_norms_beside_clipping": acting(
         lambda: units(Decoder(2)), train, [clip_all], [clip_all, trust]
+    ),
+    "nothing_to_clip_without_synchronization": lambda c: of(
+        units(Decoder(2)), clip_what_there_is, synchronizes=not c
+    ),
+    "nothing_to_clip_behind_a_detached_loss": lambda c: of(
+        units(Decoder(2)), clip_what_there_is, detaches=bool(c)
     ),
     "each_parameter_clipped_alone": acting(
         lambda: units(Decoder(2)), train, [clip_all], [clip_each]

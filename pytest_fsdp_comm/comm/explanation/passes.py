@@ -170,13 +170,19 @@ def _phase(
     came: bool,
 ) -> Iterator[Step]:
     old, new = between.origin[None], between.target[None]
+    # Without any gradients, there are no norms of them, whatever computes norms.
+    was_reduced, is_reduced = (
+        any(content.reductions for content in state.values())
+        for state in (between.origin, between.target)
+    )
+    has_norms = any(key.what.startswith(NORM) for held in keys.values() for key in held)
     yield from replaced(
         between,
         "phase",
         keys,
         came=came,
         phases=phases,
-        has_norms=any(key.what.startswith(NORM) for held in keys.values() for key in held),
+        has_norms=has_norms and (is_reduced or not was_reduced),
         is_elsewhere=any(
             key.subject == "redistribution"
             and key.phase is Phase.OUTSIDE
