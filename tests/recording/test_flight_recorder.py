@@ -20,6 +20,7 @@ def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100):
         "state": state,
         "thread_id": "7",
         "time_created_ns": at,
+        "timeout_ms": 600_000,
     }
 
 

@@ -13,8 +13,9 @@ from pytest_fsdp_comm.comm.profile import fold, merge
 from pytest_fsdp_comm.reports.changes import render_comparison
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
-# As it was issued, with its names, of an owner, and where both sides differ.
-MODELS = {"Pending", "Collective", "Calls", "Row", "Change"}
+# As it was issued, with its names, of an owner with the lines that issued it, and where both sides
+# differ, with the lines of what is new.
+MODELS = {"Pending", "Collective", "Calls", "Site", "Row", "Change", "NewCalls"}
 # Gathered in bfloat16 and reduced in float32, with widths that are prime: what is sent of one unit
 # and of the other has four sizes.
 NBYTES = 2 * 4 * 7919

@@ -25,7 +25,7 @@ from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
 NORM: Final = "(_NormPartial"
-"""DTensor's placement of a norm before it is reduced (read in torch 2.6 to 2.15)."""
+"""DTensor's placement of a norm before it is reduced (read in torch 2.7 to 2.15)."""
 
 
 def propose_of_passes(between: Between) -> Iterator[Step]:
