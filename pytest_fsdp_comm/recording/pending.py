@@ -119,6 +119,8 @@ class OwnerNames:
 
         None for both unless there are several.
         """
+        if len(self._backwards) <= 1:
+            return None, None
         source, modules = own.source, own.owner
         if own.label is not None:
             modules = tuple(self._registering.get(id(own.label.parameter), {}).values())
