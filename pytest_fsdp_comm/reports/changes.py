@@ -30,10 +30,12 @@ def render_comparison(
     comparison: Comparison, *, snapshot: str, notes: Sequence[str] = ()
 ) -> FailureText:
     """Explain a failed comparison of recordings, the most important change first."""
-    new_calls = [_new_calls_of(one, comparison) for one in comparison.told]
+    whole = comparison.told
+    new_calls = [_new_calls_of(one, comparison) for one in whole]
+    sentences = [*map(sentence, whole)]
     lines = [
-        f"{sentence(one)}, at {_name_lines(calls)}" if _lines(calls) else sentence(one)
-        for one, calls in zip(comparison.told, new_calls, strict=True)
+        f"{text}, at {_name_lines(calls)}" if _lines(calls) else text
+        for text, calls in zip(sentences, new_calls, strict=True)
     ]
     num_of_training = len(comparison.training)
     cost = cost_lines(comparison.cost)
@@ -46,9 +48,9 @@ def render_comparison(
     timings = () if comparison.explanation is None else comparison.explanation.timings
     told = tuple(
         "; likely: ".join(
-            (sentence(one), *(cause.text for cause in comparison.causes if one in cause.steps))
+            (text, *(cause.text for cause in comparison.causes if one in cause.steps))
         )
-        for one in comparison.told
+        for text, one in zip(sentences, whole, strict=True)
     )
     return FailureText(
         head=f"comm_mode differs from {snapshot}",
@@ -71,23 +73,20 @@ def render_comparison(
 
 def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> FailureText:
     """Explain how trees differ, the most important change first."""
-    lines = {
-        is_first: tuple(
-            f"{subject}: {', '.join(change.what for change in same)}"
-            for (subject, breaks), same in groupby(
-                changes, key=lambda one: (one.subject, one.breaks_training)
-            )
-            if breaks is is_first
+    lines = [
+        (breaks, f"{subject}: {', '.join(change.what for change in same)}")
+        for (subject, breaks), same in groupby(
+            changes, key=lambda one: (one.subject, one.breaks_training)
         )
-        for is_first in (True, False)
-    }
+    ]
+    training = tuple(line for breaks, line in lines if breaks)
     return FailureText(
         head=f"fsdp_tree differs from {snapshot}",
         compared="fsdp_tree",
         snapshot=snapshot,
-        training=lines[True],
-        changes=lines[False],
-        told=lines[True],
+        training=training,
+        changes=tuple(line for breaks, line in lines if not breaks),
+        told=training,
         causes=tuple(dict.fromkeys(one.likely for one in changes if one.likely)),
     )
 

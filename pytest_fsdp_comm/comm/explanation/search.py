@@ -35,12 +35,12 @@ from pytest_fsdp_comm.comm.explanation.states import (
     keys_that_differ,
     owners_that_differ,
     rows_in,
+    sort_owners,
     template,
 )
 from pytest_fsdp_comm.comm.explanation.steps import WRITES, Step
 from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
-from pytest_fsdp_comm.text.fqn import natural_key
 
 # Note [Search]: a beam search. A path is a list of steps and the states after them; it costs the
 # lines of its steps and those that would still have to be told, so that a step is taken only if it
@@ -278,9 +278,10 @@ def find_timing_changes(
                 found[subject, key, before, after].append(owner)
     changes = []
     for (subject, key, before, after), alike in found.items():
-        owners = sorted(set(alike), key=lambda name: (name is None, natural_key(name or "")))
         changes.append(
-            TimingChange(subject=subject, key=key, owners=tuple(owners), before=before, after=after)
+            TimingChange(
+                subject=subject, key=key, owners=sort_owners(alike), before=before, after=after
+            )
         )
     return tuple(changes)
 

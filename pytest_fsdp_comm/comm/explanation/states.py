@@ -13,6 +13,7 @@ from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey, alike_but, sort_rows
+from pytest_fsdp_comm.text.fqn import natural_key
 
 _T = TypeVar("_T")
 
@@ -324,6 +325,11 @@ def owners_that_differ(old: State, new: State) -> list[Owner]:
 def keys_that_differ(old: Content, new: Content) -> Iterator[RowKey]:
     """The rows of a module that differ between two contents."""
     return (key for key in {**old.rows, **new.rows} if old.row(key) != new.row(key))
+
+
+def sort_owners(owners: Iterable[Owner]) -> tuple[Owner, ...]:
+    """Each module once, in natural order; what serves no module comes last."""
+    return tuple(sorted(set(owners), key=lambda name: (name is None, natural_key(name or ""))))
 
 
 @lru_cache(maxsize=100_000)

@@ -13,13 +13,12 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Volume
-from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase, Role
+from pytest_fsdp_comm.comm.events import REDUCING, ROOT_FQN, Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype
 from pytest_fsdp_comm.comm.explanation.names import Renamed
-from pytest_fsdp_comm.comm.explanation.states import Owner, calls_of, sole, template
+from pytest_fsdp_comm.comm.explanation.states import Owner, calls_of, sole, sort_owners, template
 from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
-from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.words import itemsize
 
 # Note [Training]: a lost reduction of gradients trains a wrong model, and often sends less. It is
@@ -37,7 +36,6 @@ _PROBLEMS: Final[tuple[Problem, ...]] = get_args(Problem)
 _LOST: Final = frozenset({"not sharded", "not reduced"})
 _FIELDS: Final[tuple[Problem, ...]] = ("backwards", "reduce_op", "dtype")
 
-_REDUCING: Final = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 _BETWEEN_STAGES: Final = frozenset({"send", "recv"})
 _AFTER_FORWARD: Final = frozenset({Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER})
 
@@ -61,7 +59,7 @@ class TrainingChange:
     def covers(self, owners: Iterable[Owner], key: RowKey, calls: Iterable[Calls]) -> bool:
         """Whether it says all that is to be said of calls."""
         is_of_gradients = all(call.role == Role.GRADIENTS for call in calls)
-        is_reduced = key.axis in self.axes and key.what in _REDUCING
+        is_reduced = key.axis in self.axes and key.what in REDUCING
         is_covered = is_of_gradients and is_reduced and set(owners) <= set(self.owners)
         return is_covered and self.problem not in {"backwards", "reduce_op"}
 
@@ -156,7 +154,7 @@ class _Side:
             self.owners.add(owner)
             axis = self.axes.get(row.axis, "")
             # FSDP1 reduces over a group of one rank too.
-            if row.what in _REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
+            if row.what in REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
                 self.reduced[owner][axis].append(row)
             roles = {call.role for call in row.calls}
             if Role.PARAMETERS in roles:
@@ -270,7 +268,7 @@ class _Training:
         names = [name for name, axis in self.old.axes.items() if axis in axes]
         return TrainingChange(
             problem=problem,
-            owners=tuple(sorted(owners, key=lambda name: (name is None, natural_key(name or "")))),
+            owners=sort_owners(owners),
             axes=tuple(sorted(names if problem in _LOST else axes)),
             before=before,
             after=after,

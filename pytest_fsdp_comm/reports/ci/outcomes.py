@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -143,6 +143,10 @@ class Outcomes:
         tests = {test.nodeid: test for test in self.failed}
         groups = group_changes({nodeid: test.comparisons for nodeid, test in tests.items()})
         return [[tests[nodeid] for nodeid in group] for group in groups]
+
+    def accept(self, tests: Sequence[FailedTest]) -> str:
+        """Write the one command that accepts the same change of some tests."""
+        return accept_all({test.nodeid: test.comparisons for test in tests}, self.all_failed)
 
     @property
     def has_news(self) -> bool:

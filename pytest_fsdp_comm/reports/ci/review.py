@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Origin, Outcomes, Place, accept_all
+from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Origin, Outcomes, Place
 from pytest_fsdp_comm.text.words import counted, cut, shorten
 
 # GitHub drops all summaries of a step beyond 1 MiB together.
@@ -110,7 +110,7 @@ def _story(tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
         names = f"{fenced(cut(names, _MAX_STORY))}\n\n"
         # The first line names the file of one of them.
         story = tuple(line.removeprefix("  ") for line in comparisons.story[1:])
-    accept = accept_all({test.nodeid: test.comparisons for test in tests}, outcomes.all_failed)
+    accept = outcomes.accept(tests)
     # A part of a long command would accept something else.
     is_shown = comparisons.accept and len(accept) < _MAX_STORY
     accept = f"\n\nTo accept it:\n\n{fenced(accept)}" if is_shown else ""
@@ -149,9 +149,7 @@ def annotate(outcomes: Outcomes) -> list[str]:
     for tests in outcomes.changes:
         first = tests[0]
         if first.comparisons.accept:
-            accept = accept_all(
-                {test.nodeid: test.comparisons for test in tests}, outcomes.all_failed
-            )
+            accept = outcomes.accept(tests)
             accepts |= {test.nodeid: f"\naccept: {accept}" for test in tests}
         is_unsent = first.comparisons.headline and not any(test.sent for test in tests)
         if outcomes.annotates_all and first.place and is_unsent:
