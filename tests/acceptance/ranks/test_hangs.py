@@ -107,8 +107,10 @@ def test_ctypes(dist_info):
     dist.barrier()
 
 def test_ctypes_gil(dist_info):
+    ends, one = os.pipe(), ctypes.create_string_buffer(1)
     if dist_info.rank == 2:
-        ctypes.PyDLL(None).sleep(60)
+        # A signal would end a sleep; a read goes on after it.
+        ctypes.PyDLL(None).read(ends[0], one, 1)
     dist.barrier()
 
 def test_background(dist_info):
@@ -280,7 +282,7 @@ rank 2 never issued it, and is at test_it.py:N in test_ctypes: ctypes.CDLL(None)
 """,
     "ctypes_gil": """\
 all wait for rank 2, which holds the GIL at test_it.py:N in test_ctypes_gil: \
-ctypes.PyDLL(None).sleep(60)
+ctypes.PyDLL(None).read(ends[0], one, 1)
 ranks 0-1, 3 wait in barrier #1 of world (0 B) at test_it.py:N in test_ctypes_gil
 ranks 0-1, 3 are at""",
     "gil": """\
