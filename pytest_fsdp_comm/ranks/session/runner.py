@@ -260,13 +260,18 @@ class RankRunner:
         try:
             try:
                 ranks = self._begin(item, nextitem)
-                with kept_foreground(self._terminal):
-                    results = ranks.run(
-                        # From here on: waiting for slots was not the test's fault.
-                        started_at=time.monotonic(),
-                        progress_after_s=item.config.stash[OPTIONS].progress_s,
-                        nodeid=item.nodeid,
-                    )
+                # From here on: waiting for slots was not the test's fault.
+                started_at = time.monotonic()
+                try:
+                    with kept_foreground(self._terminal):
+                        results = ranks.run(
+                            started_at=started_at,
+                            progress_after_s=item.config.stash[OPTIONS].progress_s,
+                            nodeid=item.nodeid,
+                        )
+                except KeyboardInterrupt:
+                    ranks.show_interrupt(item.nodeid, time.monotonic() - started_at)
+                    raise
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:

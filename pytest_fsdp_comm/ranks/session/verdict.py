@@ -40,6 +40,8 @@ _LOST_THREADS = (
     "= spawn)."
 )
 
+_IS_AT = "{ranks} {is} at (innermost frame first):"
+
 # In pytest's serialized reports of a subtest, with ``msg`` and ``kwargs`` (read in 8.4 to 9.2).
 _CONTEXT = "_subtest.context"
 
@@ -324,7 +326,7 @@ def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[
     lines = [
         *_waiting(ranks, blamed=()),
         *_unfailed_ranks({rank: own for rank, own in unlike.items() if own[0] != "passed"}),
-        *list_stacks(_stacks(ranks, late), "{ranks} {is} at (innermost frame first):"),
+        *list_stacks(_stacks(ranks, late), _IS_AT),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
         *([_LOST_THREADS] if are_forked and any(map(_may_lack_threads, late_at)) else []),
     ]
@@ -336,6 +338,18 @@ def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[
             title = f"waited for {who}; every rank was ended." if who else "had not finished."
         text = "\n".join([title, *lines])
         yield _Failure(rank=rank, when=ranks[rank].unfinished, at=math.inf, text=text)
+
+
+def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
+    """Say who waits for whom, and where each rank is, as in the report of a hang."""
+    ranks = {rank: _Ran(result=result) for rank, result in sorted(results.items())}
+    running = [rank for rank, ran in ranks.items() if not ran.result.is_over]
+    finished = [rank for rank, ran in ranks.items() if ran.result.is_done]
+    return [
+        *_waiting(ranks, blamed=()),
+        *list_stacks(_stacks(ranks, running), _IS_AT),
+        *([f"{name_ranks(finished)} had finished."] if finished else []),
+    ]
 
 
 def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
