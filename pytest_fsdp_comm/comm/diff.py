@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal, TypeAlias
 
-from pytest_fsdp_comm.comm.calls import UNTIMED
+from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.causes import Cause, Seen, find_causes, swapped_axes
@@ -96,9 +96,16 @@ class Comparison:
     """What breaks training, the worst first."""
     cost: Cost = field(default_factory=Cost)
 
-    def new_calls(self, owner: str | None, key: RowKey, was: _Rows, now: _Rows) -> NewCalls:
-        """Where calls of a module were issued of which `now` has more than `was`."""
-        return _new_calls(owner, was, now, self.recorded.get((owner, key), ()))
+    def new_calls(self, step: Replaced, owner: str | None, key: RowKey) -> NewCalls:
+        """Where calls of a module were issued of which a step adds some."""
+        rows = step.rows[owner]
+        return _new_calls(
+            owner,
+            step.was[owner].get(key, ()),
+            rows[key],
+            self.recorded.get((owner, key), ()),
+            is_of_dtensors=any(one.subject == "redistribution" for one in rows),
+        )
 
     @property
     def told(self) -> tuple[TrainingChange | Step, ...]:
@@ -254,8 +261,10 @@ def _compare_rows(
         )
 
 
-def _new_calls(owner: str | None, was: _Rows, now: _Rows, recorded: _Rows) -> NewCalls:
-    """Find the sites by the size and type of calls: a snapshot has no sites."""
+def _new_calls(
+    owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
+) -> NewCalls:
+    """Find the sites by what calls are: a snapshot has no sites."""
     sites: dict[Site, None] = {}
     is_certain = True
     for row in now:
@@ -265,18 +274,31 @@ def _new_calls(owner: str | None, was: _Rows, now: _Rows, recorded: _Rows) -> Ne
             if _share_ranks(old, row)
         ]
         for call in alike_but(row.calls, **UNTIMED):
-            more = call.count - min((some[replace(call, count=0)] for some in before), default=0)
-            found = [
-                site
-                for one in recorded
-                if more > 0 and _share_ranks(one, row)
-                for site in one.sites
-                if site.dtype == call.dtype and (call.is_unsized or site.nbytes == call.nbytes)
-            ]
-            sites |= dict.fromkeys(found)
-            # One site, or nothing but new calls.
-            is_certain &= len(found) <= 1 or sum(site.count for site in found) == more
+            kind = replace(call, count=0)
+            more = call.count - min((some[kind] for some in before), default=0)
+            for one in recorded if more > 0 else ():
+                counts = Counter[str]()
+                found = []
+                for site in one.sites if _share_ranks(one, row) else ():
+                    is_sender = site.is_of_dtensor or not is_of_dtensors
+                    if is_sender and _kind_of(site.calls, call) == kind:
+                        found.append(site)
+                        counts[site.call_site] += site.calls.count
+                # A line with more calls than all that are not new has new ones.
+                least = counts.total() - more
+                certain = {line for line, count in counts.items() if count > least}
+                is_certain &= bool(certain) or not found
+                lines = certain or counts
+                sites |= dict.fromkeys(site for site in found if site.call_site in lines)
     return NewCalls(tuple((owner, site) for site in sites), is_certain)
+
+
+def _kind_of(recorded: Calls, compared: Calls) -> Calls:
+    """What recorded calls are, in all that is compared but when they are issued."""
+    changes = {**UNTIMED, "count": 0}
+    if compared.is_unsized:
+        changes |= {"nbytes": 0, "is_unsized": True, "is_unknown": False}
+    return replace(recorded, **changes)
 
 
 def _share_ranks(one: Row, other: Row) -> bool:

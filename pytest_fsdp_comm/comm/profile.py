@@ -20,6 +20,7 @@ from pytest_fsdp_comm.comm.events import (
     Phase,
     Recording,
     Role,
+    Source,
 )
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
 from pytest_fsdp_comm.text.fqn import natural_key
@@ -45,12 +46,10 @@ class Site:
     """FQN of the module that was running; None outside every module."""
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown."""
-    nbytes: int
-    """As `Calls.nbytes`."""
-    dtype: str
-    """As `Calls.dtype`."""
-    count: int
-    """How many of the row's collectives."""
+    calls: Calls
+    """What each of them is, and how many of the row's collectives."""
+    is_of_dtensor: bool = False
+    """Whether a redistribution of a DTensor issued them."""
     is_of_backward: bool = False
     """Whether the line is that with ``.backward()``, rather than that of a hook."""
 
@@ -234,7 +233,7 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
         words = {total: _backwards(total, places) for total, places in reduced_in.items()}
         calls = [Calls.of(event, words[event.num_backwards]) for event in alike]
         sites = Counter(
-            (event.issued_in, event.call_site, one.nbytes, one.dtype)
+            (event.issued_in, event.call_site, one, event.source is Source.DTENSOR)
             for event, one in zip(alike, calls, strict=True)
         )
         yield Row(
@@ -247,12 +246,11 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
                 Site(
                     issued_in=issued_in,
                     call_site=call_site,
-                    nbytes=nbytes,
-                    dtype=dtype,
-                    count=count,
+                    calls=replace(one, count=count),
+                    is_of_dtensor=is_of_dtensor,
                     is_of_backward=phase is Phase.BACKWARD and call_site in backward,
                 )
-                for (issued_in, call_site, nbytes, dtype), count in sites.most_common()
+                for (issued_in, call_site, one, is_of_dtensor), count in sites.most_common()
             ),
         )
 

@@ -118,9 +118,9 @@ def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCal
     if not isinstance(step, Replaced) or step.kind in WRITES:
         return NewCalls()
     return NewCalls.join(
-        _without_backward(comparison.new_calls(owner, key, step.was[owner].get(key, ()), rows))
+        _without_backward(comparison.new_calls(step, owner, key))
         for owner in step.facts.get("modules") or step.owners
-        for key, rows in step.rows[owner].items()
+        for key in step.rows[owner]
         if key.subject == "collective"
     )
 

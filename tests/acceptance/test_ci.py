@@ -31,7 +31,8 @@ class Recorded:
             calls=(Calls(count=1, nbytes=nbytes, dtype="float32", role="parameters"),),
             sites=(
                 Site(
-                    issued_in="a_b", call_site="train.py:7", nbytes=nbytes, dtype="float32", count=1
+                    issued_in="a_b", call_site="train.py:7",
+                    calls=Calls(count=1, nbytes=nbytes, dtype="float32", role="parameters"),
                 ),
             ),
         )

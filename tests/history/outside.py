@@ -55,8 +55,8 @@ def clipping_gathers_every_gradient(changed):
 @reported(
     "NVIDIA-NeMo/Automodel/pull/2875",
     happened="The norm of each gradient was reduced alone.",
-    first="DTensors gathered in full outside of forward and backward: 29 calls, 116 B in all more",
-    likely=GATHERED,
+    first="partial DTensors reduced outside of forward and backward: 29 calls, 116 B in all more",
+    likely="full_tensor() or redistribute() of partial results, such as norms or sums to log",
     more={"all_reduce": 29},
 )
 def norms_reduced_one_by_one(changed):

@@ -419,6 +419,9 @@ def _of_passes(step: Replaced) -> str:
                 "redistribute() or full_tensor() is called"
             )
     where = "a full state dict as of a checkpoint, or a DTensor that is printed or logged"
+    sent = {key.what for rows in step.rows.values() for key in rows if key.subject == "collective"}
+    if sent == {"all_reduce"}:
+        return "full_tensor() or redistribute() of partial results, such as norms or sums to log"
     if facts["phase"] is Phase.FORWARD:
         where = "such as once for each chunk of a loss"
     return f"full_tensor() or redistribute(), {where}"

@@ -25,6 +25,12 @@ from pytest_fsdp_comm.text.words import counted, show_nbytes, show_nbytes_change
 
 _MAX_GROUPS: Final = 3
 _ROLES: Final = tuple(Role)
+_IN_FULL: Final = {
+    frozenset({"all_gather"}): ("DTensors", "gathered in full"),
+    frozenset({"all_reduce"}): ("partial DTensors", "reduced"),
+    frozenset({"all_gather", "all_reduce"}): ("DTensors", "gathered or reduced in full"),
+}
+"""By what makes DTensors whole: their names, and what happens to them."""
 
 
 def sentence(step: TrainingChange | Step) -> str:
@@ -182,13 +188,17 @@ def _of_replaced(step: Replaced) -> str:
                 f"{_sums(step)}: {_calls(step)}"
             )
         case "gathered in full":
-            what = f"{who}: {facts['roles']}" if facts["roles"] else "DTensors"
+            keys = [key for rows in step.rows.values() for key in rows]
+            tensors, how = _IN_FULL[
+                frozenset(key.what for key in keys if key.subject == "collective")
+            ]
+            what = f"{who}: {facts['roles']}" if facts["roles"] else tensors
             where = (
                 "in forward"
                 if facts["phase"] is Phase.FORWARD
                 else "outside of forward and backward"
             )
-            return f"{what} gathered in full {where}: {_calls(step, more='more')}"
+            return f"{what} {how} {where}: {_calls(step, more='more')}"
         case "unit sizes":
             return f"other sizes of parameters: {_sizes(facts['sizes'])} in each gather"
         case "freed":

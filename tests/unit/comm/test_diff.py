@@ -17,6 +17,7 @@ from pytest_fsdp_comm.comm.profile import (
     GatheredPeak,
     Row,
     Site,
+    alike_but,
     fold,
     restrict,
     sort_rows,
@@ -105,9 +106,7 @@ def test_the_text_of_a_change_names_site_cause_and_remedy():
     site = Site(
         issued_in="layers.1",
         call_site="model.py:88",
-        nbytes=KIB,
-        dtype="float32",
-        count=2,
+        calls=Calls(nbytes=KIB, dtype="float32", count=2),
     )
     old = profile(row(FORWARD, "layers.2", "all_gather"))
     new = profile(row(FORWARD, "layers.2", "all_gather", 2, 2 * KIB, sites=(site,)))
@@ -263,9 +262,7 @@ def sent(*lines, phase=FORWARD, owner="a", ranks=(), **changes):
         Site(
             issued_in=owner,
             call_site=line,
-            nbytes=size * KIB,
-            dtype="float32",
-            count=1,
+            calls=Calls(nbytes=size * KIB, dtype="float32", count=1),
             **changes,
         )
         for line, size in lines
@@ -308,6 +305,52 @@ def test_change_names_all_lines_that_may_be_new(before, after, place):
     text = rendered(old, profile(sent(*after), other))
     line = next(one for one in text.changes if "all_gather" in one)
     assert line.partition(", issued")[1:] == place.partition(", issued")[1:]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "place"),
+    [
+        # Of the line with 4 calls, at most one was there before; of one with 3 of 4, all may have.
+        ([A], [A, B, B, B, B], "at b.py:1"),
+        ([A, A, A], [A, B, B, B], "at a.py:1 or b.py:1"),
+        ([A, B, B], [A, B, B, B], "at a.py:1 or b.py:1"),
+    ],
+)
+def test_line_with_more_calls_than_before_is_named(before, after, place):
+    old, new = (sent(*((line, 1) for line in one)) for one in (before, after))
+    other = row(FORWARD, "b", "broadcast")
+    assert rendered(profile(old, other), profile(new, other)).changes[0].endswith(place)
+
+
+def reduced(*sums):
+    """An all-reduce of 4 B at each line, with its operation, and whether a DTensor asked for it."""
+    one = Calls(nbytes=4, dtype="float32")
+    kinds = [dataclasses.replace(one, reduce_op=op, count=1) for _, op, _ in sums]
+    sites = [
+        Site(issued_in=None, call_site=line, calls=call, is_of_dtensor=is_of_dtensor)
+        for (line, _, is_of_dtensor), call in zip(sums, kinds, strict=True)
+    ]
+    return row(Phase.OUTSIDE, None, "all_reduce", calls=alike_but(kinds), sites=tuple(sites))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "place"), [("", "max", "at b.py:1"), ("max", "", "at a.py:1 or b.py:1")]
+)
+def test_line_that_reduces_otherwise_is_named(before, after, place):
+    old, new = (profile(reduced((A, "", False), (B, op, False))) for op in (before, after))
+    assert rendered(old, new).changes[0].partition("issued ")[2] == place
+
+
+@pytest.mark.parametrize(
+    ("is_of_dtensor", "place"), [(False, "at b.py:1"), (True, "at a.py:1 or b.py:1")]
+)
+def test_step_of_dtensors_names_no_plain_call(is_of_dtensor, place):
+    new = profile(
+        reduced((A, "", is_of_dtensor), (B, "", True)),
+        row(Phase.OUTSIDE, None, "(Partial(sum))->(Replicate())", subject="redistribution"),
+    )
+    text = "partial DTensors reduced outside of forward and backward: 1 call of 4 B more"
+    assert rendered(profile(reduced((A, "", False))), new).changes == (f"{text}, {place}",)
 
 
 def test_calls_that_differ_in_time_alone_are_not_new():

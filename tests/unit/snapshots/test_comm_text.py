@@ -391,5 +391,5 @@ def test_json_of_another_kind_or_version_is_refused():
 
 
 def test_sites_are_for_reading_not_for_comparing():
-    site = Site(issued_in="a", call_site="b.py:1", nbytes=1, dtype="float32", count=1)
+    site = Site(issued_in="a", call_site="b.py:1", calls=Calls(nbytes=1, dtype="float32", count=1))
     assert profile_of(row("a", sites=(site,))) == profile_of(row("a"))
