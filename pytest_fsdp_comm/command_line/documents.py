@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import configparser
 import glob
 import os
-import shlex
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings, parts_of
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge
+from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText, read_snapshot
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.words import counted, show_nbytes
 from pytest_fsdp_comm.tree.model import ShardTree, load_tree
 from pytest_fsdp_comm.tree.profile import fold as fold_tree
-
-_DEFAULT: Final = "snapshots"
-_TEST_FILES: Final = "test_*.py *_test.py"
-_FILES: Final = (
-    *("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini"),
-    *("pyproject.toml", "tox.ini", "setup.cfg"),
-)
-"""In pytest's order (9.2)."""
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
@@ -117,63 +107,40 @@ def summary_lines(profile: Profile) -> Iterator[str]:
         yield counted(len(profile.common.parameters), "parameter")
 
 
-# Note [Settings without pytest]: importing pytest takes longer than most commands run, so its rules
-# are repeated here (9.2): which files hold settings, in which order, and which of them make their
-# directory the root even if they are empty. Options of the command line are not there to be known.
-
-
 def find_project(start: Path) -> tuple[Path, Path]:
     """The root of the project that an absolute directory is in, and its directory of snapshots."""
-    root, settings = _find_settings(start)
-    given = settings.get("fsdp_comm_snapshot_dir") or _DEFAULT
-    return root, Path(os.path.normpath(root / str(given).strip()))
+    config = _read_settings(start)
+    given = config.getini("fsdp_comm_snapshot_dir") or "snapshots"
+    return config.rootpath, Path(os.path.normpath(config.rootpath / given))
 
 
 def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
     """The directories and the patterns of files that ``pytest`` without arguments collects."""
-    root, settings = _find_settings(start)
-    names, patterns = (
-        shlex.split(given) if isinstance(given, str) else given
-        for given in (settings.get("testpaths", ""), settings.get("python_files", _TEST_FILES))
-    )
+    config = _read_settings(start)
+    root, names = config.rootpath, config.getini("testpaths")
     places = [root / place for name in names for place in glob.glob(name, root_dir=root)]  # noqa: PTH207  # as pytest, which allows ".."
     places = places or [root / name for name in names if not glob.has_magic(name)]
-    return [Path(os.path.normpath(one)) for one in places if not one.is_file()] or [root], patterns
+    found = [Path(os.path.normpath(place)) for place in places if not place.is_file()]
+    return found or [root], config.getini("python_files")
 
 
-def _find_settings(start: Path) -> tuple[Path, Mapping[str, Any]]:
-    """Pytest's root directory for tests in an absolute directory, and its settings."""
-    above = (start, *start.parents)
-    for directory in above:
-        for file in map(directory.joinpath, _FILES):
-            settings = _read_settings(file) if file.is_file() else None
-            if settings is not None:
-                return directory, settings
-    for name in ("pyproject.toml", "setup.py"):
-        for directory in above:
-            if (directory / name).is_file():
-                return directory, {}
-    shared = Path(os.path.commonpath([Path.cwd(), start]))
-    return (start if shared == shared.parent else shared), {}
+class _ReadSettings:
+    """A plugin that ends pytest once it has read its settings."""
+
+    config: Any = None
+
+    def pytest_cmdline_main(self, config: Any) -> int:
+        self.config = config
+        return SAME
 
 
-def _read_settings(file: Path) -> Mapping[str, Any] | None:
-    """Pytest's settings; None if a file has none, and its directory is no root for it."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".toml":
-            table: dict[str, Any] = tomllib.loads(text)
-            if file.name != "pyproject.toml":
-                return table.get("pytest", {})  # type: ignore[no-any-return]  # of any TOML file
-            of_tool = table.get("tool", {}).get("pytest")
-            # Either table has the options: the new one itself, the old one below ``ini_options``.
-            return None if of_tool is None else of_tool.get("ini_options", of_tool)
-        parser = configparser.ConfigParser(interpolation=None, strict=False)
-        parser.read_string(text)
-    except (OSError, ValueError, configparser.Error) as problem:
-        raise FsdpCommError(f"{file} cannot be read: {problem}") from None
-    section = "tool:pytest" if file.name == "setup.cfg" else "pytest"
-    if parser.has_section(section):
-        return dict(parser[section])
-    # pytest.ini makes its directory the root even if it is empty.
-    return {} if file.name.endswith("pytest.ini") else None
+def _read_settings(start: Path) -> Any:
+    """Pytest's configuration for tests in an absolute directory, which may not exist yet."""
+    import pytest  # noqa: PLC0415  # importing it takes longer than most commands run
+
+    plugin = _ReadSettings()
+    directory = next(one for one in (start, *start.parents) if one.is_dir())
+    pytest.main(["-p", "fsdp_comm", str(directory)], plugins=[plugin])
+    if plugin.config is None:
+        raise FsdpCommError(f"pytest cannot read its settings for {directory}, as it says above")
+    return plugin.config
