@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeAlias
@@ -80,7 +79,13 @@ def differs(old: SnapshotText, new: SnapshotText) -> bool:
 def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
     """Read a snapshot, or raise SnapshotFormatError for its frame; None if there is no file."""
     try:
-        raw = _read_regular(path, where)
+        # Opening a FIFO would wait for its other end.
+        if path.exists() and not path.is_file():
+            raise line_error(where, 1, "it is not a regular file", "a regular file")
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+            if len(raw) > MAX_BYTES:
+                raise too_large(where, os.fstat(file.fileno()).st_size)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -93,21 +98,6 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
         came = f"it cannot be read as UTF-8 text ({error.reason})"
         raise line_error(where, line, came, "a snapshot") from None
     return SnapshotText(text, where=where)
-
-
-def _read_regular(path: Path, where: str) -> bytes:
-    # Neither wait for the other end of a FIFO, nor make a terminal the controlling one.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise line_error(where, 1, "it is not a regular file", "a regular file")
-        if found.st_size > MAX_BYTES:
-            raise too_large(where, found.st_size)
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(MAX_BYTES + 1)
-    finally:
-        os.close(descriptor)
 
 
 def write_atomically(path: Path, text: str) -> None:
