@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 import pytest
 
 from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
-from pytest_fsdp_comm.text.words import anchor_of
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.tree.finding import FindingSettings  # costs 6 ms
@@ -140,8 +139,6 @@ def _parse_findings(lines: Sequence[str]) -> FindingSettings:
 class SessionOptions:
     """What command line and ini set, before any marker is looked at: see `DECLARED`."""
 
-    snapshot_anchor: Path
-    """What `snapshot_dir` mirrors, absolute: pytest's root, or above it if projects share one."""
     launched: LaunchedRank | None = None
     """This process's rank, if torchrun or the like started it; None if it starts ranks itself."""
     world_size: int = 2
@@ -471,7 +468,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     if problems:
         raise pytest.UsageError(show_problems(problems))
     values |= {"snapshot_dir": directory, "launched": launched}
-    return SessionOptions(snapshot_anchor=anchor_of(directory, config.rootpath), **values)
+    return SessionOptions(**values)
 
 
 def _given(config: pytest.Config, setting: Setting) -> tuple[str, Any]:

@@ -18,7 +18,7 @@ from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.documents import Profile
 from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, written_module
-from pytest_fsdp_comm.text.words import anchor_of, shell_word, show_path
+from pytest_fsdp_comm.text.words import shell_word, show_path
 
 _TEST: Final = '''"""Guards what a training step of {script} sends, and how its model is sharded."""
 
@@ -54,8 +54,7 @@ def run(options: argparse.Namespace) -> int:
     directory = start if any(map(start.is_relative_to, collected)) else collected[0]
     test = Path(options.output).absolute() if options.output else directory / f"test_{name}.py"
     root, snapshot_dir = find_project(test.parent)
-    # As the options of a test have it.
-    folder = snapshot_dir / written_module(test, anchor_of(snapshot_dir, root))
+    folder = snapshot_dir / written_module(test, root)
     variant = f"ws{comm.profile.world_size}"
     files = {
         test: _source(ran, start / ran.script, test, f"test_{name}", comm.profile),

@@ -230,9 +230,9 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     @classmethod
     def dirname(cls, *, test_location: PyTestLocation) -> str:
         """``<root>/<path of the test module without .py>``."""
-        options = test_location.item.config.stash[OPTIONS]
-        module = written_module(Path(test_location.filepath), options.snapshot_anchor)
-        return str(options.snapshot_dir / module)
+        config = test_location.item.config
+        module = written_module(Path(test_location.filepath), config.rootpath)
+        return str(config.stash[OPTIONS].snapshot_dir / module)
 
     @classmethod
     def get_file_basename(cls, *, test_location: PyTestLocation, index: Any) -> str:

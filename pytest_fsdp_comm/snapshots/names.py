@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -52,41 +52,22 @@ def function_of(name: str) -> str:
     return name.partition("[")[0]
 
 
-def written_module(module: Path, anchor: Path) -> Path:
-    """The directory of a module's snapshots, relative to that of all; both paths are absolute."""
-    above = 0
-    while (relative := _below(module, anchor)) is None:
-        anchor = anchor.resolve().parent
-        above += 1
-    plain = relative.with_suffix("") if relative.suffix == ".py" else relative
-    return Path(*[ABOVE] * above, plain)
+def written_module(module: Path, root: Path) -> Path:
+    """The directory of a module's snapshots below that of all; `root` is pytest's root."""
+    if not module.is_relative_to(root):
+        # A link may have led to the project, or to its tests; links below have names of their own.
+        module, root = module.resolve(), root.resolve()
+    plain = module.with_suffix("") if module.suffix == ".py" else module
+    parts = Path(os.path.relpath(plain, root)).parts
+    return Path(*(ABOVE if part == os.pardir else part for part in parts))
 
 
-def _below(module: Path, anchor: Path) -> Path | None:
-    if module.is_relative_to(anchor):
-        return module.relative_to(anchor)
-    # A link may have led to the project, or to its tests; links below it have names of their own.
-    real = anchor.resolve()
-    for parent in reversed(module.parents):
-        if parent.resolve().is_relative_to(real):
-            return parent.resolve().relative_to(real) / module.relative_to(parent)
-    return None
-
-
-def named_module(directory: Path, anchor: Path) -> Path | None:
-    """The inverse of `written_module`; None for what is no ``.py`` file below the anchor."""
-    if ABOVE in directory.parts or not directory.parts:
-        return None
-    return anchor / directory.with_name(f"{directory.name}.py")
-
-
-def module_exists(directory: Path, anchor: Path) -> bool:
-    """Whether the module of snapshots may be there; arguments as for `named_module`."""
-    module = named_module(directory, anchor)
-    if module is None or (anchor / directory).is_file():
-        return True
-    # Any other file of that name may hold the tests now: a notebook, a compiled module.
-    return any(module.parent.glob(f"{glob.escape(module.stem)}.*"))
+def named_module(directory: Path, root: Path) -> Path:
+    """The inverse of `written_module`."""
+    parts = (os.pardir if part == ABOVE else part for part in directory.parts)
+    path = Path(os.path.normpath(root.joinpath(*parts)))
+    # Of what is not Python, such as a notebook, the name is whole.
+    return path if path.is_file() else path.with_name(f"{path.name}.py")
 
 
 def _escape_segment(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,6 @@ from pytest_fsdp_comm.snapshots.failed_comparison import print_shared_changes
 from pytest_fsdp_comm.snapshots.names import (
     SUFFIX,
     function_of,
-    module_exists,
     named_module,
     read_basename,
     written_module,
@@ -37,16 +36,8 @@ if TYPE_CHECKING:
 # A run that selects or deselects tests, or ends early, reports nothing, and nothing is ever
 # deleted: syrupy does not see these files (`discover_snapshots` finds none).
 
-# Ini values that choose what is collected; given on the command line, for this run only.
-_NARROWING_SETTINGS: Final = frozenset(
-    {"python_files", "python_classes", "python_functions", "testpaths", "norecursedirs"}
-)
-# By their names in `config.option`; -x and --maxfail only end a run.
-_SELECTING_OPTIONS: Final = (
-    *("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise"),
-    *("collectonly", "setuponly", "setupplan"),
-)
-_HEADER: Final = b"# pytest-fsdp-comm "
+# The first words of each file.
+_HEADER: Final = "# pytest-fsdp-comm "
 # A comparison imports this module, which takes longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
 # The name under which an xdist worker hands its controller what it collected and compared.
@@ -67,10 +58,10 @@ class UnusedSnapshots:
         self._modules: dict[Path, bool] = {}
         self._num_collected = 0
         # By the directory of its snapshots, the tests of each whole module: function
-        # (`names.function_of`), variant (``ws4``) and node id.
-        self._whole: dict[str, list[tuple[str, str, str]]] = {}
+        # (`names.function_of`), variant (``ws4``) and node id. None if tests were left out.
+        self._whole: dict[str, list[tuple[str, str, str]]] | None = None
         # The selected tests that run on ranks, record or show a tree.
-        self._ours: list[str] = []
+        self._ours: set[str] = set()
         self._called: set[str] = set()
         self._unpassed: set[str] = set()
         # Whether each phase of the test that runs here has passed so far, and its subtests.
@@ -87,8 +78,7 @@ class UnusedSnapshots:
         """Note which modules are collected, and whether that failed or was skipped."""
         report = yield
         module = collector.getparent(pytest.Module)
-        # Doctests have no snapshots.
-        if module is not None and type(module).__name__ != "DoctestModule":
+        if module is not None:
             self._modules[module.path] = self._modules.get(module.path, True) and report.passed
         return report
 
@@ -99,12 +89,12 @@ class UnusedSnapshots:
         return (yield)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._ours = [item.nodeid for item in session.items if may_record(item)]
+        self._ours = {item.nodeid for item in session.items if may_record(item)}
         # Not by `pytest_deselected`: plugins that split a run may not call it.
-        if len(session.items) < self._num_collected:
+        if len(session.items) < self._num_collected or selects_tests(self._config):
             return
-        root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
-        places = {path: str(written_module(path, anchor)) for path in self._modules}
+        root = self._options.snapshot_dir
+        places = {path: str(written_module(path, self._config.rootpath)) for path in self._modules}
         self._whole = {
             place: []
             for path, place in places.items()
@@ -117,6 +107,7 @@ class UnusedSnapshots:
 
     # The run.
 
+    @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests passed; in xdist's controller, too."""
         if report.when == "setup":
@@ -128,6 +119,8 @@ class UnusedSnapshots:
             self._unpassed.add(report.nodeid)
         elif report.when == "call":
             self._called.add(report.nodeid)
+        if report.when == "teardown" and report.nodeid in self._unpassed & self._ours:
+            _replay().keep_plain_snapshots(self._config, report.nodeid)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -172,48 +165,51 @@ class UnusedSnapshots:
         if _EXTENSION in sys.modules:
             compared.update(_replay().compared_files(self._config))
         if hasattr(self._config, "workeroutput"):
-            output = {"whole": self._whole, "ours": self._ours, "compared": [*compared]}
-            self._config.workeroutput[_OUTPUT] = output
+            self._config.workeroutput[_OUTPUT] = {"whole": self._whole, "compared": [*compared]}
             return (yield)
         for data in self._of_workers:
             # Each worker of xdist collected the same, and compared what it ran.
-            self._whole, self._ours = data["whole"], data["ours"]
+            self._whole = data["whole"]
             compared.update(data["compared"])
         has_lost = len(self._of_workers) < self._started_workers
-        kept = [nodeid for nodeid in self._ours if has_lost or nodeid not in passed]
-        if kept:
-            _replay().keep_plain_snapshots(self._config, kept)
         has_ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not (
             session.shouldstop or session.shouldfail or has_lost
         )
         option = self._config.option
-        if has_ended and not selects_tests(self._config):
-            # No module is whole if another plugin left tests out.
-            self.all_failed = self._unpassed if self._whole else None
-            if not option.disable_unused_snapshots:
-                self.found = [*self._find(passed, compared)]
+        if has_ended and self._whole is not None:
+            self.all_failed = self._unpassed
+            # A run such as --setup-plan runs none.
+            if passed and not option.disable_unused_snapshots:
+                self.found = [*self._find(self._whole, passed, compared)]
         # As syrupy has it.
         if self.found and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
-    def _find(self, passed: AbstractSet[str], compared: AbstractSet[str]) -> Iterator[Path]:
+    def _find(
+        self,
+        whole: Mapping[str, Sequence[tuple[str, str, str]]],
+        passed: AbstractSet[str],
+        compared: AbstractSet[str],
+    ) -> Iterator[Path]:
         """Apply Note [Unused files]."""
-        root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
+        root = self._options.snapshot_dir
         here = self._config.invocation_params.dir
         arguments = [Path(here, str(argument)).resolve() for argument in self._config.args]
         for path in _snapshot_files(root):
             place, parts = path.parent.relative_to(root), read_basename(path.stem)
-            if parts is None or str(path) in compared or not _is_ours(path):
+            if parts is None or str(path) in compared or not _text(path).startswith(_HEADER):
                 continue
-            if str(place) in self._whole:
+            if str(place) in whole:
                 function, variant = function_of(parts[0]), parts[1]
-                tests = [test for test in self._whole[str(place)] if test[0] == function]
+                tests = [test for test in whole[str(place)] if test[0] == function]
                 is_run = not tests or variant in {size for _, size, _ in tests}
                 if is_run and all(nodeid in passed for *_, nodeid in tests):
                     yield path
-            elif not module_exists(place, anchor) and any(
-                one.is_dir() and (anchor / place).resolve().is_relative_to(one) for one in arguments
+                continue
+            module = named_module(place, self._config.rootpath)
+            if not module.exists() and any(
+                one.is_dir() and module.resolve().is_relative_to(one) for one in arguments
             ):
                 yield path
 
@@ -241,24 +237,18 @@ def _replay() -> ModuleType:
 
 
 def selects_tests(config: pytest.Config) -> bool:
-    """Whether the command line leaves out tests, or runs none."""
+    """Whether the command line leaves out tests of a module before they are collected."""
     option = config.option
-    settings = {setting.partition("=")[0] for setting in option.override_ini or ()}
     names_tests = any("::" in str(argument) for argument in config.args)
-    selects = any(getattr(option, name, None) for name in _SELECTING_OPTIONS)
-    return names_tests or selects or bool(settings & _NARROWING_SETTINGS)
+    return (
+        names_tests
+        or getattr(option, "lf", False)
+        or "python_" in " ".join(option.override_ini or ())
+    )
 
 
 def _snapshot_files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob(f"*{SUFFIX}") if path.is_file())
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_HEADER)) == _HEADER
-    except OSError:
-        return False
 
 
 def _from(config: pytest.Config, path: Path) -> str:
@@ -271,14 +261,10 @@ def _from(config: pytest.Config, path: Path) -> str:
 
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
     """Name what may be the snapshot that is missing, recorded as `text`; empty if nothing is."""
-    root = item.config.stash[OPTIONS].snapshot_dir
-    parts = read_basename(missing.stem)
-    if parts is None:
-        return ""
-    name, variant = parts
+    name, variant = read_basename(missing.stem) or ("", "")
     index = missing.stem.removeprefix(f"{name}.{variant}")
     orphans: list[Path] = []
-    for path in _snapshot_files(root):
+    for path in _snapshot_files(item.config.stash[OPTIONS].snapshot_dir):
         test, size = read_basename(path.stem) or ("", "")
         if path.stem != f"{test}.{size}{index}":
             continue
@@ -287,20 +273,16 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
             return f"there is one for {ranks}: {show_path(path, item.config.rootpath)}"
         if size == variant and _is_gone(item, path, test):
             orphans.append(path)
-
     # First those of a test of this name, then those of this module.
     orphans.sort(key=lambda path: (path.name != missing.name, path.parent != missing.parent))
-    found = [path for path in orphans if _text(path).partition("\n")[2] == text.partition("\n")[2]]
-    lead = "the same, of a test that is gone:"
-    if not found:
-        lead = "was the test renamed?"
-        found = [
-            path for path in orphans if path.name == missing.name or path.parent == missing.parent
-        ]
-        if len(found) != 1:
-            return ""
+    content = text.partition("\n")[2]
+    same = [path for path in orphans if _text(path).partition("\n")[2] == content]
+    near = [path for path in orphans if missing.name == path.name or missing.parent == path.parent]
+    if not same and len(near) != 1:
+        return ""
+    lead = "the same, of a test that is gone:" if same else "was the test renamed?"
     directory, old, new = (
-        shell_word(_from(item.config, one)) for one in (missing.parent, found[0], missing)
+        shell_word(_from(item.config, one)) for one in (missing.parent, (same or near)[0], missing)
     )
     # git makes no directories.
     make = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
@@ -309,17 +291,12 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
 
 def _is_gone(item: pytest.Item, path: Path, test: str) -> bool:
     """Whether the test of a file does not exist any more, as far as that is known."""
-    options = item.config.stash[OPTIONS]
-    place = path.parent.relative_to(options.snapshot_dir)
-    module = named_module(place, options.snapshot_anchor)
-    if module is None or not module_exists(place, options.snapshot_anchor):
-        return module is not None
+    directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
+    module = named_module(directory, item.config.rootpath)
     if module == item.path and not selects_tests(item.config):
         names = {snapshot_test_name(one) for one in item.session.items if one.path == module}
         return test not in map(written_test, names)
-    function = unquote(function_of(test)).rpartition(".")[2]
-    # Of a long name there is only a part.
-    return "~" not in function and function not in (_text(module) or function)
+    return unquote(function_of(test)).rpartition(".")[2] not in _text(module)
 
 
 def _text(path: Path) -> str:

@@ -57,14 +57,6 @@ def shell_word(text: str) -> str:
     return f"$'{''.join(written)}'"
 
 
-def anchor_of(snapshot_dir: Path, root: Path) -> Path:
-    """The directory whose tree the snapshots mirror: pytest's root, mostly."""
-    # Where several projects share a snapshot directory above theirs, the directory that it is in.
-    above = snapshot_dir.parent
-    shares = root.is_relative_to(above) or root.resolve().is_relative_to(above)
-    return above if shares else root
-
-
 def closest(asked: str, known: Iterable[str]) -> str:
     """The known name that is most like another one; empty if none is."""
     import difflib  # noqa: PLC0415  # needed only on the way to an error

@@ -23,7 +23,6 @@ def session_options(**changes):
         "backend": None,
         "timeout_s": 120.0,
         "snapshot_dir": Path("/snapshots"),
-        "snapshot_anchor": Path("/"),
     }
     return SessionOptions(**{**values, **changes})
 
