@@ -212,6 +212,8 @@ def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        if name == COPY:
+            args = (args[0], _as_tensor(args[1]), *args[2:])
         if not active.is_any() or (keys.has(_META) and _is_traced()):
             return redispatch(keys & below, *args, **kwargs)
         compiler = set_compiler(None)
@@ -279,6 +281,15 @@ def _run_copy(args: Sequence[Any], _: dict[str, Any], run: Callable[[], Any]) ->
         for recorder in active.entered():
             run = functools.partial(recorder.run_copy, direction, args[0], run)
     return run()
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    """What a kernel was given as a tensor; torch unpacks one that it made of a number."""
+    if isinstance(value, torch.Tensor):
+        return value
+    # In double precision, as torch made it: it is then converted to what it is copied to.
+    wide = {float: torch.float64, complex: torch.complex128}
+    return torch.tensor(value, dtype=wide.get(type(value)))
 
 
 def _is_traced() -> bool:

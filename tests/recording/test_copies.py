@@ -43,6 +43,22 @@ def test_copies_to_the_host_are_recorded(comm_mode, monkeypatch):
     }
 
 
+@pytest.mark.upstream
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_copies_of_a_number_pass(comm_mode, monkeypatch):
+    # torch gives a kernel in Python the number, and not the tensor that it made of it.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    ones = torch.ones(2, dtype=torch.float64)
+    with comm_mode:
+        assert ones.copy_(0.1).tolist() == [0.1, 0.1]
+    assert ones.copy_(0.1).tolist() == [0.1, 0.1]
+    assert ones.to(torch.int64).copy_(2.5).tolist() == [2, 2]
+    assert ones.to(torch.complex64).copy_(2j).tolist() == [2j, 2j]
+    assert torch.where(ones > 0, 1, ones).tolist() == [1.0, 1.0]
+    assert repr(ones) == "tensor([0.1000, 0.1000], dtype=torch.float64)"
+    assert comm_mode.recording.copies == ()
+
+
 @pytest.mark.distributed(world_size=2, backend="fake")
 def test_copies_of_fake_tensors_are_none(comm_mode, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

@@ -61,6 +61,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(gpus, "_DRIVER_FILES", (tmp_path / "driver",))
     # What other tests of this process left is not the point.
     monkeypatch.setattr(spawn.threading, "enumerate", list)
+    monkeypatch.setattr(spawn, "_native_threads", lambda: (0, set()))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     no_gpu_error.cache_clear()
     yield machine
@@ -153,6 +154,7 @@ def test_no_child_is_forked_without_cuda(monkeypatch):
     if hasattr(torch._C, "_cuda_isInBadFork"):
         pytest.skip("this build of torch has CUDA")
     monkeypatch.setattr(spawn.threading, "enumerate", list)
+    monkeypatch.setattr(spawn, "_native_threads", lambda: (0, set()))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(os, "fork", None)
     assert unsafe_to_fork() == ""
