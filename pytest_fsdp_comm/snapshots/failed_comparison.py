@@ -164,13 +164,21 @@ def print_shared_changes(
     differing = {nodeid: one for nodeid, one in found if one and one.headline}
     if not differing:
         return
-    from pytest_fsdp_comm.reports.ci.outcomes import accept_all, group_changes  # noqa: PLC0415  # on failure only
+    from pytest_fsdp_comm.reports.ci.outcomes import (  # noqa: PLC0415  # on failure only
+        accept_all,
+        group_changes,
+        has_other_amounts,
+    )
 
     shared = [nodeids for nodeids in group_changes(differing) if len(nodeids) > 1]
     if shared:
         reporter.write_sep("-", "the same change of communication in several tests")
     for nodeids in shared:
-        reporter.write_line(f"{len(nodeids)} tests: {differing[nodeids[0]].summary}", red=True)
+        amounts = ""
+        if has_other_amounts(differing[nodeid] for nodeid in nodeids):
+            amounts = " (amounts of the first test)"
+        summary = f"{differing[nodeids[0]].summary}{amounts}"
+        reporter.write_line(f"{len(nodeids)} tests: {summary}", red=True)
         for nodeid in nodeids[:_MOST_TESTS]:
             reporter.write_line(f"  {printable(nodeid)}")
         if len(nodeids) > _MOST_TESTS:

@@ -13,6 +13,13 @@ from pytest_fsdp_comm.errors import printable
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP: Final = 1024
+_NBYTES: Final = rf"\d[\d_.]* (?:{'|'.join(_UNITS)})\b"
+_NBYTES_CHANGE: Final = re.compile(
+    r"(\d[\d_.]*)(?: (UNIT))? -> (\d[\d_.]*) (UNIT)\b".replace("UNIT", "|".join(_UNITS))
+)
+_AMOUNT: Final = re.compile(
+    rf"(?:\d+ -> )?\d+ calls?\b(?:(?:,| of) {_NBYTES})?(?: in all)?|{_NBYTES}(?: in all)?"
+)
 
 # From here on people compare factors rather than percents.
 _FACTOR: Final = 3
@@ -105,6 +112,20 @@ def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) ->
     # Nothing has no unit, except where the other side has none to share either.
     is_shared = unit == after.partition(" ")[2] or not old
     return f"{amount if is_shared else before} -> {after}"
+
+
+def without_amounts(line: str) -> str:
+    """Leave out of a line how many bytes and calls there are, but not whether bytes grew."""
+
+    def direction(match: re.Match[str]) -> str:
+        before, unit, after, unit_after = match.groups()
+        was, now = (
+            (_UNITS.index(unit), float(amount))
+            for amount, unit in ((before, unit or unit_after), (after, unit_after))
+        )
+        return "more" if was < now else "less"
+
+    return _AMOUNT.sub("some", _NBYTES_CHANGE.sub(direction, line))
 
 
 def show_growth(old: float, new: float) -> str:

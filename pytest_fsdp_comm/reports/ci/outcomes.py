@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
 from pytest_fsdp_comm.reports.explanation import BESIDE, CURE, NOTE
+from pytest_fsdp_comm.text.words import without_amounts
 
 # A command names so many tests one by one, and their functions or modules otherwise.
 _MOST_WORDS: Final = 4
@@ -51,19 +52,26 @@ class Comparisons:
         return self.accept.removesuffix(self.test)
 
     def change(self, nodeid: str) -> tuple[str, ...]:
-        """What differs, without what names this test: its files, and lines of its module."""
+        """What differs, without amounts and what names this test: files, lines of its module."""
         module = re.escape(Path(nodeid.partition("::")[0]).name)
-        lines = (line for line in self.story[1:] if not line.startswith((BESIDE, CURE, NOTE)))
+        lines = [line for line in self.story[1:] if not line.startswith((BESIDE, CURE, NOTE))]
+        # The cost is amounts, which count where nothing else differs.
+        changes = [line for line in lines if not line.endswith(self.cost)] or lines
         site = rf"(?<![^ ,])[^ ,]*\b{module}:\d+"
-        return (self.command, *(re.sub(site, "", line) for line in lines))
+        return (self.command, *(without_amounts(re.sub(site, "", line)) for line in changes))
 
 
 def group_changes(tests: Mapping[str, Comparisons]) -> list[list[str]]:
-    """Put the node ids of tests together in which the same changed."""
+    """Put the node ids of tests together in which the same changed, whatever the amounts."""
     alike: dict[object, list[str]] = {}
     for nodeid, one in tests.items():
         alike.setdefault(one.change(nodeid) if one.accept else nodeid, []).append(nodeid)
     return list(alike.values())
+
+
+def has_other_amounts(tests: Iterable[Comparisons]) -> bool:
+    """Whether what the first of some tests with the same change tells is not true of all."""
+    return len({(one.told, one.cost) for one in tests}) > 1
 
 
 def accept_all(tests: Mapping[str, Comparisons], all_failed: Collection[str] | None = None) -> str:

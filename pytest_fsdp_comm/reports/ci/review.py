@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Origin, Outcomes, Place
-from pytest_fsdp_comm.text.words import counted, cut, shorten
+from pytest_fsdp_comm.reports.ci.outcomes import (
+    FailedTest,
+    Origin,
+    Outcomes,
+    Place,
+    has_other_amounts,
+)
+from pytest_fsdp_comm.text.words import counted, cut, shorten, without_amounts
 
 # GitHub drops all summaries of a step beyond 1 MiB together.
 _MAX_ROWS: Final = 200
@@ -32,6 +38,7 @@ _MARKUP: Final = re.compile(
 _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
+_AMOUNTS: Final = "Amounts of the first test; the others have other amounts"
 _ACCEPT: Final = (
     "`fsdp-comm accept DIRECTORY` accepts all of it without running the tests, from what "
     "`--comm-artifacts=DIRECTORY` kept.\n\n"
@@ -95,8 +102,14 @@ def _row(tests: Sequence[FailedTest], origin: Origin) -> str:
     names += _more(tests, _MAX_NAMES, "and {} more")
     comparisons = tests[0].comparisons
     # The headline has the first of several changes alone.
-    told, cost = ("<br>".join(map(_cell, lines)) for lines in (comparisons.told, comparisons.cost))
-    return f"| {'<br>'.join(names)} | {told or _cell(tests[0].reason)} | {cost} |\n"
+    costs = [*comparisons.cost, *([_AMOUNTS] if _has_other_amounts(tests) else [])]
+    lines = comparisons.told or tests[0].reason.splitlines()
+    told, cost = ("<br>".join(map(_cell, shown)) for shown in (lines, costs))
+    return f"| {'<br>'.join(names)} | {told} | {cost} |\n"
+
+
+def _has_other_amounts(tests: Sequence[FailedTest]) -> bool:
+    return has_other_amounts(test.comparisons for test in tests)
 
 
 def _story(tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
@@ -110,6 +123,7 @@ def _story(tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
         names = f"{fenced(cut(names, _MAX_STORY))}\n\n"
         # The first line names the file of one of them.
         story = tuple(line.removeprefix("  ") for line in comparisons.story[1:])
+        names += f"{_AMOUNTS}:\n\n" if _has_other_amounts(tests) else ""
     accept = outcomes.accept(tests)
     # A part of a long command would accept something else.
     is_shown = comparisons.accept and len(accept) < _MAX_STORY
@@ -141,22 +155,19 @@ def fenced(text: str) -> str:
 
 def annotate(outcomes: Outcomes) -> list[str]:
     """Annotate each cause once, at the line that sends, or at an assertion if none is known."""
-    causes: defaultdict[tuple[Place, str], list[FailedTest]] = defaultdict(list)
+    # Each with the text of its first test.
+    causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
     for test in outcomes.failed:
-        for cause in test.sent:
-            causes[cause].append(test)
-    accepts: dict[str, str] = {}
+        for place, text in test.sent:
+            tests = causes.setdefault((place, without_amounts(text)), (text, []))[1]
+            tests += [test] if test not in tests else []
     for tests in outcomes.changes:
         first = tests[0]
-        if first.comparisons.accept:
-            accept = outcomes.accept(tests)
-            accepts |= {test.nodeid: f"\naccept: {accept}" for test in tests}
         is_unsent = first.comparisons.headline and not any(test.sent for test in tests)
         if outcomes.annotates_all and first.place and is_unsent:
-            causes[first.place, first.reason].extend(tests)
+            causes.setdefault((first.place, first.reason), (first.reason, []))[1].extend(tests)
     commands = [
-        _annotation(place, text, tests, accepts.get(tests[0].nodeid, ""))
-        for (place, text), tests in causes.items()
+        _annotation(place, text, tests, outcomes) for (place, _), (text, tests) in causes.items()
     ]
     more = len(commands) - _MAX_ANNOTATIONS
     if more <= 1:
@@ -165,11 +176,17 @@ def annotate(outcomes: Outcomes) -> list[str]:
     return [*commands[:_MAX_ANNOTATIONS], rest]
 
 
-def _annotation(place: Place, text: str, tests: Sequence[FailedTest], accept: str) -> str:
+def _annotation(place: Place, text: str, tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
     first, more = tests[0], len(tests) - 1
     where = f"{first.nodeid} and {counted(more, 'more test')}" if more else first.nodeid
-    message = cut(f"{text}\nfails {where}{accept}", _MAX_MESSAGE)
-    title = _property(shorten(text, _MAX_TITLE))
+    # One for all tests, unless they need other options.
+    commands = defaultdict(list)
+    for test in tests:
+        if test.comparisons.accept:
+            commands[test.comparisons.command].append(test)
+    accepts = [f"accept: {outcomes.accept(alike)}" for alike in commands.values()]
+    message = cut("\n".join((text, f"fails {where}", *accepts)), _MAX_MESSAGE)
+    title = _property(shorten(text.partition("\n")[0], _MAX_TITLE))
     at = f"file={_property(place.path)},line={place.line}"
     return f"::error {at},title={title}::{_data(message)}"
 

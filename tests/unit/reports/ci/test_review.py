@@ -171,6 +171,35 @@ def test_changes_that_look_alike_are_told_apart(line):
         assert len(outcomes(one, same).changes) == 1
 
 
+COSTS = ("+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB)",), ("x4.0 bytes in all", "peak")
+MOVED = "  head split off (root): {}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_same"),
+    [
+        (MOVED.format("2 calls, 20.0 KiB in all"), MOVED.format("1 call of 96 B"), True),
+        ("  head 10.1 -> 40.2 KiB in each gather", "  head 64 B -> 1.0 MiB in each gather", True),
+        ("  head 10.1 -> 40.2 KiB in each gather", "  head 1.0 MiB -> 64 B in each gather", False),
+        ("  head forward: all_gather[dp] 1 -> 2", "  head forward: all_gather[dp] 1 -> 3", False),
+        (MOVED.format("2 calls"), "  head split off layers.0: 2 calls", False),
+        # Without a change, the cost is all there is.
+        (None, None, False),
+    ],
+)
+def test_group_of_tests_ignores_their_amounts(before, after, is_same):
+    tests = []
+    for nodeid, line, cost in zip(SIX, (before, after), COSTS, strict=False):
+        story = ["comm_mode differs", *(f"  {one}" for one in cost), *([line] if line else [])]
+        one = failed(nodeid, story)
+        comparisons = dataclasses.replace(one.comparisons, cost=cost)
+        tests.append(dataclasses.replace(one, comparisons=comparisons))
+    assert len(outcomes(*tests).changes) == 2 - is_same
+    said = shown(render_summary(outcomes(*tests), ORIGIN))
+    # Once in the table, once above the story.
+    assert said.count("Amounts of the first test; the others have other amounts") == 2 * is_same
+
+
 PARAMETERS = " ".join(f'"tests/test_a.py::test_x[{number}]"' for number in range(5))
 
 
@@ -217,15 +246,28 @@ def sent(*causes, name="test_x"):
 def test_annotate_cause_of_tests_is_at_its_line():
     both = (7, "a: +1, 100 %"), (9, "b: gone")
     found = annotate(outcomes(sent(*both), sent(both[0], name="test_y[1]")))
-    accept = (
-        'accept: pytest --snapshot-update "tests/test_a.py::test_x" "tests/test_a.py::test_y[1]"'
-    )
+    accept = 'accept: pytest --snapshot-update "tests/test_a.py::test_x"'
     assert found == [
         "::error file=src/a%2Cb/train.py,line=7,title=a%3A +1%2C 100 %25::a: +1, 100 %25%0A"
-        f"fails tests/test_a.py::test_x and 1 more test%0A{accept}",
+        f'fails tests/test_a.py::test_x and 1 more test%0A{accept} "tests/test_a.py::test_y[1]"',
         "::error file=src/a%2Cb/train.py,line=9,title=b%3A gone::b: gone%0A"
         f"fails tests/test_a.py::test_x%0A{accept}",
     ]
+
+
+def test_annotate_tests_with_other_options_has_two_commands():
+    other = failed("tests/test_a.py::test_y", command="pytest --snapshot-update --world-size=4 ")
+    place = Place(path="train.py", line=7)
+    tests = [
+        dataclasses.replace(one, sent=((place, text),))
+        for one, text in ((failed(), "a: 1.0 -> 2.0 KiB"), (other, "a: 64 -> 96 B"))
+    ]
+    (line,) = annotate(outcomes(*tests))
+    assert line.partition("::a: ")[2] == (
+        "1.0 -> 2.0 KiB%0Afails tests/test_a.py::test_x and 1 more test%0A"
+        'accept: pytest --snapshot-update "tests/test_a.py::test_x"%0A'
+        'accept: pytest --snapshot-update --world-size=4 "tests/test_a.py::test_y"'
+    )
 
 
 def test_annotate_without_a_call_site_is_at_the_assertion():
