@@ -78,23 +78,6 @@ def test_parting_them_under_fsdp2_saves_nothing_and_is_no_finding(comm_mode):
 
 
 @ws2
-def test_a_frozen_unit_before_anything_trainable_need_not_be_gathered_in_backward(comm_mode):
-    def build():
-        model = Model(3).requires_grad_(requires_grad=False)
-        model.layers[2].requires_grad_(requires_grad=True)
-        return fsdp2(model, ("layers.0", "layers.1", "layers.2"))
-
-    model, cured = build(), build()
-    (finding,) = capture_tree(model, count_bytes()).findings
-    assert (finding.code, finding.fqns) == ("frozen-gathered-in-backward", ("layers.1",))
-    cured.layers[1].set_unshard_in_backward(False)
-    assert not capture_tree(cured, count_bytes()).findings
-    before, after = Sent(comm_mode, model), Sent(comm_mode, cured)
-    assert before.nbytes - after.nbytes == finding.nbytes
-    assert before.collectives - after.collectives == 1
-
-
-@ws2
 def test_leaving_a_small_unit_to_the_enclosing_one_saves_its_collectives(comm_mode):
     def build(names):
         model = Model()

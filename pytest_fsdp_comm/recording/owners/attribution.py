@@ -234,17 +234,17 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
         return set(map(id, inputs))
     # A reentrant checkpoint hides leaves, which the backward within it reaches.
     reached = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
-    seen, leaves = set[Any](), set[int]()
+    seen, leaves = {None, *reached}, set[int]()
+    # Each node costs a few hundred nanoseconds, of some thousands in a backward.
     while reached:
         node = reached.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        following = node.next_functions
-        if following:
-            reached += [after for after, _ in following]
-        else:
+        following = node.next_functions if node is not None else ()
+        if not following:
             leaves.add(id(getattr(node, "variable", None)))  # of an AccumulateGrad
+        for after, _ in following:
+            if after not in seen:
+                seen.add(after)
+                reached.append(after)
     return leaves
 
 

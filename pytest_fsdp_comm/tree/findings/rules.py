@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Final, cast, get_args
 
 from pytest_fsdp_comm.text.fqn import escape
@@ -83,18 +82,6 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
     )
     runs_by_parts = are_blocks and blocks <= enclosing and not holds_more
     return lost if blocks and len(lost) > 1 and not runs_by_parts else []
-
-
-@rule("grouped-root", "error", cure="call fully_shard on the model itself too, after its parts")
-def grouped_root(wrapping: Wrapping) -> Iterator[Case]:
-    """A unit of several modules that has no root around it; silent for one that has."""
-    for index, unit in enumerate(wrapping.tree.units):
-        if unit.kind == "fsdp2" and unit.is_root and len(unit.modules) > 1:
-            reason = (
-                f"{len(unit.modules)} modules share this unit, nothing encloses them, and a "
-                "root must be a single module: the first forward raises a RuntimeError"
-            )
-            yield Case((wrapping.tree.unit_name(index),), reason)
 
 
 @rule(
@@ -177,25 +164,6 @@ def unmanaged_parameter(wrapping: Wrapping) -> Iterator[Case]:
         yield Case(tuple(map(tree.parameter_fqn, loose)), reason, nbytes)
 
 
-@rule(
-    "mixed-dtypes",
-    "error",
-    cure="convert them to one dtype, or give the modules of each dtype units of their own",
-)
-def mixed_dtypes(wrapping: Wrapping) -> Iterator[Case]:
-    """Trainable parameters of several element types in one unit."""
-    # Silent for frozen ones of another type, such as quantized weights beside adapters.
-    for index, unit in wrapping.sharded_units():
-        trainable = (entry for entry in wrapping.parameters(unit) if entry.trainable)
-        dtypes = dict.fromkeys(entry.dtype for entry in trainable)
-        if unit.kind == "fsdp2" and len(dtypes) > 1:
-            reason = (
-                f"its trainable parameters have several dtypes ({', '.join(dtypes)}), which "
-                "FSDP2 rejects: the first forward raises an AssertionError"
-            )
-            yield Case((wrapping.tree.unit_name(index),), reason)
-
-
 @rule("ranks-differ", "error", cure="build and wrap the model alike on all ranks")
 def ranks_differ(texts: Mapping[int, str]) -> Iterator[Case]:
     """Trees that are not the same on all ranks, as their snapshots would be written."""
@@ -273,7 +241,7 @@ def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
             yield Case((tree.parameter_fqn(index),), reason, parameter.nbytes)
 
 
-@rule("mixed-frozen", "warning", cure="give its frozen modules units of their own")
+@rule("mixed-frozen", "warning", cure="give its large frozen modules units of their own")
 def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
     """Frozen parameters in one unit with trainable ones, where units of their own would pay."""
     # Only FSDP1 loses by that: it reduces one flat gradient, zeros for frozen parameters included.
@@ -284,75 +252,19 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
         frozen = sum(not parameter.trainable for parameter in wrapping.parameters(unit))
         if unit.kind != "fsdp1" or not 0 < frozen < len(unit.parameters):
             continue
-        ways = [_parting_trainable(wrapping, unit), _parting_frozen(wrapping, unit)]
-        sort, modules, saved, collectives = max(ways, key=lambda way: wrapping.gain(*way[2:]))
-        if wrapping.gain(saved, collectives) > 0:
+        worth = []
+        for parameters in wrapping.frozen_modules(unit):
+            saved = sum(reduced_nbytes(entry, unit) for entry in parameters)
+            gathered = sum(entry.numel * gathered_itemsize(entry, unit) for entry in parameters)
+            if min(saved, gathered) > gathers(unit) * wrapping.settings.small_nbytes:
+                worth.append(saved)
+        if worth:
             reason = (
                 f"{frozen} of its {len(unit.parameters)} parameters are frozen, yet FSDP1 reduces "
                 "one gradient of all of them, zeros included, and keeps memory for it; apart, a "
-                f"step has {counted(collectives, 'more collective')}"
+                f"step has {counted(len(worth) * gathers(unit), 'more collective')}"
             )
-            one, several = "module a unit of its own", "modules units of their own"
-            cure = (
-                f"give its {sort} {one}" if modules == 1 else f"give its {modules} {sort} {several}"
-            )
-            yield Case((wrapping.tree.unit_name(index),), reason, saved, cure)
-
-
-def _parting_trainable(wrapping: Wrapping, unit: ShardUnit) -> tuple[str, int, int, int]:
-    """Give all trainable parameters units of their own, if modules allow it."""
-    # Returns what the modules hold, how many become units, the bytes that a step no longer sends,
-    # and how many more collectives it has.
-    modules = wrapping.separable(unit, trainable=True)
-    parameters = wrapping.parameters(unit)
-    trainable = sum(parameter.trainable for parameter in parameters)
-    is_complete = sum(map(len, modules.values())) == trainable
-    zeros = sum(reduced_nbytes(entry, unit) for entry in parameters if not entry.trainable)
-    # Each gathers and reduces for itself, and what is left gathers only.
-    collectives = len(modules) * (gathers(unit) + reductions(unit)) - reductions(unit)
-    return "trainable", len(modules), zeros if is_complete else 0, collectives
-
-
-def _parting_frozen(wrapping: Wrapping, unit: ShardUnit) -> tuple[str, int, int, int]:
-    """As `_parting_trainable`, for the frozen modules that are large enough."""
-    worth = []
-    for parameters in wrapping.separable(unit, trainable=False).values():
-        saved = sum(reduced_nbytes(entry, unit) for entry in parameters)
-        gathered = sum(entry.numel * gathered_itemsize(entry, unit) for entry in parameters)
-        if wrapping.gain(min(saved, gathered), gathers(unit)) > 0:
-            worth.append(saved)
-    return "frozen", len(worth), sum(worth), len(worth) * gathers(unit)
-
-
-@rule(
-    "frozen-gathered-in-backward",
-    "warning",
-    cure="call set_unshard_in_backward(False) on it, if nothing trainable runs before it either",
-)
-def frozen_gathered_in_backward(wrapping: Wrapping) -> Iterator[Case]:
-    """A frozen unit of FSDP2 that backward gathers, although no gradient passes it."""
-    # Backward does not reach what runs before anything trainable; but of these units, the last one
-    # is prefetched for the one after it. Silent for frozen units that backward reaches: it needs
-    # their parameters, and keeping them gathered would take the same memory as of any other unit.
-    tree = wrapping.tree
-    first_trainable: dict[int, int] = {}
-    for module in sorted(entry.module for entry in tree.parameters if entry.trainable):
-        first_trainable.setdefault(wrapping.parts[module], module)
-    by_part: defaultdict[int, list[tuple[int, ShardUnit]]] = defaultdict(list)
-    for index, unit in wrapping.in_order_of_forward():
-        by_part[wrapping.parts[unit.modules[0]]].append((index, unit))
-    for part, units in by_part.items():
-        reached = first_trainable.get(part, len(tree.modules))
-        for (index, unit), (_, following) in pairwise(units):
-            is_last_unreached = wrapping.end(unit) <= reached < wrapping.end(following)
-            is_prefetched = index in (following.backward_prefetch or (index,))
-            are_fsdp2 = unit.kind == following.kind == "fsdp2"
-            if are_fsdp2 and is_last_unreached and is_prefetched and gathers(unit) > 1:
-                reason = (
-                    "all its parameters are frozen, and nothing trainable is registered before "
-                    "it, so backward needs none of them, yet FSDP2 prefetches them there"
-                )
-                yield Case((tree.unit_name(index),), reason, unit.nbytes_gathered)
+            yield Case((wrapping.tree.unit_name(index),), reason, sum(worth))
 
 
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
@@ -423,9 +335,8 @@ def unit_too_large(wrapping: Wrapping) -> Iterator[Case]:
 )
 def padding(wrapping: Wrapping) -> Iterator[Case]:
     """Units of FSDP2 that gather much padding; FSDP1's little padding is nothing a user shapes."""
-    # Silent for padding that `dim-smaller-than-axis` names.
     for index, unit in wrapping.sharded_units():
-        nbytes = unit.nbytes_padding - sum(padded for *_, padded in _short(wrapping, unit))
+        nbytes = unit.nbytes_padding
         is_much = nbytes > _PADDING_SHARE * unit.nbytes_gathered
         if unit.kind == "fsdp2" and is_much and nbytes >= wrapping.settings.padding_nbytes:
             reason = (
@@ -434,58 +345,6 @@ def padding(wrapping: Wrapping) -> Iterator[Case]:
                 f"{unit.shard_axis.size if unit.shard_axis else 1} ranks"
             )
             yield Case((wrapping.tree.unit_name(index),), reason, nbytes)
-
-
-@rule(
-    "dim-smaller-than-axis",
-    "warning",
-    cure="shard another dimension (shard_placement_fn) or over fewer ranks",
-)
-def dim_smaller_than_axis(wrapping: Wrapping) -> Iterator[Case]:
-    """Parameters with fewer rows than there are ranks."""
-    # Silent for those of FSDP2 that this pads by little, and for those of FSDP1, which are ranges
-    # of one flat parameter.
-    tree = wrapping.tree
-    found: defaultdict[tuple[str, int], dict[int, int]] = defaultdict(dict)
-    for _, unit in wrapping.sharded_units():
-        for axis, index, rows, nbytes in _short(wrapping, unit):
-            found[axis, rows][index] = nbytes
-    for index, parameter in enumerate(tree.parameters):
-        unit_axis = None if parameter.unit is None else tree.units[parameter.unit].shard_axis
-        for placement in parameter.placements:
-            is_fsdp = unit_axis is not None and placement.axis == unit_axis.name
-            rows = 0 if placement.dim is None or is_fsdp else parameter.shape[placement.dim]
-            if 0 < rows < placement.size:
-                found[f"{placement.axis}={placement.size}", rows][index] = 0
-    for (axis, rows), padded in found.items():
-        nbytes = sum(padded.values())
-        reason = (
-            f"the split dimension has {counted(rows, 'element')}, fewer than the axis {axis} has "
-            "ranks: some ranks keep nothing"
-            + (", and what is gathered is mostly padding" if nbytes else "")
-        )
-        yield Case(tuple(map(tree.parameter_fqn, padded)), reason, nbytes or None)
-
-
-def _short(wrapping: Wrapping, unit: ShardUnit) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the parameters of an FSDP2 unit with fewer rows than ranks, if that pads them much."""
-    # Each as the axis (`dp=4`), the parameter's index, its rows, and the bytes of its padding.
-    axis = unit.shard_axis if unit.kind == "fsdp2" else None
-    for index in unit.parameters if axis else ():
-        parameter = wrapping.tree.parameters[index]
-        dim = next((at.dim for at in parameter.placements if axis and at.axis == axis.name), None)
-        if dim is None or axis is None or not parameter.numel:
-            continue
-        rows, width = parameter.shape[dim], parameter.numel // parameter.shape[dim]
-        # FSDP splits what tensor parallelism has left.
-        for placement in parameter.placements:
-            if placement.axis != axis.name and placement.dim == dim:
-                rows = -(-rows // placement.size)
-            elif placement.axis != axis.name and placement.dim is not None:
-                width //= placement.size
-        nbytes = (axis.size - rows) * width * gathered_itemsize(parameter, unit)
-        if rows < axis.size and nbytes >= wrapping.settings.padding_nbytes:
-            yield f"{axis.name}={axis.size}", index, rows, nbytes
 
 
 @rule(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -26,18 +26,6 @@ class Wrapping:
 
     tree: ShardTree
     settings: FindingSettings
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """For each module, the index of the first one after it that is not inside it."""
-        modules = self.tree.modules
-        ends = list(range(1, len(modules) + 1))
-        # Children come after their parents, and the last of them ends where its parent does.
-        for index in reversed(range(len(modules))):
-            parent = modules[index].parent
-            if parent is not None:
-                ends[parent] = max(ends[parent], ends[index])
-        return ends
 
     @cached_property
     def parts(self) -> list[int]:
@@ -97,37 +85,25 @@ class Wrapping:
     def above(self, unit: ShardUnit) -> Iterator[int]:
         return islice(self.tree.around(unit.modules[0]), 1, None)
 
-    def end(self, unit: ShardUnit) -> int:
-        """The index of the first module after a unit's last that is not inside it."""
-        return max(self.ends[at] for at in unit.modules)
-
-    def in_order_of_forward(self) -> list[tuple[int, ShardUnit]]:
-        """The units with parameters, with their indices, as their forwards end."""
-        # Taking modules to run in the order of their registration. What ends together is nested,
-        # and the inner one ends first.
-        units = [(index, unit) for index, unit in enumerate(self.tree.units) if unit.parameters]
-        return sorted(units, key=lambda entry: (self.end(entry[1]), -entry[1].modules[0]))
-
-    def separable(self, unit: ShardUnit, *, trainable: bool) -> dict[int, list[ParameterNode]]:
-        """The fewest modules below a unit's that hold only its trainable, or frozen, parameters."""
-        # Each with its parameters. Left out are parameters whose module holds some of the other
-        # sort too.
-        held: defaultdict[int, set[bool]] = defaultdict(set)
+    def frozen_modules(self, unit: ShardUnit) -> Iterable[list[ParameterNode]]:
+        """The frozen parameters that a unit of their own could have, by the modules to wrap."""
+        # A parameter whose module holds a trainable one too is in none.
+        trainable: set[int] = set()
         for parameter in self.parameters(unit):
-            for module in self.tree.around(parameter.module):
-                held[module].add(parameter.trainable)
+            if parameter.trainable:
+                trainable.update(self.tree.around(parameter.module))
         found: defaultdict[int, list[ParameterNode]] = defaultdict(list)
         for parameter in self.parameters(unit):
             pure = [
                 module
                 for module in self.tree.around(parameter.module)
                 if module > unit.modules[0]
-                and held[module] == {trainable}
+                and module not in trainable
                 and self.tree.modules[module].has_forward
             ]
             if pure:
                 found[pure[-1]].append(parameter)
-        return found
+        return found.values()
 
     # Note [What a collective costs]: its latency, however little it carries, which is as much as
     # the bytes that the link carries in that time. `FindingSettings.small_nbytes` is this number of
@@ -138,10 +114,6 @@ class Wrapping:
         """Whether a unit that gathers so much costs latency (Note [What a collective costs])."""
         is_small = nbytes < self.settings.small_nbytes
         return is_small and is_negligible(nbytes, self.largest_gather)
-
-    def gain(self, saved_nbytes: int, collectives: int) -> int:
-        """Bytes saved in a step, less what the collectives that this adds cost."""
-        return saved_nbytes - collectives * self.settings.small_nbytes
 
 
 def is_negligible(nbytes: int, among: int) -> bool:
