@@ -78,8 +78,6 @@ class Calls:
     """Whether they carry pickled objects, whose size depends on values and paths."""
     is_unsized: bool = False
     """Whether they carry activations whose size is not compared."""
-    is_unknown: bool = False
-    """Whether their size is unknown otherwise, as `events.Collective.is_unsized`."""
     ahead: int = _word(
         0,
         "ahead {}",
@@ -130,7 +128,7 @@ class Calls:
 
     @property
     def lacks_size(self) -> bool:
-        return self.is_object or self.is_unsized or self.is_unknown
+        return self.is_object or self.is_unsized
 
     @classmethod
     def of(cls, event: Collective, backwards: str = "") -> Calls:
@@ -141,7 +139,6 @@ class Calls:
             dtype="" if is_object else event.dtype,
             role="" if event.role is None else event.role.value,
             is_object=is_object,
-            is_unknown=event.is_unsized and not is_object,
             **{name: word.of(event) for name, word in CALL_WORDS.items()}
             | {"backwards": backwards},
         )
@@ -154,7 +151,7 @@ class Calls:
         elif self.is_unsized:
             words += [f"of {write_word(self.dtype)}"] if self.dtype else []
         elif self.nbytes or self.dtype:
-            words.append("of unknown size" if self.is_unknown else f"of {self.nbytes:_} B")
+            words.append(f"of {self.nbytes:_} B")
             words += [write_word(self.dtype)] if self.dtype else []
         words += [self.role] if self.role else []
         for name, value in self.told():

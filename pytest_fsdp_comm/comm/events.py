@@ -125,8 +125,6 @@ class Collective:
     and where there were fewer than two."""
     num_backwards: int | None = None
     """How many backward passes of the recording added to these gradients; None as `backward`."""
-    is_unsized: bool = False
-    """Whether its size is not known, as of symmetric memory's all-to-all: its bytes are 0 then."""
 
     @property
     def nbytes(self) -> int:

@@ -369,9 +369,7 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
     rows = []
     for row in profile.rows:
         sized = {one for one in row.calls if one.role == Role.ACTIVATIONS and not one.is_object}
-        calls = {*row.calls} - sized | {
-            *alike_but(sized, nbytes=0, is_unsized=True, is_unknown=False)
-        }
+        calls = {*row.calls} - sized | {*alike_but(sized, nbytes=0, is_unsized=True)}
         rows.append(replace(row, calls=tuple(sorted(calls))))
     return replace(_united(profile, rows), sizes_activations=False)
 

@@ -413,24 +413,10 @@ class CommMode(CommDebugAnswers):
         owner: str | None = None,
         axis: str | None = None,
     ) -> int:
-        """Bytes of the collectives on this rank that match; arguments and errors as in `counts`.
-
-        Raises:
-            RecordingError: The size of some is not known, as of symmetric memory's all-to-all.
-        """
+        """Bytes of the collectives on this rank that match; arguments and errors as in `counts`."""
         __tracebackhide__ = True
         question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
-
-        def sum_of(found: tuple[Collective, ...]) -> int:
-            unsized = [event.op for event in found if event.is_unsized]
-            if unsized:
-                raise RecordingError(
-                    f"nbytes({question}): the size of {counted(len(unsized), 'collective')}, such "
-                    f"as {unsized[0]}, is not known; ask for counts"
-                )
-            return sum(event.nbytes for event in found)
-
-        return self._answer("nbytes", question, sum_of)
+        return self._answer("nbytes", question, lambda some: sum(one.nbytes for one in some))
 
     def _answer(
         self, name: str, question: Question, measure: Callable[[tuple[Collective, ...]], int]

@@ -25,7 +25,8 @@ NAMESPACES: Final = frozenset(
 )
 
 UNKNOWN: Final = "unknown:"
-"""How the kind of an operation begins that the tables lack. All its tensors count as sent."""
+"""How the kind of an operation begins that the tables lack, such as those of symmetric memory. All
+its tensors count as sent."""
 
 
 class Place(Enum):
@@ -34,13 +35,11 @@ class Place(Enum):
     NOWHERE = auto()
     """There are none; as received, also where the operation changes what it sends."""
     RESULT = auto()
-    PER_RANK = auto()
-    """No argument shows them: those of the other direction, once for each rank."""
     ALL = auto()
     """In all arguments, of an operation that the tables lack."""
 
 
-NOWHERE, PER_RANK = Place.NOWHERE, Place.PER_RANK
+NOWHERE: Final = Place.NOWHERE
 
 BATCH: Final = "batch"
 """The kind of an operation whose arguments list ``isend`` and ``irecv``, a message each."""
@@ -76,8 +75,6 @@ class Operation:
     """Argument with the group rank that alone gives or receives all data; empty if none has."""
     peer: str = ""
     """Argument with the group rank at the other end, in a batch with a list; empty if none has."""
-    is_unsized: bool = False
-    """Whether its tensors are only the most that it may send, which values decide."""
 
     def tensors_sent(self, bound: Mapping[Any, Any]) -> list[Any]:
         return tensors_in(bound if self.sent is Place.ALL else bound.get(self.sent))
@@ -132,60 +129,12 @@ _FUNCTIONAL: Final = {
 }
 
 
-# Schemas read in torch 2.13 and 2.15; the kernels need CUDA. A fused operation is one record: where
-# torch falls back to functional collectives for it, these are inside, and not counted.
-_SYMM_MEM: Final = {
-    "_low_contention_all_gather": Operation("all_gather", "tensor"),
-    "_low_contention_all_gather_ce_multicast": Operation("all_gather", "tensor"),  # torch 2.15
-    "_low_contention_all_gather_ce_multicast_out": Operation("all_gather", "tensor", "out"),  # 2.15
-    "multimem_all_gather_out": Operation("all_gather", "input", "out"),
-    "fused_all_gather_matmul": Operation("all_gather", "A", PER_RANK),
-    "fused_all_gather_scaled_matmul": Operation("all_gather", "A", PER_RANK),
-    "_low_contention_reduce_scatter": Operation("reduce_scatter", "tensor"),
-    "fused_matmul_reduce_scatter": Operation("reduce_scatter", PER_RANK),
-    "fused_scaled_matmul_reduce_scatter": Operation("reduce_scatter", PER_RANK),
-    "reduce_scatter_out": Operation("reduce_scatter", "input", "output"),
-    "nccl_reduce_scatter_offset": Operation("reduce_scatter", "input", "out"),
-    "multimem_all_reduce_": Operation("all_reduce", "input", "input"),
-    "multimem_one_shot_all_reduce": Operation("all_reduce"),
-    "multimem_one_shot_all_reduce_out": Operation("all_reduce", "input", "out"),
-    "one_shot_all_reduce": Operation("all_reduce"),
-    "one_shot_all_reduce_out": Operation("all_reduce", "input", "out"),
-    "one_shot_all_reduce_copy": Operation("all_reduce", "local_input"),
-    "one_shot_all_reduce_copy_out": Operation("all_reduce", "local_input", "out"),
-    "two_shot_all_reduce_": Operation("all_reduce", "input", "input"),
-    "two_shot_all_reduce_out": Operation("all_reduce", "input", "output"),
-    "multimem_one_shot_reduce_out": Operation("reduce", "input", NOWHERE, "root"),
-    "tile_reduce": Operation("reduce", "in_tile", NOWHERE, "root"),
-    "multi_root_tile_reduce": Operation("reduce", "in_tiles", NOWHERE),  # a root for each tile
-    "nvshmem_broadcast": Operation("broadcast", "input", "input", "root"),
-    "nvshmem_all_to_all": Operation("all_to_all", "input", "out"),
-    "nccl_all_to_all_nd": Operation("all_to_all", "input", "out"),  # torch 2.15
-    "all_to_all_vdev": Operation("all_to_all", "input", "out", is_unsized=True),
-    "all_to_all_vdev_2d": Operation("all_to_all", "input", "out", is_unsized=True),
-    "all_to_all_vdev_2d_offset": Operation("all_to_all", "input", "out", is_unsized=True),
-    # Most name no group, and so neither axis nor peer.
-    "nccl_put": Operation("send", "tensor", NOWHERE),
-    "nccl_put_signal": Operation("send", "src", NOWHERE),
-    "nccl_put_with_signal": Operation("send", "tensor", NOWHERE),
-    "nvshmem_put": Operation("send", "tensor", NOWHERE),
-    "nvshmem_put_with_signal": Operation("send", "tensor", NOWHERE),
-    "memcpy_to_multicast_": Operation("send", "src", NOWHERE),  # torch 2.15
-    "nccl_get": Operation("recv", NOWHERE, "tensor"),
-    "nvshmem_get": Operation("recv", NOWHERE, "tensor"),
-    # torch 2.15: given beside it how much of the tensor to fill.
-    "nccl_get_out": Operation("recv", NOWHERE, "dst", is_unsized=True),
-    "nvshmem_get_out": Operation("recv", NOWHERE, "dst", is_unsized=True),
-    "_barrier": Operation("barrier", NOWHERE, NOWHERE),
-}
-
-
 def look_up(func: Any) -> Operation | None:
     """How a ``torch._ops.OpOverload`` communicates; None if it does not."""
     name = func.overloadpacket.__name__
     if func.namespace not in NAMESPACES or name in SILENT:
         return None
-    known = {"c10d": _C10D, "symm_mem": _SYMM_MEM}.get(func.namespace, _FUNCTIONAL).get(name)
+    known = (_C10D if func.namespace == "c10d" else _FUNCTIONAL).get(name)
     return known or Operation(f"{UNKNOWN}{name}", Place.ALL, NOWHERE)
 
 
@@ -264,21 +213,16 @@ def messages(
         ]
     sent = operation.tensors_sent(bound)
     received = operation.tensors_received(bound, result)
-    if PER_RANK in {operation.sent, operation.received}:
-        ranks = 1 if group is None else group.size()
-        sent, received = sent or received * ranks, received or sent * ranks
     root_rank = _rank_in(group, bound[operation.root]) if operation.root else None
     if operation.kind == "broadcast":
         is_source = group is not None and group.rank() == root_rank
         sent, received = (sent, []) if is_source else ([], received)
-    is_unsized = operation.is_unsized
     return [
         {
             "kind": operation.kind,
             "dtype": joined_dtypes(own.dtype for own in sent or received),
-            "nbytes_sent": 0 if is_unsized else _nbytes(sent),
-            "nbytes_received": 0 if is_unsized else _nbytes(received),
-            "is_unsized": is_unsized,
+            "nbytes_sent": _nbytes(sent),
+            "nbytes_received": _nbytes(received),
             "peer": _peer(group, bound[operation.peer]) if operation.peer else None,
             "root_rank": root_rank,
             "reduce_op": reduce_op(bound.get("reduce_op", bound.get("red_op"))),

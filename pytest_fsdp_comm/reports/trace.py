@@ -89,7 +89,7 @@ def _sent_span(one: Collective) -> tuple[str, Event]:
         "phase": str(one.phase),
         "owner": _name(one.owner),
         "issued in": None if one.issued_in == one.owner else _name(one.issued_in),
-        "bytes": None if one.is_unsized else one.nbytes,
+        "bytes": one.nbytes,
         "dtype": one.dtype,
         "carries": None if one.role is None else str(one.role),
         "ranks of the group": one.group_size,

@@ -77,7 +77,7 @@ _ROLES: Final = "|".join(Role)
 _NO_DTYPE: Final = rf"(?:{'|'.join(word.name for word in CALL_WORDS.values())}|{_ROLES})(?![^ ,])"
 _CALLS: Final = re.compile(
     rf"x(?P<count>{NUMBER})"
-    rf"(?: of(?: (?P<objects>objects)| (?P<unknown>unknown size)| {_NBYTES})?"
+    rf"(?: of(?: (?P<objects>objects)| {_NBYTES})?"
     rf"(?: (?!{_NO_DTYPE})(?P<dtype>[^ ,]+))?)?"
     rf"(?: (?P<role>{_ROLES}))?"
     + "".join(
@@ -238,8 +238,7 @@ def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
             and match["role"] == Role.ACTIVATIONS
             and not match["objects"]
         )
-        has_size = match is not None and (match["nbytes"] or match["unknown"])
-        if match is None or (match["dtype"] and not has_size and not is_unsized):
+        if match is None or (match["dtype"] and not match["nbytes"] and not is_unsized):
             raise ValueError(
                 f"bad calls {quoted_part(part)}: expected such as 'x2 of 64 B float32 parameters', "
                 "with 'ahead 1', 'async', 'peer +1', 'root 0' or 'by max' after it"
@@ -252,7 +251,6 @@ def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
                 role=match["role"] or "",
                 is_object=match["objects"] is not None,
                 is_unsized=is_unsized,
-                is_unknown=match["unknown"] is not None and not is_unsized,
                 count=int(match["count"]),
                 **{name: word.read(match[name]) for name, word in given.items()},
             )

@@ -269,20 +269,6 @@ def test_a_total_of_calls_without_a_size_is_not_0_bytes():
     assert parse_comm(format_profile(profile)) == profile
 
 
-def test_calls_of_unknown_size_read_back():
-    unknown = Calls(count=2, dtype="float32", role="activations", is_unknown=True)
-    profile = profile_of(row("a", calls=(unknown, replace(unknown, is_async=True))))
-    text = format_profile(profile)
-    assert "] x2 of unknown size float32 activations, x2 of unknown size float32 act" in text
-    assert parse_comm(text) == profile
-    # Where the sizes of activations are not compared, it is one of them.
-    relaxed = without_activation_sizes(profile)
-    assert "] x2 of float32 activations, x2 of float32 activations async\n" in format_profile(
-        relaxed
-    )
-    assert parse_comm(format_profile(relaxed)) == relaxed
-
-
 def test_activations_without_sizes_have_one_text():
     assert format_profile(RELAXED) == RELAXED_TEXT
     assert parse_comm(RELAXED_TEXT) == RELAXED

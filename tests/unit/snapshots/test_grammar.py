@@ -23,7 +23,7 @@ ranks 0-55:8/16
 async unknown
 answered 1.0 to train:make.<locals>.Model.forward (item)
 backward (no-module) unknown:foo[] x1 of 64 B
-outside (no-module) all_to_all[] x1 of unknown size float32
+outside (no-module) all_to_all[] x1 of 8 B float32
 forward a.{0..3} all_gather[dp.post_forward] x2 of float32 activations, x1 of objects ranks 0,2-3
 outside (root) recv[pp] x12 of 512 B float32 peer -1
 outside (root) broadcast[world] x1 of 64 B int64 async root 0
