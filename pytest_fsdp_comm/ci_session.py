@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
     Place,
     read_origin,
 )
-from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of, first_line
+from pytest_fsdp_comm.snapshots.failed_comparison import HANGS_AT, comparisons_of, reason_of
 from pytest_fsdp_comm.snapshots.unused import UnusedSnapshots
 from pytest_fsdp_comm.text.words import show_path
 
@@ -66,11 +66,14 @@ class CiSession:
         known = self._failed.get(report.nodeid)
         is_first = known is None or (differing.headline and not known.comparisons.headline)
         if report.failed and is_ours and is_first:
+            reason = differing.headline or reason_of(report) or "failed"
+            hangs_at = getattr(report, HANGS_AT, "")
+            sent = ((hangs_at, reason),) if hangs_at else differing.sent
             self._failed[report.nodeid] = FailedTest(
                 nodeid=report.nodeid,
-                reason=differing.headline or first_line(report) or "failed",
+                reason=reason,
                 place=self._place_of(report),
-                sent=tuple(self._sent(differing)),
+                sent=tuple(self._sent(sent)),
                 comparisons=differing,
             )
         failed = self._failed.get(report.nodeid)
@@ -132,10 +135,10 @@ class CiSession:
             ended_early=f"The session ended early ({why}): not all tests ran." if why else "",
         )
 
-    def _sent(self, comparisons: Comparisons) -> Iterator[tuple[Place, str]]:
+    def _sent(self, sent: Iterable[tuple[str, str]]) -> Iterator[tuple[Place, str]]:
         # Call sites are relative to the directory that pytest was started in.
         start = self._config.invocation_params.dir
-        for site, text in comparisons.sent:
+        for site, text in sent:
             path, _, line = site.rpartition(":")
             place = self._place(start / path, int(line))
             if place is not None:

@@ -34,7 +34,7 @@ from pytest_fsdp_comm.reports.html.values import (
 from pytest_fsdp_comm.snapshots.documents import SnapshotText, write_report
 from pytest_fsdp_comm.snapshots.explain import explain_result
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
-from pytest_fsdp_comm.snapshots.failed_comparison import first_line
+from pytest_fsdp_comm.snapshots.failed_comparison import reason_of
 from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.words import shell_word, shorten, show_path
 from pytest_fsdp_comm.tree.model import ShardTree
@@ -279,7 +279,7 @@ class SessionReport:
         outcome = _outcome(report) or result.outcome
         is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}
         if is_worse:
-            problem, message = report.longreprtext, shorten(first_line(report), _MAX_MESSAGE)
+            problem, message = report.longreprtext, shorten(reason_of(report), _MAX_MESSAGE)
             if len(problem) > _MAX_PROBLEM:
                 problem = f"...{problem[-_MAX_PROBLEM:]}"
             result = replace(result, problem=problem, message=message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -49,6 +49,11 @@ DIFFERS: Final = "comm_differs"
 # The attribute of the one that explains it.
 EXPLAINS: Final = "comm_explains"
 
+# The attribute of a hung test's report with the first place that it names, as ``path:line``: that
+# of the rank that others wait for, or else of one that waits.
+HANGS_AT: Final = "comm_hangs_at"
+# That it hangs, who waits for whom, and where.
+_HANG_LINES: Final = 4
 
 # So many of the tests with the same change are named.
 _MOST_TESTS: Final = 10
@@ -59,13 +64,14 @@ _COMPARISONS: Final = "comm_comparisons"
 _PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_change", "comm_cost")
 
 
-def first_line(report: pytest.TestReport) -> str:
-    """What a failure is about, in its own words; empty if it has none."""
+def reason_of(report: pytest.TestReport) -> str:
+    """What a failure is about, in its own words: one line, of a hang several; empty for none."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else report.longreprtext
     # xdist says first which worker it was.
     lines = (line.strip() for line in text.splitlines() if not line.startswith("[gw"))
-    return next(filter(None, lines), "")
+    most = _HANG_LINES if getattr(report, HANGS_AT, "") else 1
+    return "\n".join(islice(filter(None, lines), most))
 
 
 def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:

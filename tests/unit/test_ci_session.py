@@ -7,6 +7,8 @@ import pytest
 
 from pytest_fsdp_comm.ci_session import CiSession
 from pytest_fsdp_comm.options import OPTIONS
+from pytest_fsdp_comm.reports.ci.outcomes import Origin
+from pytest_fsdp_comm.reports.ci.review import annotate, render_summary
 
 GITHUB = {
     "GITHUB_ACTIONS": "true",
@@ -105,6 +107,25 @@ def test_sending_lines_outside_the_checkout_are_dropped():
     (failed,) = told(differing).failed
     found = [(place.path, place.line, text) for place, text in failed.sent]
     assert found == [("sub/src/train.py", 7, "a: +1"), ("lib.py", 8, "a: +1")]
+
+
+@pytest.mark.parametrize("site", ["src/train.py:7", "", "/usr/lib/x.py:9"])
+def test_hang_is_annotated_where_a_rank_waits(site):
+    hung = report()
+    hung.comm_hangs_at, hung.longrepr = site, "[gw0] linux"
+    hung.longreprtext = "[gw0] linux\nranks 0-1 did not finish\nall wait for rank 3\nb\nc\nd"
+    (failed,) = told(hung).failed
+    lines = "ranks 0-1 did not finish\nall wait for rank 3\nb\nc"
+    assert failed.reason == (lines if site else "ranks 0-1 did not finish")
+    is_here = site.startswith("src")
+    found = [(place.path, place.line, text) for place, text in failed.sent]
+    assert found == [("sub/src/train.py", 7, lines)] * is_here
+    outcomes = told(hung)
+    title = "::error file=sub/src/train.py,line=7,title=ranks 0-1 did not finish::ranks 0-1 did"
+    annotations = [line[: len(title)] for line in annotate(outcomes) if "%0Aall wait for" in line]
+    assert annotations == [title] * is_here
+    summary = render_summary(outcomes, Origin())
+    assert ("finish<br>all wait for rank 3<br>b<br>c |" in summary) == bool(site)
 
 
 def test_an_early_end_of_the_session_is_explained():

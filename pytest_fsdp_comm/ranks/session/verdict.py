@@ -16,7 +16,7 @@ import pytest
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
 from pytest_fsdp_comm.ranks.wire.results import Activity, Position, RankResult, Stopped
-from pytest_fsdp_comm.snapshots.failed_comparison import DIFFERS, EXPLAINS
+from pytest_fsdp_comm.snapshots.failed_comparison import DIFFERS, EXPLAINS, HANGS_AT
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
 When = Literal["setup", "call", "teardown"]
@@ -86,7 +86,8 @@ class _Failure:
     """None if the rank died."""
     text: str
     """What happened to the rank, to be read after its name."""
-
+    hangs_at: str = ""
+    """As `HANGS_AT` has it; empty if it did not hang, or nobody knows where."""
     is_echo: bool = False
     """Whether the backend gave up, for what another rank did."""
 
@@ -330,14 +331,22 @@ def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[
         *([f"{name_ranks(finished)} had finished."] if finished else []),
         *([_LOST_THREADS] if are_forked and any(map(_may_lack_threads, late_at)) else []),
     ]
+    told = "\n".join(lines)
+    sites = {ran.result.position.site for ran in ranks.values() if ran.result.position} - {""}
+    first = min(filter(told.__contains__, sites), key=told.index, default="")
     is_cut = any(ranks[rank].result.waited_for for rank in late)
     for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
         who = _left(ranks, ranks[rank].result.waited_for)
         title = f"did not finish within {within}, and every rank was ended."
         if is_cut:
             title = f"waited for {who}; every rank was ended." if who else "had not finished."
-        text = "\n".join([title, *lines])
-        yield _Failure(rank=rank, when=ranks[rank].unfinished, at=math.inf, text=text)
+        yield _Failure(
+            rank=rank,
+            when=ranks[rank].unfinished,
+            at=math.inf,
+            text=f"{title}\n{told}",
+            hangs_at=first.rpartition(" in ")[0],
+        )
 
 
 def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
@@ -408,7 +417,9 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
         what = f"were {what.removeprefix('was ')}"
     raised = "" if first.report is None else str(first.report.longrepr)
     lines = [mismatch, f"{name_ranks(alike)} {what}", story, raised]
-    return _new_report(item, first.when, "\n".join(filter(None, lines)))
+    report = _new_report(item, first.when, "\n".join(filter(None, lines)))
+    vars(report)[HANGS_AT] = first.hangs_at
+    return report
 
 
 def _with_story(

@@ -118,11 +118,11 @@ class FailedTest:
 
     nodeid: str
     reason: str
-    """In one line: the headline, or the first line of the error."""
+    """The headline, or the first line of the error; of a hang the first lines."""
     place: Place | None
     """Where it failed; None if that is outside of the checkout."""
     sent: tuple[tuple[Place, str], ...] = ()
-    """The changes of `comparisons.sent` whose lines are in the checkout."""
+    """The changes of `comparisons.sent`, or where a test hangs, as far as in the checkout."""
     comparisons: Comparisons = Comparisons()
     """Empty if it failed before it compared anything, or for another reason."""
 

@@ -14,6 +14,7 @@ from pytest_fsdp_comm.ranks.wire.results import (
     SessionExit,
     Stopped,
 )
+from pytest_fsdp_comm.snapshots.failed_comparison import reason_of
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -277,6 +278,38 @@ def test_hang_outside_torch_names_comm_start(merge, position, is_named):
     advice = "--comm-start=spawn (ini fsdp_comm_start = spawn)."
     assert merge(rank(None, **late))[1].longrepr.endswith(advice) == is_named
     assert advice not in merge(rank(None, **late), are_forked=False)[1].longrepr
+
+
+def waits_at(site, seq):
+    """Where a rank is that waits in a barrier; that has not come to it without a number."""
+    one = IssuedCollective(seq=seq, kind="barrier", nbytes=0, is_done=False, is_waited_in=True)
+    group = GroupPosition(
+        name="0", axis="dp", is_shape=False, ranks=(0, 1), collectives=(one,) if seq else ()
+    )
+    return Position(site=site, groups=(group,))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place"),
+    [
+        # Rank 1 has not come to the barrier; it has finished the test; nobody waits.
+        ([waits_at("a.py:1 in f", 1), waits_at("b c.py:2 in g", 0)], "b c.py:2"),
+        ([waits_at("a.py:1 in f", 1), None], "a.py:1"),
+        ([Position(site="a.py:1 in f", stack=("a.py:1 in f: x()",)), None], "a.py:1"),
+        ([Position(site=""), None], ""),
+    ],
+)
+def test_hang_is_at_the_first_place_that_is_named(merge, ranks, place):
+    late = {"stopped": Stopped.AT_DEADLINE}
+    hung = merge(*(rank(None, position=at, **late) if at else rank() for at in ranks))[1]
+    assert (hung.comm_hangs_at, reason_of(hung).count("\n") > 1) == (place, bool(place))
+
+
+def test_ranks_that_fail_or_die_hang_nowhere(merge):
+    at = waits_at("a.py:1 in f", 1)
+    for other in (rank(FAILED, "why"), rank(None, status=1)):
+        stopped = rank(None, position=at, stopped=Stopped.AFTER_FAILURE)
+        assert not getattr(merge(other, stopped)[1], "comm_hangs_at", "")
 
 
 def test_stranded_ranks_name_those_they_waited_for(merge):
