@@ -66,6 +66,7 @@ _ADDRESS: Final = "address"
 _EXPLAIN_AFTER_S: Final = 10.0
 _JOINS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.2
+_PAUSE_S: Final = 0.01
 # To end the fixtures that it kept, on a busy machine.
 _ENDS_TESTS_WITHIN_S: Final = 30.0
 
@@ -438,9 +439,14 @@ class LaunchedRanks:
 
     def _end_all(self, within_s: float, *, stuck: Collection[int] = ()) -> dict[int, int]:
         self.has_died = True
-        for rank in self._channels.keys() - {*stuck}:
+        until = time.monotonic() + within_s
+        able = [channel for rank, channel in self._channels.items() if rank not in stuck]
+        for channel in able:
             with contextlib.suppress(OSError):
-                self._channels[rank].send(EndSession())
+                channel.send(EndSession())
+        # A launcher that sees this process fail would end them amid what they do at their end.
+        while not all(channel.is_hung_up() for channel in able) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
         own, self.pids = self.pids, {}
         if 0 in stuck:
             kill(own.values())

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, en
 
 PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "gpus-and-clusters.md").read_text()
 PRELUDE = """
-import os, pathlib, signal, sys, time, warnings
+import atexit, os, pathlib, signal, sys, time, warnings
 import pytest
 import torch
 import torch.distributed as dist
@@ -351,12 +351,25 @@ def test_torchrun_writes_the_same_snapshots_as_forked_ranks(forked, tmp_path):
 def test_two_agents_stop_at_the_same_test(tmp_path):
     fails = "@pytest.mark.distributed\ndef test_fails(): assert rank() == 0, 'not me'\n"
     never = "@pytest.mark.distributed\ndef test_never(): open('ran', 'w').close()\n"
-    path = project(tmp_path, "@pytest.mark.distributed\ndef test_ok(): pass\n", fails, never)
+    # The agent of rank 0 must not fail while another rank is still busy with its end.
+    ok = "if rank() == 1: atexit.register(time.sleep, 1)"
+    path = project(tmp_path, f"@pytest.mark.distributed\ndef test_ok():\n    {ok}\n", fails, never)
     # As the page says, with a rank on each "machine".
     (shown,) = re.findall(r"^\$ torchrun (.*) -m pytest$", PAGE, re.MULTILINE)
-    options = shown.replace("host0:29500", f"localhost:{free_port()}").split()
+    port = free_port()
+    options = shown.replace("host0:29500", f"localhost:{port}").split()
     options[options.index("--nproc-per-node") + 1] = "1"
-    agents = [start_python(path, *TORCHRUN, *options, *PYTEST, "-x") for _ in range(2)]
+    command = (*TORCHRUN, *options, *PYTEST, "-x")
+
+    def serves():
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
+            return True
+        return False
+
+    agents = [start_python(path, *command)]
+    # An agent whose ranks succeeded waits minutes for one that failed, if it serves their store.
+    running.wait_for(serves, timeout_s=60)
+    agents.append(start_python(path, *command))
     ended = [end(agent) for agent in agents]
     (report,) = (one.out for one in ended if one.out)
     assert "1 failed, 1 passed" in report
