@@ -22,7 +22,6 @@ Backend = Literal["gloo", "nccl", "fake"]
 Scope = Literal["test", "module"]
 Device = Literal["cpu", "cuda"]
 Simulation = Literal["", "answering", "strict"]
-UnseenLevel = Literal["error", "warn"]
 Start = Literal["auto", "fork", "spawn"]
 
 MARKER_NAME: Final = "distributed"
@@ -151,7 +150,6 @@ class SessionOptions:
     pdb_rank: int | None = None
     summary_file: Path | None = None
     progress_s: float = 30.0
-    unseen: UnseenLevel = "error"
     snapshot_dir: Path = Path("snapshots")
     findings: FindingSettings | None = None
 
@@ -312,13 +310,6 @@ DECLARED: Final = (
         parse_timeout_s,
         "report on the terminal where the ranks of a test are if it still runs after this many "
         "seconds, and again each time the elapsed time has doubled",
-        ini="string",
-    ),
-    Setting(
-        "unseen",
-        partial(parse_choice, allowed=get_args(UnseenLevel)),
-        "error: a recording that lacks something which was sent is compared with no snapshot; "
-        "warn: it is, with a warning",
         ini="string",
     ),
     Setting(

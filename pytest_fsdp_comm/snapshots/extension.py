@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,18 +16,16 @@ from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 from syrupy.location import PyTestLocation
 
-from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.comm.profile import CommProfile, without_activation_sizes
 from pytest_fsdp_comm.errors import (
     EmptyRecordingError,
     FsdpCommError,
     IncompleteRecordingError,
     SnapshotFormatError,
-    UnseenCollectivesWarning,
 )
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
-from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS, UnseenLevel
+from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.documents import (
     EXPECTED,
     RECEIVED,
@@ -75,7 +73,7 @@ _REFUSED: Final = {
     "unseen": (
         "comm_mode lacks something that was sent, so nothing was compared or written:\n"
         "send it by torch.distributed, on a thread that no earlier block has started; or, to "
-        "compare the rest with a warning, set ini fsdp_comm_unseen = warn"
+        "compare the rest, use comm_snapshot(allow_unseen=True)"
     ),
     "idle_model": (
         "comm_mode was given a model that did not run, so nothing was compared or written:\n"
@@ -129,7 +127,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """Merge what the ranks have and write it as text; refuse what is empty or incomplete."""
         profile = self._profile(data.value, allow_empty="empty" in data.allowed)
         if isinstance(profile, CommProfile):
-            check_completeness(profile, unseen=self._options.unseen, allowed=data.allowed)
+            check_completeness(profile, allowed=data.allowed)
             if not data.activation_nbytes:
                 profile = without_activation_sizes(profile)
         try:
@@ -286,27 +284,18 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         yield from super().diff_lines(body(serialized_data), body(snapshot_data))
 
 
-def check_completeness(
-    profile: CommProfile, *, unseen: UnseenLevel, allowed: AbstractSet[str] = frozenset()
-) -> None:
-    """Refuse a profile with gaps of kinds that are not allowed; `unseen` "warn" only warns."""
+def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = frozenset()) -> None:
+    """Refuse a profile with gaps of kinds that are not allowed."""
     for kind, text in _REFUSED.items():
         gaps = [gap for gap in profile.gaps if gap.kind == kind]
         if not gaps or kind in allowed:
             continue
-        if kind != "unseen" or unseen == "error":
-            raise IncompleteRecordingError(_around(gaps, *text.split("\n")))
-        told = _around(gaps, "comm_mode is compared without what it lacks:")
-        warnings.warn(told, UnseenCollectivesWarning, stacklevel=2)
-
-
-def _around(gaps: Sequence[Gap], before: str, *after: str) -> str:
-    lines = [
-        f"  {gap.text} (on {name_ranks(gap.ranks)})" if gap.ranks else f"  {gap.text}"
-        for gap in gaps
-    ]
-    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "\n".join((before, *lines[:_SHOWN], *more, *after))
+        before, after = text.split("\n")
+        lines = [
+            f"  {gap.text}" + f" (on {name_ranks(gap.ranks)})" * bool(gap.ranks) for gap in gaps
+        ]
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        raise IncompleteRecordingError("\n".join((before, *lines[:_SHOWN], *more, after)))
 
 
 def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:
@@ -332,12 +321,13 @@ class CommSnapshot(SnapshotAssertion):
         self._index: str | int = 0
         super().__post_init__()
 
-    def __call__(
+    def __call__(  # noqa: PLR0913  # each is a switch of its own
         self,
         *,
         allow_empty: bool = False,
         allow_value_dependent: bool = False,
         allow_idle_model: bool = False,
+        allow_unseen: bool = False,
         allow_unused: bool = False,
         activation_nbytes: bool = True,
         **changes: Any,
@@ -351,6 +341,7 @@ class CommSnapshot(SnapshotAssertion):
                 reads values of tensors, which may be wrong there.
             allow_idle_model: Accept a recording of ``comm_mode(model)`` in which no module of the
                 model ran, while those of another sent something.
+            allow_unseen: Accept a recording that is known to lack something that was sent.
             allow_unused: Accept a test that compares nothing.
             activation_nbytes: Whether to compare how large activations are. Without, the snapshot
                 says so, and their number, kind, axis and element type are compared still.
@@ -361,6 +352,7 @@ class CommSnapshot(SnapshotAssertion):
             "empty": allow_empty,
             "value_dependent": allow_value_dependent,
             "idle_model": allow_idle_model,
+            "unseen": allow_unseen,
         }
         if not isinstance(activation_nbytes, bool):
             raise TypeError(f"activation_nbytes={activation_nbytes!r}: expected True or False")

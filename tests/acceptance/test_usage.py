@@ -72,7 +72,7 @@ def test_the_first_of_many_bad_markers_are_shown_and_the_others_counted(project)
 
 def test_all_bad_options_are_shown_at_once(project):
     pytester = project("def test_it(): pass")
-    inis = ("findings = odd", "unseen = no", "progress_s = -1", "rank_slots = x")
+    inis = ("findings = odd", "progress_s = -1", "rank_slots = x")
     lines = "\n".join(f"fsdp_comm_{ini}" for ini in inis)
     pytester.makeini(f"[pytest]\n{lines}\nfsdp_comm_snapshot_dir = __snapshots__")
     result = pytester.runpytest_subprocess(
@@ -80,7 +80,7 @@ def test_all_bad_options_are_shown_at_once(project):
     )
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     head, *told = filter(None, result.stderr.lines)
-    assert head == "ERROR: 9 usage errors of pytest-fsdp-comm:"
+    assert head == "ERROR: 8 usage errors of pytest-fsdp-comm:"
     assert [line.strip() for line in told[:4]] == [
         "--world-size: expected a whole number of ranks from 1 to 256 (to 131072 with the fake "
         "backend), got 'x'",
@@ -90,7 +90,7 @@ def test_all_bad_options_are_shown_at_once(project):
     ]
     assert [line.partition(":")[0].partition(",")[0].strip() for line in told] == [
         *("--world-size", "--comm-backend", "--comm-timeout", "ini fsdp_comm_rank_slots"),
-        *("--pdb-rank", "ini fsdp_comm_progress_s", "ini fsdp_comm_unseen"),
+        *("--pdb-rank", "ini fsdp_comm_progress_s"),
         *("ini fsdp_comm_findings", "ini fsdp_comm_snapshot_dir"),
     ]
 

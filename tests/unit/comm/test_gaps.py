@@ -7,7 +7,7 @@ import pytest
 from pytest_fsdp_comm.comm.events import Gap, Recording
 from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 from pytest_fsdp_comm.comm.profile import fold, merge
-from pytest_fsdp_comm.errors import IncompleteRecordingError, UnseenCollectivesWarning
+from pytest_fsdp_comm.errors import IncompleteRecordingError
 from pytest_fsdp_comm.snapshots.extension import check_completeness
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
@@ -23,9 +23,9 @@ def merged(*gaps_of):
     return merge([fold(recording(rank, *gaps)) for rank, gaps in enumerate(gaps_of)])
 
 
-def refusal(profile, *, unseen="error", allowed=frozenset()):
+def refusal(profile, *, allowed=frozenset()):
     with pytest.raises(IncompleteRecordingError) as caught:
-        check_completeness(profile, unseen=unseen, allowed=allowed)
+        check_completeness(profile, allowed=allowed)
     return str(caught.value).splitlines()
 
 
@@ -61,18 +61,16 @@ def test_each_switch_accepts_its_own_kind_only():
     both = merged([UNSEEN, READ])
     assert refusal(both)[1] == f"  {UNSEEN.text}"
     assert refusal(both, allowed={"value_dependent"})[1] == f"  {UNSEEN.text}"
-    with pytest.warns(UnseenCollectivesWarning, match="thread 'loader'"):
-        assert refusal(both, unseen="warn")[1] == f"  {READ.text}"
-    with pytest.warns(UnseenCollectivesWarning, match="thread 'loader'"):
-        check_completeness(both, unseen="warn", allowed={"value_dependent"})
+    assert refusal(both, allowed={"unseen"})[1] == f"  {READ.text}"
+    check_completeness(both, allowed={"unseen", "value_dependent"})
 
 
 def test_an_idle_model_is_refused_until_it_is_allowed():
     idle = Gap(kind="idle_model", text="no module of the given Sequential ran")
     assert refusal(merged([], [idle]))[1] == f"  {idle.text} (on rank 1)"
     assert refusal(merged([idle], [idle]), allowed={"value_dependent"})[1] == f"  {idle.text}"
-    check_completeness(merged([idle], [idle]), unseen="error", allowed={"idle_model"})
+    check_completeness(merged([idle], [idle]), allowed={"idle_model"})
 
 
 def test_a_recording_without_gaps_is_compared_in_silence():
-    check_completeness(merged([], []), unseen="error")
+    check_completeness(merged([], []))
