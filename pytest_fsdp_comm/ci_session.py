@@ -33,7 +33,6 @@ class CiSession:
         # Nobody reviews a session that a test of another session runs.
         own = {} if "PYTEST_CURRENT_TEST" in environment else environment
         self.summary = config.stash[OPTIONS].summary_file
-        # Earlier sessions of the step may have written to it.
         step = own.get("GITHUB_STEP_SUMMARY")
         self.step_summary = Path(step) if step else None
         self.annotates = own.get("GITHUB_ACTIONS") == "true"
@@ -86,26 +85,21 @@ class CiSession:
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
         from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # in CI only
 
-        try:
-            if self.step_summary is not None and outcomes.has_news:
-                text = review.render_summary(outcomes, self._origin)
-                with self.step_summary.open("ab") as file:
-                    text = "\n\n" * bool(file.tell()) + text
-                    file.write(text.encode("utf-8", "replace"))
-        except OSError as problem:
-            self._note_problem("GITHUB_STEP_SUMMARY", problem)
-        try:
-            if self.summary is not None:
-                self.summary.parent.mkdir(parents=True, exist_ok=True)
-                text = review.render_summary(outcomes, self._origin)
-                self.summary.write_bytes(text.encode("utf-8", "replace"))
-        except OSError as problem:
-            self._note_problem("--comm-summary", problem)
-            session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
-
-    def _note_problem(self, name: str, problem: OSError) -> None:
-        what = f"{problem.filename}: {problem.strerror or problem}"
-        self._problems.append(f"fsdp-comm: cannot write {name} ({what})")
+        # Earlier sessions of the step may have written to its summary.
+        step = self.step_summary if outcomes.has_news else None
+        targets = (("GITHUB_STEP_SUMMARY", step, "ab"), ("--comm-summary", self.summary, "wb"))
+        for name, path, mode in targets:
+            try:
+                if path is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with path.open(mode) as file:
+                        text = review.render_summary(outcomes, self._origin)
+                        file.write(b"\n\n" * bool(file.tell()) + text.encode("utf-8", "replace"))
+            except OSError as problem:
+                what = f"{problem.filename}: {problem.strerror or problem}"
+                self._problems.append(f"fsdp-comm: cannot write {name} ({what})")
+                if path is self.summary:
+                    session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -156,7 +150,3 @@ class CiSession:
 
     def _place(self, path: Path, line: int) -> Place | None:
         return self._origin.place(path, line, root=self._config.rootpath)
-
-    @property
-    def is_reviewed(self) -> bool:
-        return bool(self.summary or self.step_summary or self.annotates)

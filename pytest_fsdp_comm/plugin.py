@@ -65,9 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_reviewed and is_alone and (given.launched is None or given.launched.is_leader):
         from pytest_fsdp_comm import ci_session  # noqa: PLC0415  # in CI only
 
-        session = ci_session.CiSession(config, os.environ)
-        if session.is_reviewed:
-            config.pluginmanager.register(session, "fsdp-comm-ci")
+        config.pluginmanager.register(ci_session.CiSession(config, os.environ), "fsdp-comm-ci")
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import main  # noqa: PLC0415  # in such a rank only
 

@@ -29,21 +29,21 @@ def config(*, summary=None):
     )
 
 
-def test_nothing_is_reported_outside_of_ci_and_without_the_option():
-    assert not CiSession(config(), {}).is_reviewed
-    # A test that runs pytest is no step of anybody's.
-    inner = {**GITHUB, "PYTEST_CURRENT_TEST": "t.py::x (call)"}
-    assert not CiSession(config(), inner).is_reviewed
-    assert not CiSession(config(), {"GITHUB_ACTIONS": "false"}).is_reviewed
+# A test that runs pytest is no step of anybody's.
+INNER = {**GITHUB, "PYTEST_CURRENT_TEST": "t.py::x (call)"}
+
+
+@pytest.mark.parametrize("environment", [{}, INNER, {"GITHUB_ACTIONS": "false"}])
+def test_nothing_is_reported_outside_of_ci_and_without_the_option(environment):
+    session = CiSession(config(), environment)
+    assert (session.summary, session.step_summary, session.annotates) == (None, None, False)
 
 
 def test_github_and_a_file_are_configured_independently():
     session = CiSession(config(), GITHUB)
-    assert session.is_reviewed
     assert (session.step_summary, session.summary) == (Path("/runner/summary"), None)
     assert session.annotates
     session = CiSession(config(summary=Path("s.md")), {"PYTEST_CURRENT_TEST": "x"})
-    assert session.is_reviewed
     assert (session.step_summary, session.summary) == (None, Path("s.md"))
     assert not session.annotates
 
