@@ -9,7 +9,7 @@ from functools import cache
 from typing import Final
 
 from pytest_fsdp_comm.comm.calls import CALL_WORDS, Calls
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Answer, Phase, Role
+from pytest_fsdp_comm.comm.events import Answer, Phase, Role
 from pytest_fsdp_comm.comm.profile import (
     SUBJECTS,
     CommProfile,
@@ -217,15 +217,11 @@ def _read_row(match: re.Match[str], ranks: tuple[int, ...], *, sizes_activations
             calls=(Calls(count=int(match["count"])),),
             ranks=ranks,
         )
-    kind = unescape(match["kind"])
-    if kind not in COLLECTIVE_KINDS and not re.fullmatch(r"unknown:.+", kind):
-        raise ValueError(
-            f"unknown collective {quoted_part(kind)}: expected one of "
-            f"{', '.join(COLLECTIVE_KINDS)} or unknown:<operation>"
-        )
     calls = _read_calls(match["calls"], sizes_activations=sizes_activations)
     axis = unescape(match["axis"]) if match["axis"] else ""
-    return Row(phase=phase, owner=None, what=kind, axis=axis, calls=calls, ranks=ranks)
+    return Row(
+        phase=phase, owner=None, what=unescape(match["kind"]), axis=axis, calls=calls, ranks=ranks
+    )
 
 
 def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:

