@@ -73,10 +73,8 @@ def resolve(
             "fsdp_comm_backend) to use gloo, or run on a machine with a GPU for each rank"
         )
     ranks = ranks_along(real, _ranks(given["ranks"], world_size, backend))
-    if backend == "fake":
-        _check_number(ranks)
-    if options.launched is None or options.launched.world_size != world_size:
-        _check_room(world_size, backend, len(ranks), options.rank_slots)
+    if options.launched is None or options.launched.world_size != world_size or backend == "fake":
+        _check_room(ranks, backend, options.rank_slots)
     if options.pdb_rank is not None and options.pdb_rank not in ranks:
         raise BadValueError(
             f"--pdb-rank {options.pdb_rank} is not a rank of this test, which runs on "
@@ -92,7 +90,7 @@ def resolve(
         simulation=simulation,
         simulation_splits=given["simulation_splits"],
         real=real,
-        finds_ranks=bool(simulation) and given["ranks"] in (None, "distinct"),
+        finds_ranks=bool(simulation) and given["ranks"] is None,
     )
 
 
@@ -116,8 +114,7 @@ def with_further_ranks(
 ) -> DistributedSettings:
     """Add the distinct ranks that a simulation has found; BadValueError if they are too many."""
     ranks = ranks_along(settings.real, {*settings.ranks, *further})
-    _check_number(ranks)
-    _check_room(settings.world_size, settings.backend, len(ranks), options.rank_slots)
+    _check_room(ranks, settings.backend, options.rank_slots)
     return replace(settings, ranks=ranks, finds_ranks=False)
 
 
@@ -251,33 +248,27 @@ def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None
         raise pytest.UsageError(text)
 
 
-def _check_room(world_size: int, backend: Backend, num_running: int, slots: int | None) -> None:
-    if backend != "fake" and world_size > MAX_PROCESSES:
+def _check_room(ranks: Sequence[int], backend: Backend, slots: int | None) -> None:
+    count = len(ranks)
+    if count > MAX_PROCESSES:
+        some = "name some of them, ranks=[0, 3]"
+        fake = "simulate them in one process with backend='fake' or --comm-backend fake"
         raise BadValueError(
-            f"world_size: {world_size} ranks are too many processes for one machine (at most "
-            f"{MAX_PROCESSES} with {backend}); simulate them in one process with backend='fake' "
-            "or --comm-backend fake"
+            f"{count} ranks are too many processes for one machine (at most {MAX_PROCESSES}); "
+            f"{some if backend == 'fake' else fake}"
         )
-    if slots is not None and num_running > slots:
+    if slots is not None and count > slots:
         raise BadValueError(
-            f"{num_running} ranks do not fit into the {slots} that --rank-slots (ini "
-            f"fsdp_comm_rank_slots) allows at once; allow at least {num_running}, lower the world "
+            f"{count} ranks do not fit into the {slots} that --rank-slots (ini "
+            f"fsdp_comm_rank_slots) allows at once; allow at least {count}, lower the world "
             "size, or simulate it in one process with backend='fake'"
         )
 
 
-def _check_number(ranks: Sequence[int]) -> None:
-    if len(ranks) > MAX_PROCESSES:
-        raise BadValueError(
-            f"ranks: at most {MAX_PROCESSES} simulated ranks run, got {len(ranks)}; name some of "
-            "them, ranks=[0, 3]"
-        )
-
-
 def _ranks(given: object, world_size: int, backend: Backend) -> tuple[int, ...]:
-    if given == "all" or (given in (None, "distinct") and backend != "fake"):
+    if given == "all" or (given is None and backend != "fake"):
         return tuple(range(world_size))
-    if given in (None, "distinct"):
+    if given is None:
         return (0,)
     if backend != "fake":
         raise BadValueError(
@@ -285,9 +276,7 @@ def _ranks(given: object, world_size: int, backend: Backend) -> tuple[int, ...]:
             "ranks run"
         )
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise BadValueError(
-            f"ranks: expected 'distinct', 'all' or a list such as (0, 3), got {given!r}"
-        )
+        raise BadValueError(f"ranks: expected 'all' or a list such as [0, 3], got {given!r}")
     for rank in given:
         if type(rank) is not int or not 0 <= rank < world_size:
             raise BadValueError(

@@ -109,11 +109,6 @@ class Notes:
             compared = replace(compared, timelines=(timeline_of(recording),))
         self._compared.append(compared)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
-        """Forget what an interrupted test left behind."""
-        self._forget()
-
     # Before fixtures end.
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
@@ -135,11 +130,8 @@ class Notes:
     def rank_payload(self, item: pytest.Item) -> Record:
         del item
         record = Record(compared=tuple(self._compared))
-        self._forget()
-        return record
-
-    def _forget(self) -> None:
         self._compared, self._recordings = [], []
+        return record
 
     # In the pytest process.
 

@@ -61,15 +61,6 @@ def test_bad_markers_stop_an_xdist_session_too(project):
     assert "INTERNALERROR" not in result.stdout.str()
 
 
-def test_the_first_of_many_bad_markers_are_shown_and_the_others_counted(project):
-    tests = [f"@pytest.mark.distributed({-n})\ndef test_{n:02}(): pass\n" for n in range(25)]
-    result = project("import pytest\n" + "".join(tests)).runpytest_subprocess()
-    lines = result.stderr.lines
-    assert lines[0] == "ERROR: 25 usage errors of pytest-fsdp-comm:"
-    assert lines[20].startswith("  test_it.py::test_19: @pytest.mark.distributed: world_size: exp")
-    assert lines[21] == "  and 5 more"
-
-
 def test_all_bad_options_are_shown_at_once(project):
     pytester = project("def test_it(): pass")
     inis = ("findings = odd", "progress_s = -1", "rank_slots = x")

@@ -105,12 +105,11 @@ def test_the_fake_backend_runs_rank_0_unless_others_are_chosen():
     assert settle(4096, backend="fake").ranks == (0,)
     assert settle(4096, backend="fake", ranks=[4095, 0, 0]).ranks == (0, 4095)
     assert settle(4, backend="fake", ranks="all").ranks == (0, 1, 2, 3)
-    assert settle(4, ranks="all") == settle(4, ranks="distinct") == settle(4)
+    assert settle(4, ranks="all") == settle(4)
 
 
 def test_ranks_of_other_shapes_join_with_all_their_real_coordinates():
     found = settle(16, simulate=True, real={"pp": 2})
-    assert found == settle(16, simulate=True, real={"pp": 2}, ranks="distinct")
     assert found.finds_ranks
     assert not settle(16, simulate=True, ranks=[0]).finds_ranks
     joined = with_further_ranks(found, [3], session_options(rank_slots=4))
@@ -170,8 +169,8 @@ def test_a_bad_world_size_is_refused(value):
         ([[2, 2]], {}, "world_size: [2, 2] lists a world size twice"),
         ([[2, 0]], {}, ("world_size: expected a whole number of ranks from 1 to 256 (to 131072 "
          "with the fake backend), got 0")),
-        ([512], {}, ("world_size: 512 ranks are too many processes for one machine (at most 256 "
-         "with gloo); simulate them in one process with backend='fake' or --comm-backend fake")),
+        ([512], {}, ("512 ranks are too many processes for one machine (at most 256); simulate "
+         "them in one process with backend='fake' or --comm-backend fake")),
         ([], {"backend": "mpi"}, "backend: expected one of 'gloo', 'nccl', 'fake', got 'mpi'"),
         ([], {"scope": "session"}, "scope: expected one of 'test', 'module', got 'session'"),
         ([], {"device": "tpu"}, "device: expected one of 'cpu', 'cuda', got 'tpu'"),
@@ -184,8 +183,8 @@ def test_a_bad_world_size_is_refused(value):
          "with 'gloo', all ranks run")),
         ([4], {"backend": "fake", "ranks": [4]}, ("ranks: expected whole numbers from 0 to 3, got "
          "4")),
-        ([4], {"backend": "fake", "ranks": []}, ("ranks: expected 'distinct', 'all' or a list such "
-         "as (0, 3), got []")),
+        ([4], {"backend": "fake", "ranks": []}, ("ranks: expected 'all' or a list such as [0, 3], "
+         "got []")),
         ([], {"simulate": 0}, ("simulate: expected True, False, 'strict' or a world size of at "
          "least 1, got 0")),
         ([], {"simulate": "loose"}, ("simulate: expected True, False, 'strict' or a world size of "
@@ -208,8 +207,8 @@ def test_a_bad_world_size_is_refused(value):
          "does not divide 6 ranks")),
         ([8], {"simulate": True, "real": {"pp": 4, "ep": (4, 1)}}, ("real: the axes pp, ep "
          "overlap: give each its size and its stride in the mesh, such as {'ep': (8, 1)}")),
-        ([1024], {"simulate": True, "real": {"pp": 512}}, ("ranks: at most 256 simulated ranks "
-         "run, got 512; name some of them, ranks=[0, 3]")),
+        ([1024], {"simulate": True, "real": {"pp": 512}}, ("512 ranks are too many processes "
+         "for one machine (at most 256); name some of them, ranks=[0, 3]")),
         ([], {"backend": "fake", "device": "cuda"}, ("device='cuda' with the fake backend, whose "
          "ranks are simulated on the CPU; drop device='cuda', or run the test on GPUs with "
          "backend='nccl'")),
