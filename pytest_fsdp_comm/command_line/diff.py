@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Final, TypeAlias, cast
+from typing import Final, cast
 
 from pytest_fsdp_comm.comm.explanation.steps import Evidence
 from pytest_fsdp_comm.comm.profile import CommProfile, restrict
@@ -18,7 +18,7 @@ from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer, pri
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
-from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.documents import SnapshotText, body
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
@@ -54,23 +54,9 @@ class Pair:
         return cast("SnapshotText", self.new or self.old)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
-    """How the sides of a pair differ."""
-
-    text: FailureText | None
-    """Its head names the file; None if nothing differs."""
-    differs: bool
-    """Whether anything that is compared differs."""
-
-
-# What to compare, and why other files could not be read.
-Pairs: TypeAlias = tuple[list[Pair], list[str]]
-
-
 def run_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm diff``."""
-    pairs, problems = pairs_of(options.old, options.new)
+    pairs, problems = _pairs_of(options.old, options.new)
     differs = print_stories(pairs, Printer(options.color), with_lines=options.lines)
     return print_problems(problems) or (DIFFERENT if differs else SAME)
 
@@ -106,11 +92,11 @@ def run_git_diff(options: argparse.Namespace) -> int:
     return SAME
 
 
-def pairs_of(old: str, new: str) -> Pairs:
-    """Pair two files, with the trees beside them, or all snapshots of two directories."""
+def _pairs_of(old: str, new: str) -> tuple[list[Pair], list[str]]:
+    """Pair two files and the trees beside them, or two directories; and why others are broken."""
     are_directories = [Path(side).is_dir() for side in (old, new)]
     if all(are_directories):
-        return pairs_in_directories(old, new)
+        return _pairs_in_directories(old, new)
     if any(are_directories):
         one, other = (old, new) if are_directories[0] else (new, old)
         raise FsdpCommError(f"{one} is a directory and {other} is not; expected two of a kind")
@@ -142,8 +128,7 @@ def _pair_of_files(old: str, new: str) -> Pair:
     return Pair(old=was, new=now, old_path=old, new_path=new)
 
 
-def pairs_in_directories(*names: str) -> Pairs:
-    """Pair the files of an older and a newer directory, one of which may be missing."""
+def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
     sides = [Path(name) for name in names]
     files = [
         {str(file.relative_to(side)) for file in side.rglob(f"*{SUFFIX}") if file.is_file()}
@@ -167,50 +152,49 @@ def pairs_in_directories(*names: str) -> Pairs:
 
 def print_stories(pairs: Sequence[Pair], printer: Printer, *, with_lines: bool = False) -> bool:
     """Print what differs; return whether anything that is compared does."""
-    stories = tell(pairs)
-    is_first = True
-    for pair, story in zip(pairs, stories, strict=True):
-        if text := story.text:
+    # The comm and tree snapshots of one test explain each other.
+    groups: defaultdict[object, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        groups[_test_of(pair)].append(pair)
+    evidence = {
+        test: evidence_of(
+            (one.old.profile, one.new.profile) for one in group if one.old and one.new
+        )
+        for test, group in groups.items()
+    }
+    is_first, differs = True, False
+    for pair in pairs:
+        text, is_change = _tell(pair, evidence[_test_of(pair)])
+        differs |= is_change
+        if text is not None:
             printer.lines([*([] if is_first else [""]), text.head, *text.body])
             if with_lines:
                 printer.patch(_patch_lines(pair.old, pair.new, pair.old_path, pair.new_path))
             is_first = False
-    return any(story.differs for story in stories)
+    return differs
 
 
-def tell(pairs: Sequence[Pair]) -> list[Story]:
-    """Explain how each pair differs; the comm and tree snapshots of one test explain each other."""
-    groups: defaultdict[object, list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        groups[test_of(pair)].append(pair)
-    stories: dict[int, Story] = {}
-    for group in groups.values():
-        profiles = [(pair.old.profile, pair.new.profile) for pair in group if pair.old and pair.new]
-        evidence = evidence_of(profiles)
-        stories |= {id(pair): _tell(pair, evidence) for pair in group}
-    return [stories[id(pair)] for pair in pairs]
-
-
-def test_of(pair: Pair) -> object:
+def _test_of(pair: Pair) -> object:
     """Equal for the comm and tree files of one test at one world size, or of one recording."""
     path = PurePath(pair.new_path)
     return path.parent, read_basename(path.stem) or path.stem.removesuffix(".tree")
 
 
-def _tell(pair: Pair, evidence: Evidence | None) -> Story:
+def _tell(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None, bool]:
+    """How the sides differ, None if they do not, and whether anything that is compared does."""
     name = pair.new_path
     if pair.old is None or pair.new is None:
         head = f"{name}: {'removed' if pair.new is None else 'added'}"
         summary = f"  {'; '.join(summary_lines(pair.newer.profile))}"
-        return Story(text=FailureText(head=head, changes=(summary,)), differs=True)
+        return FailureText(head=head, changes=(summary,)), True
     head = f"{pair.old_path} -> {name}" if pair.old_path != name else name
     if pair.old == pair.new and not pair.is_rename:
-        return Story(text=None, differs=False)
+        return None, False
     # All but the first line is compared.
-    if pair.old.partition("\n")[2] == pair.new.partition("\n")[2]:
+    if body(pair.old) == body(pair.new):
         first_line = "its first line alone, which is not compared"
         what = "renamed, nothing else" if pair.is_rename else first_line
-        return Story(text=FailureText(head=f"{head}: {what}"), differs=pair.is_rename)
+        return FailureText(head=f"{head}: {what}"), pair.is_rename
     difference = explain_profiles(
         (pair.old.profile, pair.new.profile), where=name, evidence=evidence
     )
@@ -218,10 +202,8 @@ def _tell(pair: Pair, evidence: Evidence | None) -> Story:
     scope = f" ({text.scope})" if text.scope else ""
     # An update may write in other words what compares as equal.
     changes = text.changes if text.body else (difference.text or "nothing that is compared",)
-    return Story(
-        text=replace(text, head=f"{head}:{scope}", changes=changes, cures=()),
-        differs=bool(difference.changes or difference.text) or pair.is_rename,
-    )
+    is_change = bool(difference.changes or difference.text) or pair.is_rename
+    return replace(text, head=f"{head}:{scope}", changes=changes, cures=()), is_change
 
 
 def _patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:

@@ -110,18 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         "working directory)",
     )
 
-    report = command(
-        "report:run_report",
-        "report",
-        "make HTML pages of what CI received, or of what diff prints",
-        description="Takes what pytest --comm-artifacts=DIR left, or what diff takes, and writes "
-        "index.html with a page for each test.",
-    )
-    report.add_argument("sides", nargs="+", metavar="DIR | OLD NEW")
-    report.add_argument("-o", "--output", metavar="DIR", default="comm-report")
-
     trace = command(
-        "report:run_trace",
+        "trace",
         "trace",
         "make a trace of recordings that Perfetto opens",
         description="Reads what comm_mode.save(...json) wrote. A trace shows the order in which "

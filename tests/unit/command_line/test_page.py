@@ -21,8 +21,7 @@ def commands(monkeypatch):
         "command_line.show.run",
         "command_line.diff.run_diff",
         "command_line.accept.run",
-        "command_line.report.run_report",
-        "command_line.report.run_trace",
+        "command_line.trace.run",
         "command_line.write_test.run",
         "record.run",
     ):
@@ -44,7 +43,6 @@ def test_every_command_has_its_place_on_the_page(capsys):
         "show",
         "diff",
         "accept",
-        "report",
         "trace",
         "record",
         "test",
