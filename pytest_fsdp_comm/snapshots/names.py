@@ -18,7 +18,6 @@ _MAX_TEST: Final = 140
 _MAX_INDEX: Final = 60
 _DIGEST: Final = 16
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_\-\[\]=+,@ ]")
-_IS_VARIANT: Final = re.compile(r"ws[0-9]+")
 _VARIANT: Final = re.compile(r"\.(ws[0-9]+)(?=\.|$)")
 ABOVE: Final = "%2E%2E"
 """Written for ``..`` in the directory of a module."""
@@ -37,7 +36,7 @@ def written_test(test_name: str) -> str:
     """The part of a file name that names the test, without a number of ranks."""
     # Dots separate the parts, so those of parameters are escaped; those of classes may stay.
     head, bracket, params = test_name.partition("[")
-    written = ".".join(map(_escape_segment, head.split("."))) + _escape(bracket + params)
+    written = ".".join(map(_escape, head.split("."))) + _escape(bracket + params)
     return _bounded(written, _MAX_TEST)
 
 
@@ -68,12 +67,6 @@ def named_module(directory: Path, root: Path) -> Path:
     path = Path(os.path.normpath(root.joinpath(*parts)))
     # Of what is not Python, such as a notebook, the name is whole.
     return path if path.is_file() else path.with_name(f"{path.name}.py")
-
-
-def _escape_segment(text: str) -> str:
-    escaped = _escape(text)
-    # A test with the name of a variant must not be read as one.
-    return f"%{ord('w'):02X}{escaped[1:]}" if _IS_VARIANT.fullmatch(escaped) else escaped
 
 
 def _escape(text: str) -> str:
