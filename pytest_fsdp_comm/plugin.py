@@ -224,6 +224,16 @@ def pytest_assertrepr_compare(
     return [ours, *explanations] if ours else explanations
 
 
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test that compared and did not assert."""
+    yield
+    if failed_comparison.UNEXPLAINED in item.stash:
+        from pytest_fsdp_comm.snapshots.explain import fail_unasserted  # noqa: PLC0415  # on failure only
+
+        fail_unasserted(item)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -238,7 +248,7 @@ def pytest_runtest_makereport(
         from pytest_fsdp_comm.reports.assertions import explain_findings  # noqa: PLC0415  # on failure only
 
         explain_findings(error)
-    if failed_comparison.UNEXPLAINED in item.stash and call.when == "call":
+    if error is not None and failed_comparison.UNEXPLAINED in item.stash and call.when == "call":
         from pytest_fsdp_comm.snapshots.explain import explain_bare_failure  # noqa: PLC0415  # on failure only
 
         explain_bare_failure(item, error)

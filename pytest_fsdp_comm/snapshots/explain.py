@@ -93,11 +93,21 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
     """Explain a failed comparison whose assertion pytest did not rewrite."""
     # As in a module that is neither a test module nor registered for it, with --assert=plain, or
     # where the result was kept in a variable. Any message of its own is about something else.
-    if not isinstance(error, AssertionError) or str(error) not in {"", "assert False"}:
+    bare = {"", "assert False", "False is not true"}
+    if not isinstance(error, AssertionError) or str(error) not in bare:
         return
     lines = explain_comparison(None, item.stash.get(UNEXPLAINED, None))
     if lines is not None:
         item.stash[FAILED_COMPARISON] = replace(item.stash[FAILED_COMPARISON], lines=tuple(lines))
+
+
+def fail_unasserted(item: pytest.Item) -> None:
+    """Fail a test that went on after a failed comparison, as if it had been asserted."""
+    assertion = item.stash[UNEXPLAINED]
+    lines = explain_comparison(None, assertion) or []
+    at = f"  compared at {assertion.compared_at}, where the test went on: assert the result"
+    below = item.stash[FAILED_COMPARISON].below
+    pytest.fail("\n".join([*lines, at, *filter(None, [below])]), pytrace=False)
 
 
 def explain_result(

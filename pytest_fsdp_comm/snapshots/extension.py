@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -26,6 +27,7 @@ from pytest_fsdp_comm.errors import (
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
+from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.snapshots.documents import (
     EXPECTED,
     RECEIVED,
@@ -316,6 +318,8 @@ class CommSnapshot(SnapshotAssertion):
         """Whether this rank says why a comparison failed; the others only that it did."""
         self.differences: dict[str, Difference] = {}
         """Why values of the last comparison differ, by name, once that was asked."""
+        self.compared_at = ""
+        """Where the first comparison that failed was made, as ``path:line``."""
         self._comparisons = 0
         self._changes = _Comparison()
         self._index: str | int = 0
@@ -404,12 +408,22 @@ class CommSnapshot(SnapshotAssertion):
             if observer is not None:
                 observer.note_comparison(self, values)
             is_same = all(result.success for _, result in self.last_results)
-            if not is_same:
-                item.stash[UNEXPLAINED] = self
+            if not is_same and UNEXPLAINED not in item.stash:
+                self.compared_at = find_call_site()
+                # The next comparison replaces the results.
+                item.stash[UNEXPLAINED] = copy.copy(self)
             return is_same
         finally:
             self._comparisons += 1
             self._changes = _Comparison()
+
+    def __ne__(self, other: object) -> bool:
+        __tracebackhide__ = True
+        raise FsdpCommError(
+            "comm_snapshot was compared with !=, which would pass for any other recording and "
+            "cannot be recorded: assert comm_mode == comm_snapshot, or, to check that something "
+            "is sent, ask comm_mode.counts(...)"
+        )
 
     def _compare(self, key: str, value: object) -> AssertionResult:
         first = self._changes.name or (str(self._comparisons) if self._comparisons else "")

@@ -34,8 +34,8 @@ class FailedComparison:
 
 
 FAILED_COMPARISON: Final = pytest.StashKey[FailedComparison]()
-UNEXPLAINED: Final = pytest.StashKey[object]()
-"""In a test's stash: the assertion whose last comparison failed, until that is explained."""
+UNEXPLAINED: Final = pytest.StashKey[Any]()
+"""In a test's stash: the first assertion whose comparison failed, until one is explained."""
 COMPARED: Final = pytest.StashKey[dict[str, None]]()
 """In the stash of a test with ``comm_snapshot``: the files that it compared, relative to pytest's
 root directory."""
@@ -80,13 +80,17 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
     failed = item.stash.get(FAILED_COMPARISON, None)
     longrepr: Any = report.longrepr
     crash = getattr(longrepr, "reprcrash", None)
-    is_told = (
-        failed is not None
-        and crash is not None
-        and (bool(failed.lines) or failed.first_line in crash.message)
+    message = report.longreprtext if crash is None else crash.message
+    is_told = failed is not None and (
+        failed.first_line in message or (crash is not None and bool(failed.lines))
     )
     _add_comparisons(item, report, failed if is_told else None)
-    if failed is None or crash is None or not is_told:
+    if failed is None or not is_told:
+        return
+    if crash is None:
+        # It was not asserted, so the message is all there is.
+        vars(report)[DIFFERS] = failed.first_line
+        vars(report)[EXPLAINS] = bool(failed.comparisons.headline)
         return
     # A message of the user's own comes first. pytest leaves the class's name out, but not always.
     leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(

@@ -259,11 +259,11 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
 
 def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
     crash = getattr(report.longrepr, "reprcrash", None)
+    # Of a comparison, one rank's message has the explanation.
+    text = getattr(report, DIFFERS, "")
     if crash is not None:
-        # Of a comparison, one rank's message has the explanation.
-        what = getattr(report, DIFFERS, "") or crash.message.splitlines()[0]
-        text = f"{what} ({crash.path}:{crash.lineno})"
-    else:
+        text = f"{text or crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
+    elif not text:
         text = (str(report.longrepr).strip().splitlines() or ["failed"])[-1]
     is_echo = _GAVE_UP.search(str(report.longrepr)) is not None
     return _Failure(rank=rank, when=when, at=report.stop, report=report, text=text, is_echo=is_echo)

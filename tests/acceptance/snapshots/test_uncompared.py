@@ -153,3 +153,83 @@ def test_failed_or_skipped_tests_get_no_second_error(run_session):
     output = run_session(SESSION, "-k", "skips or xfail or other").output
     assert re.search(r" 2 failed, .* 1 xfailed", output), output[-500:]
     assert "never compared" not in output
+
+
+UNASSERTED = """
+import pytest
+import torch
+import torch.distributed as dist
+
+COUNT = 1
+pytestmark = pytest.mark.distributed(world_size=2)
+
+@pytest.fixture
+def sent(comm_mode):
+    with comm_mode:
+        for _ in range(COUNT):
+            dist.all_reduce(torch.ones(2))
+    return comm_mode
+
+def test_bare_FAILED(sent, comm_snapshot):
+    sent == comm_snapshot
+
+def test_kept_FAILED(sent, comm_snapshot):
+    is_same = sent == comm_snapshot
+
+def test_dict_FAILED(sent, comm_snapshot):
+    if {"comm": sent} == comm_snapshot:
+        return
+
+def test_two_FAILED(sent, comm_mode, comm_snapshot):
+    sent == comm_snapshot(name="changed")
+    with comm_mode:
+        dist.all_reduce(torch.ones(2))
+    assert comm_mode == comm_snapshot(name="same")
+
+@pytest.mark.xfail
+def test_expected_XFAIL(sent, comm_snapshot):
+    sent == comm_snapshot
+
+def test_caught_FAILED(sent, comm_snapshot):
+    with pytest.raises(AssertionError):
+        assert sent == comm_snapshot
+
+def test_other_FAILED(sent, comm_snapshot):
+    sent == comm_snapshot
+    assert COUNT == 1, "another reason"
+
+def test_unequal_FAILED(sent, comm_snapshot):
+    assert {"comm": sent} != comm_snapshot
+"""
+
+
+def test_comparison_without_assert_is_explained(pytester):
+    file = pytester.makepyfile(test_it=UNASSERTED)
+    arguments = ("-rA", "-p", "no:randomly", "--comm-summary=s.md")
+    first = pytester.runpytest_subprocess("--snapshot-update", *arguments)
+    # Nothing is said of equal ones. One expects a difference, and one excludes it.
+    first.assert_outcomes(passed=5, failed=2, xpassed=1)
+    assert "where the test went on" not in first.stdout.str()
+    file.write_text(UNASSERTED.replace("COUNT = 1", "COUNT = 2"))
+    again = pytester.runpytest_subprocess(*arguments)
+    for outcome, name in re.findall(r"(?m)^([A-Z]+) test_it\.py::(\w+)", again.stdout.str()):
+        assert name.endswith(outcome), again.stdout.str()
+    text = again.stdout.str()
+    for name in ("bare", "kept", "dict", "two"):
+        failure = re.search(rf"_ test_{name}_FAILED _+\n((?:.+\n)*?)_", text)[1]
+        assert re.fullmatch(
+            rf"comm_mode differs from snapshots/test_it/test_{name}_FAILED\S+\n"
+            r"  \+100 % bytes in all_reduce\[world\] \(8 -> 16 B per rank and step\)\n"
+            r"  \(no-module\) outside: all_reduce\[world\] 1 -> 2 .*, issued at test_it\.py:13\n"
+            rf'  accept: pytest --snapshot-update "test_it\.py::test_{name}_FAILED"\n'
+            r"  compared at test_it\.py:\d+, where the test went on: assert the result\n",
+            failure,
+        ), failure
+    assert text.count("where the test went on") == 4
+    assert text.count("test_caught_FAILED.ws2.comm failed and the test went on: it was caught") == 1
+    assert text.count("comm_snapshot was compared with !=, which would pass for any other") >= 1
+    # Once in the table, in CI too.
+    assert (
+        "differs from the reviewed snapshots in 4 tests by 1 change"
+        in (pytester.path / "s.md").read_text()
+    )
