@@ -35,7 +35,7 @@ from pytest_fsdp_comm.snapshots.documents import SnapshotText, write_report
 from pytest_fsdp_comm.snapshots.explain import explain_result
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import reason_of
-from pytest_fsdp_comm.text.codec import dump_document, load_document
+from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.words import shell_word, shorten, show_path
 from pytest_fsdp_comm.tree.model import ShardTree
 
@@ -44,8 +44,6 @@ SESSION_PLUGIN: Final = "fsdp-comm-report"
 
 # The attribute of a report by which a worker of xdist gives its controller a test's record.
 _RECORD: Final = "comm_record"
-_KIND: Final = "record"
-_VERSION: Final = 1
 
 # Characters of a failure's report that are shown: the last ones.
 _MAX_PROBLEM: Final = 8_000
@@ -216,8 +214,8 @@ def _merged(payloads: Mapping[int, Record]) -> Iterator[Compared]:
 
 # Note [A worker's records]
 # Under xdist the controller writes the report, and only reports of phases travel to it. A worker
-# hangs a test's record onto the report of its teardown, as text, and an empty text onto the others
-# of the test, which tells them from tests that are not ours. It must do so before the hook of
+# hangs a test's record onto the report of its teardown, as JSON, and None onto the others of the
+# test, which tells them from tests that are not ours. It must do so before the hook of
 # xdist that sends the report (tryfirst), and the controller takes it off again before other plugins
 # see it, which may write all attributes of a report to a file.
 
@@ -250,15 +248,13 @@ class SessionReport:
         if self._is_worker:
             if item is not None:
                 record = self._notes.take_record(item) if report.when == "teardown" else None
-                text = dump_document(_KIND, _VERSION, record) if record is not None else ""
                 # See Note [A worker's records].
-                vars(report)[_RECORD] = text
+                vars(report)[_RECORD] = to_json(record)
             return
-        sent = vars(report).pop(_RECORD, None)
-        if item is not None or sent is not None:
-            self._add(report, item, sent or "")
+        if item is not None or hasattr(report, _RECORD):
+            self._add(report, item, vars(report).pop(_RECORD, None))
 
-    def _add(self, report: pytest.TestReport, item: pytest.Item | None, sent: str) -> None:
+    def _add(self, report: pytest.TestReport, item: pytest.Item | None, sent: Any) -> None:
         result = self._results.get(report.nodeid)
         if result is None or (report.when == "setup" and report.nodeid in self._finished):
             # Begins, or is run again.
@@ -281,7 +277,7 @@ class SessionReport:
             self._finished.add(report.nodeid)
             record = result.record
             if sent:
-                record = load_document(Record, _KIND, _VERSION, sent)
+                record = from_json(Record, sent)
             elif item is not None:
                 record = self._notes.take_record(item)
             result = replace(result, record=record)

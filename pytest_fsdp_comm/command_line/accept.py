@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
             refused.append(f"refused: {describe_problem(problem)}")
         else:
             changed += [pair] if pair.old != pair.new else []
-    print_stories(changed, Printer("auto"))
+    print_stories(changed, Printer())
     rest = f", {len(refused)} refused" if refused else ""
     print(f"{counted(len(changed), 'file')} accepted{rest}")  # noqa: T201  # a program's output
     return print_problems(refused)

@@ -57,7 +57,7 @@ class Pair:
 def run_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm diff``."""
     pairs, problems = _pairs_of(options.old, options.new)
-    differs = print_stories(pairs, Printer(options.color), with_lines=options.lines)
+    differs = print_stories(pairs, Printer(), with_lines=options.lines)
     return print_problems(problems) or (DIFFERENT if differs else SAME)
 
 
@@ -66,7 +66,7 @@ def run_git_diff(options: argparse.Namespace) -> int:
     # git gives a path, then file, hash and mode of the old side and of the new one; after a rename
     # the new path and a header; a path alone if it is unmerged. Any exit status but 0 ends git's
     # own work, so a broken file is shown as lines.
-    printer, arguments = Printer("auto"), options.arguments
+    printer, arguments = Printer(), options.arguments
     old_path = arguments[0]
     if len(arguments) < _GIT_ARGUMENTS:
         printer.lines([f"{old_path}: unmerged; resolve the conflict, or take a side"])

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, get_args
+from typing import Any
 
-from pytest_fsdp_comm.command_line.terminal import FAILED, When
+from pytest_fsdp_comm.command_line.terminal import FAILED
 from pytest_fsdp_comm.errors import FsdpCommError
 
 # Every command, and what it calls, raises FsdpCommError for whatever a user can cause, with the
@@ -84,13 +84,6 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     diff.add_argument("--lines", action="store_true", help="also print the lines that differ")
-    diff.add_argument(
-        "--color",
-        choices=get_args(When),
-        default="auto",
-        metavar="WHEN",
-        help="auto, always, never",
-    )
     diff.add_argument("old", metavar="OLD")
     diff.add_argument("new", metavar="NEW")
 

@@ -32,7 +32,7 @@ _AMOUNT: Final = re.compile(r"[0-9.]+( [KMGTP]?i?B)?")
 
 def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm show``."""
-    printer = Printer("never")
+    printer = Printer(is_plain=True)
     texts = {name: read_document(Path(name)) for name in options.files}
     for number, (name, text) in enumerate(texts.items()):
         several = [*([""] if number else []), f"{name}:"] if len(texts) > 1 else []

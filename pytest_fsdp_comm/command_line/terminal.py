@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Final
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.reports.coloring import markup_of
@@ -15,8 +15,6 @@ DIFFERENT: Final = 1
 FAILED: Final = 2
 """Exit statuses as diff(1) has them: no difference, a difference, or trouble."""
 
-When = Literal["auto", "always", "never"]
-
 _CODES: Final = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
 _PATCH: Final = {"-": "red", "+": "green", "@": "cyan"}
 
@@ -24,12 +22,11 @@ _PATCH: Final = {"-": "red", "+": "green", "@": "cyan"}
 class Printer:
     """Writes lines to standard output."""
 
-    def __init__(self, when: When) -> None:
-        """Colour if ``always``; ``auto`` on a terminal or in git's pager without ``NO_COLOR``."""
+    def __init__(self, *, is_plain: bool = False) -> None:
+        """Colour on a terminal or in git's pager, without ``NO_COLOR``; nothing if it is plain."""
         shows = sys.stdout.isatty() or os.environ.get("GIT_PAGER_IN_USE") == "true"
         # https://no-color.org: the variable's presence counts, unless it is empty.
-        is_auto = shows and not os.environ.get("NO_COLOR")
-        self._colors = is_auto if when == "auto" else when == "always"
+        self._colors = shows and not (is_plain or os.environ.get("NO_COLOR"))
 
     def lines(self, lines: Iterable[str]) -> None:
         """Print lines of a story, each in the colour of what it says."""

@@ -184,12 +184,9 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
                 names = (None,) if pattern == NO_MODULE else expand(pattern)
                 rows += [replace(row, owner=name) for name in names]
             else:
-                is_phase = line.partition(" ")[0] in tuple(Phase)
                 raise ValueError(
                     "expected '<phase> <module> <collective>[<axis>] x<count> of <bytes> B "
-                    "<dtype>', '<phase> <module> unshard x<count>' or the like"
-                    if is_phase
-                    else f"expected a phase first: {', '.join(Phase)}"
+                    f"<dtype>' or the like, with one of the phases {', '.join(Phase)}"
                 )
     profile = CommProfile(
         world_size=world.size,
@@ -234,7 +231,7 @@ def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
             and match["role"] == Role.ACTIVATIONS
             and not match["objects"]
         )
-        if match is None or (match["dtype"] and not match["nbytes"] and not is_unsized):
+        if match is None:
             raise ValueError(
                 f"bad calls {quoted_part(part)}: expected such as 'x2 of 64 B float32 parameters', "
                 "with 'ahead 1', 'async', 'peer +1', 'root 0' or 'by max' after it"

@@ -13,11 +13,11 @@ from pytest_fsdp_comm.errors import FsdpCommError
 # How deep recordings are looked for: values may contain themselves.
 _DEPTH: Final = 4
 
-# The module and name of each class, and how a test writes its value.
+# How a test writes a value of each class.
 _REFUSED: Final = {
-    ("recording.comm_mode", "CommMode"): "comm_mode",
-    ("tree.model", "ShardTree"): "fsdp_tree(model)",
-    ("fsdp_tree", "TreeFactory"): "fsdp_tree(model)",
+    "pytest_fsdp_comm.recording.comm_mode.CommMode": "comm_mode",
+    "pytest_fsdp_comm.tree.model.ShardTree": "fsdp_tree(model)",
+    "pytest_fsdp_comm.fsdp_tree.TreeFactory": "fsdp_tree(model)",
 }
 
 
@@ -47,9 +47,8 @@ def _refused_in(value: object, depth: int = _DEPTH) -> str:
     """How a test writes what is refused in a value, or in a dict or list of values; else empty."""
     # By type(), since isinstance() runs the code of proxies.
     kind = type(value)
-    for cls in kind.__mro__:
-        if name := _REFUSED.get((cls.__module__.removeprefix("pytest_fsdp_comm."), cls.__name__)):
-            return name
+    if name := _REFUSED.get(f"{kind.__module__}.{kind.__qualname__}"):
+        return name
     within: Iterable[object] = ()
     if depth and issubclass(kind, dict):
         within = cast("dict[object, object]", value).values()

@@ -32,11 +32,12 @@ def test_diff_explains_two_snapshots_as_a_failed_test_does(write, fsdp_comm):
     assert any(line.startswith("+forward layers.{0..3} all_gather[dp]") for line in lines)
 
 
-def test_colours_are_those_of_the_story_and_of_a_patch(write, fsdp_comm):
+def test_colours_are_those_of_the_story_and_of_a_patch(write, fsdp_comm, monkeypatch):
     write("old.comm", OLD)
     write("new.comm", NEW)
     plain = fsdp_comm("diff", "old.comm", "new.comm", "--lines")
-    colored = fsdp_comm("diff", "old.comm", "new.comm", "--lines", "--color", "always")
+    monkeypatch.setenv("GIT_PAGER_IN_USE", "true")
+    colored = fsdp_comm("diff", "old.comm", "new.comm", "--lines")
     assert re.sub(r"\x1b\[[\d;]*m", "", colored.out) == plain.out
     assert "\x1b" not in plain.out
     codes = {

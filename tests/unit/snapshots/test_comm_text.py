@@ -281,7 +281,7 @@ def test_activations_without_sizes_have_one_text():
         ("activation sizes not compared\n", "", "line 4: it reads 'forward a"),
         ("x3 of float32", "x3 of 64 B float32", "activations async, x3 of 64 B float32"),
         ("x3 of float32", "x3 of 0 B float32", "activations async, x3 of 0 B float32"),
-        ("64 B float32 gradients", "float32 gradients", "bad calls 'x1 of float32 gradients'"),
+        ("64 B float32 gradients", "float32 gradients", ", x1 of float32 gradients, "),
         (
             "x3 of float32 activations",
             "x3 activations",
@@ -351,7 +351,7 @@ def test_a_long_name_moves_no_other_line():
         (TEXT.replace("size 4\n", "size 4\nranks 0-2\n"), "float32 ranks 0,2-3'; expected 'forw"),
         (TEXT.replace("ahead 1", "ahead 0"), "bad calls 'x1 of 64 B bfloat16 parameters ahead 0'"),
         (TEXT.replace("x1 of 32", "x1 of 96"), "B float32 async, x1 of 64 B bfloat16"),
-        (TEXT.replace("x4 of objects", "x4 of object"), "bad calls 'x4 of object'"),
+        (TEXT.replace("x4 of objects", "x4 of object"), "all_gather[dp] x4 of object,"),
         (TEXT.replace("2_048 B\n", "2048 B\n"), "expected 'peak gathered 2_048 B'"),
         (TEXT.replace("total unknown:odd[dp] x4 0 B, sum of 4 ranks\n", ""), "totals do not mat"),
     ],

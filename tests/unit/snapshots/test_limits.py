@@ -106,7 +106,7 @@ def test_a_conflict_says_how_to_take_a_side():
         ("x1 of 1_024", "x0 of 1_024", "line 5: it reads"),
         ("1_024", "10_24", "x1 of 10_24 B float32'; expected"),
         ("1_024", "9" * 5000, "line 5: it reads"),
-        ("forward norm all", "sideward norm all", "expected a phase first: forward, backward,"),
+        ("forward norm all", "sideward norm all", "with one of the phases forward, backward,"),
         ("ranks 0,2-3", "ranks 3-2", "bad ranks '3-2'; expected ranks from 0 to 7 in ascending"),
         ("ranks 0,2-3", "ranks 2,3", "bad ranks '2,3'; expected '2-3'"),
         ("ranks 0,2-3", "ranks 0,2,4,6", "bad ranks '0,2,4,6'; expected '0-6/2'"),
