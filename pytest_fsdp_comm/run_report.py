@@ -31,7 +31,7 @@ from pytest_fsdp_comm.reports.html.values import (
     share_timelines,
     timeline_of,
 )
-from pytest_fsdp_comm.snapshots.documents import SnapshotText, write_report
+from pytest_fsdp_comm.snapshots.documents import SnapshotText, write_atomically
 from pytest_fsdp_comm.snapshots.explain import explain_result
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import reason_of
@@ -90,14 +90,13 @@ class Notes:
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
         """Keep what was compared, and explain what differs while all of it is at hand."""
-        item = assertion.test_location.item
         if not isinstance(assertion, CommSnapshot):
             raise TypeError(f"expected a CommSnapshot, got {assertion!r}")
         room = max(0, _MAX_COMPARISONS - len(self._compared))
         for name, result in assertion.last_results[:room]:
             value = values[name]
             compared = _UNCOMPARED
-            if _is_lowest_rank(item):
+            if assertion.explains:
                 compared = _describe_comparison(assertion, name, result, value)
             self._add(compared, _recording_of(value))
 
@@ -114,7 +113,8 @@ class Notes:
         recording = _recording_of((getattr(item, "funcargs", None) or {}).get("comm_mode"))
         if recording is not None and not any(recording is one for one in self._recordings):
             compared = _UNCOMPARED
-            if _is_lowest_rank(item):
+            context = item.config.stash.get(RANK_CONTEXT, None)
+            if context is None or context.rank == context.settings.ranks[0]:
                 with suppress(FsdpCommError):  # it is too large for a snapshot
                     text = SnapshotText.of(fold(recording), where="the recording")
                     compared = replace(_UNCOMPARED, new=str(text))
@@ -148,11 +148,6 @@ class Notes:
         if SETTINGS in item.stash:
             return self._records.pop(item.nodeid, Record())
         return self.rank_payload(item)
-
-
-def _is_lowest_rank(item: pytest.Item) -> bool:
-    context = item.config.stash.get(RANK_CONTEXT, None)
-    return context is None or context.rank == context.settings.ranks[0]
 
 
 def _recording_of(value: Any) -> Recording | None:
@@ -309,6 +304,16 @@ class SessionReport:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._written:
             terminalreporter.write_line(f"fsdp-comm: {self._written}")
+
+
+def write_report(run: Run, directory: Path) -> None:
+    """Write index and pages of an HTML report over those of an earlier run, or raise OSError."""
+    from pytest_fsdp_comm.reports.html.pages import render_pages  # noqa: PLC0415  # loads jinja2
+
+    (directory / "tests").mkdir(parents=True, exist_ok=True)
+    pages = render_pages(run, lambda text: SnapshotText(text, where="the recording").profile)
+    for name, page in pages:
+        write_atomically(directory / name, page)
 
 
 def _outcome(report: pytest.TestReport) -> Outcome | None:

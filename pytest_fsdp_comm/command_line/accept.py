@@ -17,15 +17,12 @@ from pytest_fsdp_comm.text.words import counted, show_path
 
 def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm accept``."""
-    if options.snapshots:
-        snapshot_dir = Path(os.path.normpath(Path.cwd() / options.snapshots))
-    else:
-        _, snapshot_dir = find_project(Path.cwd())
+    _, snapshot_dir = find_project(Path.cwd())
     # From a directory above the project, new files would land where no test reads them.
     if not snapshot_dir.is_dir():
         raise FsdpCommError(
             f"there is no directory {show_path(snapshot_dir)}; expected that of the snapshots: run "
-            "this in the directory of the project, or name it with --snapshots"
+            "this in the directory of the project"
         )
     received = Path(options.directory, RECEIVED)
     if not received.is_dir() or _is_link(received, received.parent):

@@ -96,12 +96,6 @@ def _parser() -> argparse.ArgumentParser:
         "cannot be read.",
     )
     accept.add_argument("directory", metavar="DIR", help="the artifacts, unpacked")
-    accept.add_argument(
-        "--snapshots",
-        metavar="DIR",
-        help="the directory of the snapshots (default: as pytest's settings have it, seen from the "
-        "working directory)",
-    )
 
     trace = command(
         "trace",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Final
@@ -90,11 +91,11 @@ def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile)
     marks = [f"world_size={profile.world_size}"]
     if profile.recorded_ranks:  # of one simulated rank
         marks += ["simulate=True", f"ranks={[*profile.recorded_ranks]}"]
-    imports, script = "import pytest\n", _quoted(ran.script)
+    imports, script = "import pytest\n", json.dumps(ran.script)
     if not ran.is_module:
         imports = f"from pathlib import Path\n\n{imports}"
-        script = f"str(Path(__file__).parent / {_quoted(os.path.relpath(path, test.parent))})"
-    given = [script, *map(_quoted, ran.arguments), f"step={ran.first_step}"]
+        script = f"str(Path(__file__).parent / {json.dumps(os.path.relpath(path, test.parent))})"
+    given = [script, *map(json.dumps, ran.arguments), f"step={ran.first_step}"]
     given += ["is_module=True"] * ran.is_module
     return _TEST.format(
         script=path.name,
@@ -103,9 +104,3 @@ def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile)
         name=name,
         given="".join(f"        {one},\n" for one in given),
     )
-
-
-def _quoted(text: str) -> str:
-    """As formatters write it."""
-    shown = repr(text)
-    return shown if '"' in shown else f'"{shown[1:-1]}"'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import Final, Self, TypeAlias
 
 from pytest_fsdp_comm.comm import profile as comm
 from pytest_fsdp_comm.comm.profile import CommProfile
@@ -13,9 +13,6 @@ from pytest_fsdp_comm.snapshots import comm_text, tree_text
 from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, SnapshotLines, line_error, too_large
 from pytest_fsdp_comm.tree import profile as tree
 from pytest_fsdp_comm.tree.profile import TreeProfile
-
-if TYPE_CHECKING:
-    from pytest_fsdp_comm.reports.html.values import Run
 
 Profile: TypeAlias = CommProfile | TreeProfile
 
@@ -114,13 +111,3 @@ def write_atomically(path: Path, text: str) -> None:
 # and what it was compared with, which is missing for a new file.
 RECEIVED: Final = "received"
 EXPECTED: Final = "expected"
-
-
-def write_report(run: Run, directory: Path) -> None:
-    """Write index and pages of an HTML report over those of an earlier run, or raise OSError."""
-    from pytest_fsdp_comm.reports.html.pages import render_pages  # noqa: PLC0415  # loads jinja2
-
-    (directory / "tests").mkdir(parents=True, exist_ok=True)
-    pages = render_pages(run, lambda text: SnapshotText(text, where="the recording").profile)
-    for name, page in pages:
-        write_atomically(directory / name, page)

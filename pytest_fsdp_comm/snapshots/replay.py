@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class RankAssertion:
     index: int | str
     """The assertion's number in the test, or its name."""
     data: str
-    """What was asserted, serialized; in base64 if it is bytes."""
+    """What was asserted, serialized; a character for each byte if it is bytes."""
     is_bytes: bool
 
 
@@ -102,7 +101,7 @@ class RankSnapshots:
                         module=extension.__module__,
                         qualname=extension.__qualname__,
                         index=index,
-                        data=base64.b64encode(data).decode("ascii") if is_bytes else str(data),
+                        data=data.decode("latin-1") if is_bytes else str(data),
                         is_bytes=is_bytes,
                     )
                 )
@@ -156,14 +155,13 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, str(result.asserted_data))
+                continue
             except OSError as error:
                 problems.append(
                     f"cannot write the snapshot {show_path(path, item.config.rootpath)} "
                     f"({error.strerror or error}); the old one, if any, is unchanged. Make the "
                     "directory writable, or choose another with ini fsdp_comm_snapshot_dir"
                 )
-            else:
-                continue
         # So that syrupy does not count it among the files that it wrote.
         result.created = result.updated = result.success = False
     item.stash[UNWRITTEN] = {}
@@ -196,7 +194,7 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
         if not hasattr(assertion, "_executions"):
             raise upstream.moved_error("syrupy", "SnapshotAssertion._executions", _USE)
         assertion._executions = made.index
-    is_same = assertion == (base64.b64decode(made.data) if made.is_bytes else made.data)
+    is_same = assertion == (made.data.encode("latin-1") if made.is_bytes else made.data)
     result = assertion.executions[assertion.num_executions - 1]
     if isinstance(assertion.extension, CommSnapshotExtension):
         note_update(item, result)

@@ -107,13 +107,9 @@ def test_accept_prints_no_control_characters(artifacts, write, fsdp_comm):
 
 def test_accept_takes_the_directory_of_the_settings(artifacts, write, fsdp_comm):
     (artifacts / "snapshots").rename(artifacts / "reviewed")
-    assert fsdp_comm("accept", "ci", "--snapshots", "reviewed").status == 0
-    write(f"reviewed/{COMM}", OLD)
     write("pytest.ini", "[pytest]\nfsdp_comm_snapshot_dir = reviewed\n")
     assert fsdp_comm("accept", "ci").status == 0
     assert (artifacts / "reviewed" / COMM).read_text() == NEW
-    wrong = fsdp_comm("accept", "ci", "--snapshots", "nope")
-    assert "there is no directory nope" in wrong.err
     # As from a directory above the project.
     write("pytest.ini", "[pytest]\n")
     assert "there is no directory snapshots" in fsdp_comm("accept", "ci").err

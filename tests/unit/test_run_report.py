@@ -3,7 +3,7 @@
 from page_checks import check_page
 
 from pytest_fsdp_comm.reports.html.values import Result, Run
-from pytest_fsdp_comm.snapshots.documents import write_report
+from pytest_fsdp_comm.run_report import write_report
 
 
 def run_of(*names):
