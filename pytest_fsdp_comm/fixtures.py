@@ -46,7 +46,7 @@ class DistInfo:
     world_size: int
     """Ranks of the default process group; 1 in a test that is not distributed."""
     backend: str
-    """``gloo``, ``nccl`` or ``fake``; empty in a test that is not distributed."""
+    """``gloo``, ``nccl``, or ``fake`` if the rank is simulated; empty if not distributed."""
     device: str
     """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
 

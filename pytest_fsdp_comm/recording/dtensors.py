@@ -58,7 +58,10 @@ def tensors_held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     wrapper: Any = tensor
-    names, _ = wrapper.__tensor_flatten__()
+    try:
+        names, _ = wrapper.__tensor_flatten__()
+    except RuntimeError:
+        names = vars(wrapper)  # it reads a value, which a simulated tensor does not have
     for held in (getattr(wrapper, name) for name in names):
         if isinstance(held, torch.Tensor):  # torch 2.13 lists the mesh of a DTensor too
             yield from tensors_held(held)

@@ -30,7 +30,13 @@ from torch.distributed.tensor import DTensor
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import note_answer
-from pytest_fsdp_comm.simulation.values import CPU, SimulationError, mark, mark_of
+from pytest_fsdp_comm.simulation.values import (
+    CPU,
+    SimulatedTensors,
+    SimulationError,
+    mark,
+    mark_of,
+)
 
 _H100: Final = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -116,6 +122,11 @@ def cuda_on_cpu(*, answers: bool) -> Iterator[None]:
     _state.answers = answers
     with patched(*_of_tensors(), *_of_meshes(), *_of_amp(), *_of_cuda()):
         yield
+
+
+def is_cuda_used() -> bool:
+    """Whether code has put something on cuda, where no GPU is visible, or made a mesh of it."""
+    return _state.has_mesh or SimulatedTensors.has_marks
 
 
 def _current() -> torch.device:

@@ -132,7 +132,9 @@ def _received(
     kind: str, bound: Mapping[str, Any], rank: int, parts: Sequence[Sequence[torch.Tensor]]
 ) -> list[torch.Tensor] | None:
     if kind in {"all_gather", "gather", "broadcast"}:
-        return [own for given in parts for own in given]
+        # Several at once are received one after the other, those of all ranks for each.
+        rows = zip(*parts, strict=True) if "inputs" in bound else parts
+        return [own for given in rows for own in given]
     if kind in {"all_to_all", "scatter"}:
         return [given[rank] for given in parts]
     reduced = reduction(bound)

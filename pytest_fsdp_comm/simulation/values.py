@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final
@@ -32,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.distributed.tensor import DTensor
@@ -87,10 +89,28 @@ class SimulationError(FsdpCommError):
     """Code of a simulated rank needs a value that nothing knows."""
 
 
+class _OfThread:
+    """An attribute that each thread has for itself."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._held = make, threading.local()
+
+    def __get__(self, _: object, __: type) -> Any:
+        if not hasattr(self._held, "value"):
+            self._held.value = self._make()
+        return self._held.value
+
+    def __set__(self, _: object, value: Any) -> None:
+        self._held.value = value
+
+
 class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Have every tensor made without memory. See Note [Known values]."""
 
     has_marks = False
+    # torch keeps these in the mode, which threads share.
+    in_kernel_invocation = _OfThread(bool)
+    enter_stack = _OfThread(list)
 
     def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
         """Prepare to answer for some unknown values, or to refuse for all.
@@ -143,7 +163,10 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         place = kwargs.get("device")
-        if place is not None and place.type == "cuda" and not torch.cuda.is_available():
+        if place is not None and (
+            (place.type == "cuda" and not torch.cuda.is_available())
+            or (place.type == "cpu" and place.index is not None)
+        ):
             kwargs = {**kwargs, "device": CPU}
         given = _tensors(args) + _tensors(kwargs.values())
         _await(given)
@@ -171,6 +194,13 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             result = self.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._read(func, args, kwargs, given) if is_known else self._answer(func, args)
+        except UnsupportedOperatorException:
+            raise SimulationError(
+                f"{find_call_site()} calls {func.namespace}.{func._opname}, which does not say "
+                "what sizes it returns, and a simulated rank cannot run it: register a fake "
+                "implementation with torch.library.register_fake, or run the test on real ranks, "
+                "without simulate="
+            ) from None
         if is_known and all(own.numel() <= _MAX_NUMEL for own in _made(result)):
             _keep(_made(result), func(*_values(args), **_values(kwargs)), given)
         elif given and isinstance(func, OpOverload):

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
+import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import _meta_registrations, nn
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -31,18 +35,26 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import told_of_values
-from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
+from pytest_fsdp_comm.simulation.devices import cuda_on_cpu, is_cuda_used
 from pytest_fsdp_comm.simulation.groups import RealGroups
 from pytest_fsdp_comm.simulation.values import SimulatedTensors, SimulationError, is_own, values_of
 
 _MESHES_OF = frozenset({"__getitem__", "_concatenate"})
 _CHUNKS = "_chunk_with_empty"
 _LEARN = "_propagate_tensor_meta_non_cached"  # read in torch 2.13
+_GROUPED = "_meta_grouped_mm_common"  # read in torch 2.13 and 2.15
 _GATHERS = {"all_gather_object", "gather_object"}
 _OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13 and 2.15
 _PIPELINES = "torch.distributed.pipelining."
+_SENDS_BY_BACKEND = {"torch.distributed.nn.functional", "torch.distributed.distributed_c10d"}
+"""Modules of torch that send something else with another backend."""
 _COPY: Final[Callable[..., Any]] = torch.Tensor.__deepcopy__
 _ITERATE: Final[Callable[..., Any]] = DataLoader.__iter__
+_ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
+_ADDRESSES: Final = 2**60
+"""Where those of simulated storages begin: no process can have such a one."""
+_PLACE: Final = "_fsdp_comm_address"
+_addresses: Final = itertools.count(_ADDRESSES, 2**42)
 
 
 @contextlib.contextmanager
@@ -58,6 +70,7 @@ def simulated(
             None if unknown.
         groups: Those whose ranks run; None if this rank runs alone.
     """
+    _complete_collectives()
     tensors = _tensors(answers, shares)
     tensors.begin(groups)
     with (
@@ -70,6 +83,17 @@ def simulated(
         tensors,
     ):
         yield
+
+
+@functools.cache
+def _complete_collectives() -> Any:
+    """Have tensors without memory sent by all operations; torch leaves some out (2.7 to 2.15)."""
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    for name in ("allreduce", "allgather", "allgather_into_tensor", "reduce_scatter_tensor"):
+        func = getattr(torch.ops.c10d, f"{name}_coalesced_").default
+        if not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
+            library.impl(func, lambda *_, **__: FakeWork().boxed(), "Meta")
+    return library  # its kernels last as long as it does
 
 
 def _attributes(
@@ -91,12 +115,26 @@ def _attributes(
     learn = getattr(ShardingPropagator, _LEARN, None)
     if learn is not None:  # otherwise estimates alone are too large
         yield ShardingPropagator, _LEARN, _on_real(learn)
+    if hasattr(_meta_registrations, _GROUPED):
+        yield _meta_registrations, _GROUPED, _of_any_dtype(getattr(_meta_registrations, _GROUPED))
     yield DistributedDataParallel, "__init__", _refuse_ddp
     for name in _OBJECTS:
         real = _on_real(getattr(distributed_c10d, name), tensors.known)
         yield distributed_c10d, name, _of_this_rank(real, groups)
-    yield dist, "get_backend", _told_of_real(dist.get_backend, groups)
+    for module in (dist, distributed_c10d):
+        yield module, "get_backend", _backend_of_real(dist.get_backend, groups)
+    yield FakeWork, "is_completed", lambda _: True
+    # torch numbers works by Python's random numbers, which are the user's.
+    numbers = itertools.count(1).__next__
+    numbering: Any = sys.modules["torch.distributed._meta_registrations"]
+    yield numbering, "generate_unique_id", numbers
     yield torch.utils, "swap_tensors", tensors.swap
+    yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
+    yield DataLoader, "__iter__", _in_this_process
+    yield from _of_memory(tensors)
+
+
+def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
     # What Python makes of a simulated tensor: a copy, a text, an array, a file. torch refuses some
     # of it in words that name no cure, and takes memory for granted in the rest. Read in torch
     # 2.13.
@@ -104,9 +142,17 @@ def _attributes(
     yield FakeTensor, "__deepcopy__", _copied
     yield FakeTensor, "__format__", _formatted
     yield FakeTensor, "__reduce_ex__", _refuse
-    yield FakeTensor, "data_ptr", _refuse
+    yield FakeTensor, "data_ptr", _data_ptr
+    yield FakeTensor, "share_memory_", lambda own: own
+    yield FakeTensor, "__dlpack__", _exported
+    yield torch.utils.dlpack, "to_dlpack", _exported
+    yield torch.UntypedStorage, "data_ptr", _address
+    for name in ("__getitem__", "_write_file", "cpu"):
+        yield torch.UntypedStorage, name, _reading(getattr(torch.UntypedStorage, name))
+    for name in ("cast", "memmove", "memset", "string_at"):
+        yield ctypes, name, _reading(getattr(ctypes, name))
+    yield torch, "asarray", _of_storage(torch.asarray, tensors)
     yield FakeTensor, "numpy", _array
-    yield DataLoader, "__iter__", _in_this_process
 
 
 def of_user(error: FsdpCommError) -> FsdpCommError:
@@ -121,6 +167,19 @@ def of_user(error: FsdpCommError) -> FsdpCommError:
     for one in reversed(kept):
         shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return error.with_traceback(shown)
+
+
+def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    # Where nothing runs, torch refuses of a grouped matrix product what a GPU would, and the CPU
+    # does not: numbers of another dtype than bfloat16.
+    @functools.wraps(size)
+    def run(*args: Any, scale_a: Any = None, offs: Any = None, **how: Any) -> torch.Tensor:
+        if scale_a is None and args[0].dtype != torch.bfloat16:
+            make: Any = _meta_registrations._create_grouped_mm_output_tensor
+            return cast("torch.Tensor", make(*args[:2], offs, how.get("out_dtype")))
+        return size(*args, scale_a=scale_a, offs=offs, **how)
+
+    return run
 
 
 def _refuse_ddp(*_: Any, **__: Any) -> None:
@@ -210,16 +269,40 @@ def _of_this_rank(convert: Callable[..., Any], groups: RealGroups | None) -> Cal
     return run
 
 
-def _told_of_real(get_backend: Callable[..., str], groups: RealGroups | None) -> Callable[..., str]:
-    # Since torch 2.15 stages that would tell each other their shapes refuse a fake group at once.
+def _backend_of_real(
+    get_backend: Callable[..., str], groups: RealGroups | None
+) -> Callable[..., str]:
     @functools.wraps(get_backend)
-    def told(group: Any = None) -> str:
-        asks: str = sys._getframe(1).f_globals.get("__name__", "")
-        if groups is None or group is None or not asks.startswith(_PIPELINES):
-            return get_backend(group)
-        return "gloo" if groups.has(group) else get_backend(group)
+    def run(group: Any = None) -> str:
+        fake = get_backend(group)
+        frame = sys._getframe(1)
+        asks: str = frame.f_globals.get("__name__", "")
+        is_real = is_outside_torch(frame) or asks in _SENDS_BY_BACKEND
+        if asks.startswith(_PIPELINES):
+            # Since torch 2.15 stages that would tell each other their shapes refuse a fake group.
+            is_real = groups is not None and group is not None and groups.has(group)
+        if not is_real:
+            return fake
+        return dist.Backend.NCCL if is_cuda_used() else dist.Backend.GLOO
 
-    return told
+    return run
+
+
+def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTensors) -> Any:
+    """Have threads simulate too: torch knows modes of a thread alone."""
+
+    @functools.wraps(start)
+    def started(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def simulate() -> None:
+            with tensors:
+                run()
+
+        thread.run = simulate  # type: ignore[method-assign]  # whatever class it has
+        start(thread)
+
+    return started
 
 
 class LazyChunks(Sequence[torch.Tensor]):
@@ -274,6 +357,59 @@ def _array(own: FakeTensor, *, force: bool = False) -> Any:
             values = torch.full(own.shape, filler, dtype=own.dtype, device="cpu")
     with unset_fake_temporarily():
         return values.numpy()
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    if storage.device.type != "meta":
+        return _ADDRESS(storage)
+    if not storage.nbytes():
+        return 0
+    start: int = vars(storage).setdefault(_PLACE, next(_addresses))
+    return start
+
+
+def _data_ptr(own: FakeTensor) -> int:
+    if own.fake_device.type == "meta" or not own.numel():
+        return 0
+    return _address(own.untyped_storage()) + int(own.storage_offset()) * own.element_size()
+
+
+def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to read where a simulated storage is given, or the number of one."""
+
+    @functools.wraps(function)
+    def read(*args: Any) -> Any:
+        for own in args:
+            if (isinstance(own, int) and own >= _ADDRESSES) or (
+                isinstance(own, torch.UntypedStorage) and own.device.type == "meta"
+            ):
+                _refuse()
+        return function(*args)
+
+    return read
+
+
+def _exported(own: torch.Tensor, **how: Any) -> Any:
+    values = values_of(own.detach())
+    if isinstance(values, FakeTensor):
+        _refuse()
+    with unset_fake_temporarily():
+        return values.__dlpack__(**how)
+
+
+def _of_storage(
+    convert: Callable[..., torch.Tensor], tensors: SimulatedTensors
+) -> Callable[..., torch.Tensor]:
+    # safetensors gives what it has read from a file.
+    @functools.wraps(convert)
+    def asarray(own: Any, **how: Any) -> torch.Tensor:
+        if not isinstance(own, torch.UntypedStorage):
+            return convert(own, **how)
+        with unset_fake_temporarily():
+            result = convert(own, **how)
+        return tensors.known(result)
+
+    return asarray
 
 
 def _refuse(*_: Any) -> Any:

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
+from torch import _meta_registrations, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,12 +58,25 @@ def check_world():
         source = inspect.getsource(inspect.unwrap(getattr(distributed_c10d, name)))
         assert all(f" {converts}(" in source for converts in world._OBJECTS), name
     assert distributed_c10d.GroupMember.WORLD is None
+    # Their works are numbered by it, and a grouped matrix product gets its size.
+    assert callable(torch.distributed._meta_registrations.generate_unique_id)
+    sizes = inspect.getsource(_meta_registrations.meta_grouped_mm)
+    assert (
+        f"return {world._GROUPED}(\n        mat_a,\n        mat_b,\n        scale_a=None" in sizes
+    )
+    assert parameters(_meta_registrations._create_grouped_mm_output_tensor)[2:] == [
+        "offs",
+        "out_dtype",
+    ]
 
 
 def check_conversions():
     with FakeTensorMode() as mode:
         own = torch.ones(2)
     assert own.constant is None
+    # Attributes of a mode that threads would share.
+    assert not mode.in_kernel_invocation
+    assert mode.enter_stack == []
     memo = mode.fake_tensor_converter.meta_converter.tensor_memo
     memo.clear()  # since torch 2.15 it has what the mode has made
     assert len(memo) == 0

@@ -123,7 +123,7 @@ def test_replicas_of_shards(comm_mode, device_mesh):
 @pytest.mark.distributed(world_size=[2, 64], simulate=64)
 def test_a_number_simulates_from_there_on(dist_info):
     is_simulated = dist_info.world_size == 64
-    assert dist.get_backend() == ("fake" if is_simulated else "gloo")
+    assert (dist_info.backend, dist.get_backend()) == ("fake" if is_simulated else "gloo", "gloo")
     assert (torch.rand(1).item() == 1.0) is is_simulated
 
 
