@@ -160,7 +160,7 @@ def _prepare_ranks(
     if config.option.collectonly:
         return
     if launched:
-        from pytest_fsdp_comm.ranks.launched import join as launch  # noqa: PLC0415  # as above
+        from pytest_fsdp_comm.ranks import launched as launch  # noqa: PLC0415  # as above
 
         preloaded = fixtures.imported_by(ours)
         choose = launch.join_session(session, extensions, launched, preloaded=preloaded)

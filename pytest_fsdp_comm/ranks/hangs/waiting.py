@@ -64,26 +64,19 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
 
 def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
     """Find ranks that wait, for more than a time, for some that have finished the test."""
-    ended = {rank: at.groups for rank, at in positions.items() if at.activity is Activity.HAS_ENDED}
-    groupless = tuple(rank for rank, groups in ended.items() if not groups)
-    # Its last number tells whether a rank issued a collective: the first ones may be left out.
-    last = {
-        (rank, group.name): max((one.seq for one in group.collectives), default=0)
-        for rank, groups in ended.items()
-        for group in groups
-    }
-    stranded: Stranded = {}
-    for rank, position in positions.items():
-        if position.is_joining and groupless:
-            stranded[rank] = ("the process group", groupless)
-        for group in position.groups if position.activity is Activity.RUNS else ():
-            for one in group.collectives:
-                left = [other for other in ended if other in group.ranks]
-                absent = tuple(
-                    other for other in left if last.get((other, group.name), 0) < one.seq
-                )
-                if one.is_waited_in and one.timeout_s > timeout_s and absent:
-                    stranded[rank] = (f"#{one.seq} of {group.name}", absent)
+    ended = [rank for rank, at in positions.items() if at.activity is Activity.HAS_ENDED]
+    groupless = tuple(rank for rank in ended if not positions[rank].groups)
+    joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
+    stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
+    for group in _groups(positions):
+        # Its last number tells whether a rank issued a collective: the first may be left out.
+        last = {rank: max(group.issued.get(rank, {}), default=0) for rank in ended}
+        for rank, by_seq in group.issued.items():
+            for seq, one in by_seq.items():
+                absent = tuple(rank for rank in ended if rank in group.ranks and last[rank] < seq)
+                is_waiting = one.is_waited_in and positions[rank].activity is Activity.RUNS
+                if is_waiting and one.timeout_s > timeout_s and absent:
+                    stranded[rank] = (f"#{seq} of {group.label}", absent)
     return stranded
 
 

@@ -25,41 +25,13 @@ from pytest_fsdp_comm.launch_environment import (
 )
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.hangs.position import Watchdog, raised_at
+from pytest_fsdp_comm.ranks.rank import debugger, process_group, processes
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext, RankExtension
-from pytest_fsdp_comm.ranks.rank.debugger import (
-    RankTerminal,
-    debug_elsewhere,
-    debug_here,
-    refuse_debuggers,
-)
 from pytest_fsdp_comm.ranks.rank.isolation import isolate_session, leave_to_parent
 from pytest_fsdp_comm.ranks.rank.kept_output import shortened
 from pytest_fsdp_comm.ranks.rank.plugin import RankPlugin
-from pytest_fsdp_comm.ranks.rank.process_group import (
-    BEYOND_DEADLINE_S,
-    device_of,
-    open_store,
-    set_environment,
-)
-from pytest_fsdp_comm.ranks.rank.processes import (
-    end_forked_child,
-    flush_streams,
-    forget_exit_functions,
-    put_sockets_below,
-    redirect_output,
-    run_finalizers,
-)
+from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.messages import (
-    RANK,
-    WATCHDOG,
-    EndTests,
-    RankCommand,
-    RankSetSpec,
-    RunTest,
-    TestEnded,
-    TestsEnded,
-)
 from pytest_fsdp_comm.ranks.wire.results import SessionExit
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
@@ -90,29 +62,31 @@ class RankTemplate:
             extension.enter_rank(session.config)
         self._plugin = RankPlugin(session.config)
         session.config.pluginmanager.register(self._plugin, "fsdp-comm-rank")
-        forget_exit_functions()
+        processes.forget_exit_functions()
         for item in session.items:
             if SETTINGS in item.stash:
                 _ = item.location  # pytest caches it
 
-    def run_rank(self, spec: RankSetSpec, rank: int, descriptors: tuple[int, int]) -> NoReturn:
+    def run_rank(
+        self, spec: messages.RankSetSpec, rank: int, descriptors: tuple[int, int]
+    ) -> NoReturn:
         """Run tests as a rank until the supervisor hangs up, and end the process."""
-        watchdog = Watchdog(Channel.inherited(descriptors[1], WATCHDOG))
-        self.run_set(spec, rank, Channel.inherited(descriptors[0], RANK), watchdog)
+        watchdog = Watchdog(Channel.inherited(descriptors[1]))
+        self.run_set(spec, rank, Channel.inherited(descriptors[0]), watchdog)
         os._exit(0)
 
     def run_set(
         self,
-        spec: RankSetSpec,
+        spec: messages.RankSetSpec,
         rank: int,
-        channel: Channel[RankCommand],
+        channel: Channel[messages.RankCommand],
         watchdog: Watchdog,
         launched: LaunchedRank | None = None,
-    ) -> RankCommand | None:
+    ) -> messages.RankCommand | None:
         """Run the tests of a rank set; return the command that is none for it, None for the end."""
         session = self._session
-        flush_streams()
-        redirect_output(spec, rank)
+        processes.flush_streams()
+        processes.redirect_output(spec, rank)
         # pytest enabled it for the terminal, where a rank's crash would write into the progress
         # line.
         faulthandler.enable(file=2)
@@ -121,26 +95,30 @@ class RankTemplate:
         # can: others run on meanwhile, and it crashed now and then (CPython 116008, 131580).
         stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
-        set_environment(spec.settings, rank, spec.gpus, launched)
-        put_sockets_below(spec.directory)
+        process_group.set_environment(spec.settings, rank, spec.gpus, launched)
+        processes.put_sockets_below(spec.directory)
         basetemp = spec.basetemp / f"rank{rank}-{spec.directory.name}"
         isolate_session(session.config, basetemp=basetemp)
         if "terminal" in spec.echoes:
             self._terminal.open(spec.log_path(rank, "terminal"))
         if not spec.terminal:
-            refuse_debuggers(session.config)
+            debugger.refuse_debuggers(session.config)
         elif rank == spec.debugged_rank:
-            debug_here(session.config, RankTerminal(spec.terminal, spec.foreground))
+            debugger.debug_here(
+                session.config, debugger.RankTerminal(spec.terminal, spec.foreground)
+            )
         else:
-            debug_elsewhere(session.config)
+            debugger.debug_elsewhere(session.config)
         if self._random_state is not None:
             # Python seeds a forked process anew.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
         self._plugin.bind(channel, spec, rank, shares_random_states=self._random_state is not None)
         rank_pid = getpid()
-        command: RankCommand | None = RunTest(item_index=spec.item_index, next_test=spec.next_test)
+        command: messages.RankCommand | None = messages.RunTest(
+            item_index=spec.item_index, next_test=spec.next_test
+        )
         number = 0
-        while isinstance(command, RunTest):
+        while isinstance(command, messages.RunTest):
             item, next_test = session.items[command.item_index], command.next_test
             nextitem = None if next_test.index is None else session.items[next_test.index]
             context = _context(spec, rank, number, launched)
@@ -149,10 +127,10 @@ class RankTemplate:
             item.stash[SETTINGS] = spec.settings  # which may have more ranks than the marker
             payloads, escaped, session_exit = _run_item(item, nextitem, self._extensions)
             # Again, since a plugin may have caught what should have ended a forked child before.
-            end_forked_child(rank_pid, None)
+            processes.end_forked_child(rank_pid, None)
             if next_test.is_none:
                 self._end_process(item)
-            ended = TestEnded(
+            ended = messages.TestEnded(
                 payloads=payloads,
                 escaped=escaped,
                 session_exit=session_exit,
@@ -165,41 +143,41 @@ class RankTemplate:
                 self._plugin.leave_group()
             command = _ask_for_next(channel, ended)
             number += 1
-        if isinstance(command, EndTests):
+        if isinstance(command, messages.EndTests):
             self._plugin.end_tests(item)
             if launched:
                 self._plugin.leave_group()
             else:
                 self._end_process(item)
             # Its end is the supervisor's to decide.
-            command = _ask_for_next(channel, TestsEnded())
+            command = _ask_for_next(channel, messages.TestsEnded())
         return command
 
     def _end_process(self, item: pytest.Item) -> None:
         """Do what Python does as a process exits, which this one does not do by itself."""
         self._plugin.run_exit_functions(item)
-        run_finalizers()
+        processes.run_finalizers()
 
 
 def _ask_for_next(
-    channel: Channel[RankCommand], ended: TestEnded | TestsEnded
-) -> RankCommand | None:
+    channel: Channel[messages.RankCommand], ended: messages.TestEnded | messages.TestsEnded
+) -> messages.RankCommand | None:
     save_coverage()
-    flush_streams()
+    processes.flush_streams()
     channel.send(ended)
     return channel.receive()
 
 
 def _context(
-    spec: RankSetSpec, rank: int, number: int, launched: LaunchedRank | None
+    spec: messages.RankSetSpec, rank: int, number: int, launched: LaunchedRank | None
 ) -> RankContext:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
 
     settings = spec.settings
-    timeout_s = settings.timeout_s + BEYOND_DEADLINE_S
+    timeout_s = settings.timeout_s + process_group.BEYOND_DEADLINE_S
     # Two clients: the test's process group may use its own on another thread.
     texts = TextStore(
-        PrefixStore(f"test{number}", open_store(spec, launched, timeout_s=timeout_s)),
+        PrefixStore(f"test{number}", process_group.open_store(spec, launched, timeout_s=timeout_s)),
         None if launched else spec.directory,
     )
     local_rank = launched.local_rank if launched else rank
@@ -208,9 +186,9 @@ def _context(
         local_rank=local_rank,
         local_world_size=launched.local_world_size if launched else settings.world_size,
         settings=settings,
-        device=device_of(settings, local_rank),
+        device=process_group.device_of(settings, local_rank),
         exchange=Exchange(texts, rank, settings.ranks),
-        store=open_store(spec, launched, timeout_s=timeout_s),
+        store=process_group.open_store(spec, launched, timeout_s=timeout_s),
     )
 
 
@@ -282,6 +260,6 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
     template.run_rank(spec, rank, (descriptors[0], descriptors[1]))
 
 
-def _read_spec() -> RankSetSpec:
+def _read_spec() -> messages.RankSetSpec:
     text = Path(os.environ[SPEC_VARIABLE]).read_text(encoding="utf-8")
-    return load_tagged({"RankSetSpec": RankSetSpec}, text)
+    return load_tagged({"RankSetSpec": messages.RankSetSpec}, text)

@@ -20,22 +20,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.ranks.rank import process_group, processes
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.isolation import require
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened, shortened_texts
-from pytest_fsdp_comm.ranks.rank.process_group import (
-    join_group,
-    leave_group,
-    real_groups,
-)
-from pytest_fsdp_comm.ranks.rank.processes import (
-    end_forked_child,
-    equalize,
-    raise_lost_exceptions,
-    read_states,
-    restore_states,
-    run_exit_functions,
-)
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
     Debugging,
@@ -129,7 +117,7 @@ class RankPlugin:
         """Report what only the end of a session brings to light, as a failed teardown."""
         with self._simulation:
             handled = yield
-        self._report_failure(item, partial(raise_lost_exceptions, item))
+        self._report_failure(item, partial(processes.raise_lost_exceptions, item))
         return handled
 
     def _report_failure(self, item: pytest.Item, end: Callable[[], None]) -> None:
@@ -150,12 +138,12 @@ class RankPlugin:
         """End the fixtures that were kept for a test which does not follow the last one."""
         # As pytest's own session does at its end.
         self._report_failure(item, partial(item.session._setupstate.teardown_exact, None))  # noqa: SLF001
-        self._report_failure(item, partial(raise_lost_exceptions, item))
+        self._report_failure(item, partial(processes.raise_lost_exceptions, item))
 
     def run_exit_functions(self, item: pytest.Item) -> None:
         """Run what the rank registered with `atexit`; warn of what raised."""
         # Past every filter: Python, too, only prints it.
-        for text in run_exit_functions():
+        for text in processes.run_exit_functions():
             category, line = pytest.PytestUnraisableExceptionWarning, (item.location[1] or 0) + 1
             warning = warnings.WarningMessage(text, category, str(item.path), line)
             self.pytest_warning_recorded(warning, "runtest", item.nodeid, None)
@@ -168,18 +156,18 @@ class RankPlugin:
         context = item.config.stash[RANK_CONTEXT]
         settings = context.settings
         if self._group is None:
-            self._group = join_group(context)
+            self._group = process_group.join_group(context)
             if not self._shares_random_states:
-                equalize(context.exchange)
+                processes.equalize(context.exchange)
             if self._keeps_random_states:
-                self._random_states = read_states()
+                self._random_states = processes.read_states()
         elif self._random_states is not None:
-            restore_states(self._random_states)
+            processes.restore_states(self._random_states)
         if settings.simulation:
             from pytest_fsdp_comm.recording.value_dependence import answers_of_process  # noqa: PLC0415  # torch only where it is needed
             from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # as above
 
-            self._real = real_groups(context)
+            self._real = process_group.real_groups(context)
             self._answers = answers_of_process
             self._answers.begin({*getattr(item, "fixturenames", ())})
             self._simulation.enter_context(
@@ -240,7 +228,7 @@ class RankPlugin:
 
     def leave_group(self) -> None:
         self._group = None
-        leave_group()
+        process_group.leave_group()
 
     def can_run_another_test(self) -> bool:
         """Whether the rank still has the process group that it began with, if any."""
@@ -258,10 +246,10 @@ class RankPlugin:
         try:
             yield
         except BaseException as error:
-            end_forked_child(self._pid, error)
+            processes.end_forked_child(self._pid, error)
             raise
         else:
-            end_forked_child(self._pid, None)
+            processes.end_forked_child(self._pid, None)
         finally:
             for log in self._logs:
                 text = log.end_phase()

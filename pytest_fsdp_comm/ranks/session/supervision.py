@@ -25,21 +25,8 @@ from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
 from pytest_fsdp_comm.ranks.session.verdict import describe_positions
 from pytest_fsdp_comm.ranks.start.ending import remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
+from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.messages import (
-    SUPERVISOR,
-    Debugging,
-    EndTests,
-    NextTest,
-    PositionAnswer,
-    PositionQuestion,
-    RankMessage,
-    RankSetSpec,
-    RunTest,
-    TestEnded,
-    TestsEnded,
-    TimerSet,
-)
 from pytest_fsdp_comm.ranks.wire.results import (
     Activity,
     PhaseReport,
@@ -66,7 +53,7 @@ _STALLS_S = 5.0
 # A rank that goes on sending is not listened to for ever.
 _DRAINED_MESSAGES = 1000
 
-_Channel: TypeAlias = Channel[RankMessage]
+_Channel: TypeAlias = Channel[messages.RankMessage]
 
 
 class Supervision:
@@ -74,7 +61,7 @@ class Supervision:
 
     def __init__(
         self,
-        spec: RankSetSpec,
+        spec: messages.RankSetSpec,
         server: RankServer,
         connections: Mapping[int, tuple[Connection, Connection]],
         config: pytest.Config,
@@ -86,8 +73,8 @@ class Supervision:
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ, None)
         for rank, (connection, watchdog) in connections.items():
-            self._channels[rank] = Channel(connection, SUPERVISOR, stalls_s=_STALLS_S)
-            self._watchdogs[rank] = Channel(watchdog, SUPERVISOR, stalls_s=_STALLS_S)
+            self._channels[rank] = Channel(connection, stalls_s=_STALLS_S)
+            self._watchdogs[rank] = Channel(watchdog, stalls_s=_STALLS_S)
             self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
         # What reports of the tests before hold of each log.
@@ -106,9 +93,9 @@ class Supervision:
     # does not follow after all, or to be killed. What fails as those fixtures end late is no
     # report's, and becomes a problem of the next test.
 
-    def _begin(self, next_test: NextTest) -> None:
+    def _begin(self, next_test: messages.NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
-        self._timers: dict[int, TimerSet] = {}
+        self._timers: dict[int, messages.TimerSet] = {}
         self._have_ended_tests: set[int] = set()
         self._stranded: Stranded = {}
         self._look_at, self._look_after_s = 0.0, GRACE_S
@@ -116,13 +103,13 @@ class Supervision:
         self.is_reusable = False
         """Whether all ranks finished the last test and wait for another."""
 
-    def begin_next(self, item_index: int, next_test: NextTest) -> None:
+    def begin_next(self, item_index: int, next_test: messages.NextTest) -> None:
         """Give another test to the same ranks; `run` watches it."""
         self._reported = {
             rank: result.reports[-1].nbytes_reported for rank, result in self._results.items()
         }
         self._begin(next_test)
-        self._tell(self._channels, RunTest(item_index=item_index, next_test=next_test))
+        self._tell(self._channels, messages.RunTest(item_index=item_index, next_test=next_test))
 
     def run(
         self,
@@ -205,7 +192,9 @@ class Supervision:
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
             unended = self.server.end_ranks(
-                within_s, running=self._results.keys() - done, ending=done - self._have_ended_tests
+                within_s,
+                running=self._results.keys() - done,
+                unanswered=done - self._have_ended_tests,
             )
         finally:
             self._selector.close()
@@ -239,20 +228,20 @@ class Supervision:
         """Let the ranks that wait for another test end what they kept for it, for a second."""
         if self._next_test.is_none:
             return
-        self._next_test = NextTest()
+        self._next_test = messages.NextTest()
         waiting = {rank for rank, result in self._results.items() if result.is_done}
-        self._tell(waiting - self._exited, EndTests())
+        self._tell(waiting - self._exited, messages.EndTests())
         until = time.monotonic() + GRACE_S
         with contextlib.suppress(ServerDiedError):  # and with it the ranks
             while waiting - self._exited - self._have_ended_tests and time.monotonic() < until:
                 self._wait(_POLL_S)
 
-    def _tell(self, ranks: Iterable[int], message: RunTest | EndTests) -> None:
+    def _tell(self, ranks: Iterable[int], message: messages.RunTest | messages.EndTests) -> None:
         for rank in ranks:
             with contextlib.suppress(OSError):  # it has died, which will be noticed
                 self._channels[rank].send(message)
 
-    def _running_timers(self) -> list[TimerSet]:
+    def _running_timers(self) -> list[messages.TimerSet]:
         return [timer for rank, timer in self._timers.items() if not self._results[rank].is_over]
 
     def _wait(self, timeout_s: float) -> None:
@@ -300,7 +289,7 @@ class Supervision:
         if channel.is_closed:
             self._selector.unregister(channel)
 
-    def _record(self, result: RankResult, message: RankMessage) -> None:
+    def _record(self, result: RankResult, message: messages.RankMessage) -> None:
         match message:
             case PhaseReport():
                 result.reports += (message,)
@@ -309,11 +298,11 @@ class Supervision:
                 result.is_debugging = message.precedes_debugger
             case WarningSeen():
                 result.warnings += (message,)
-            case TimerSet():
+            case messages.TimerSet():
                 self._timers[result.rank] = message
-            case Debugging():
+            case messages.Debugging():
                 result.is_debugging = message.has_begun
-            case TestEnded():
+            case messages.TestEnded():
                 result.payloads = message.payloads
                 result.further_ranks = message.further_ranks
                 result.can_run_another = message.can_run_another
@@ -321,9 +310,9 @@ class Supervision:
                 result.session_exit = message.session_exit
                 result.is_done = True
                 result.ended_at = time.time() if result.has_died else None
-            case TestsEnded():
+            case messages.TestsEnded():
                 self._have_ended_tests.add(result.rank)
-            case PositionAnswer():
+            case messages.PositionAnswer():
                 raise CodecError(f"expected what a rank reports, got {type(message).__name__}")
 
     def _stop(self, why: Stopped) -> None:
@@ -381,7 +370,9 @@ class Supervision:
         self._questions += 1
         for rank in ranks:
             with contextlib.suppress(OSError):
-                question = PositionQuestion(number=self._questions, with_groups=with_groups)
+                question = messages.PositionQuestion(
+                    number=self._questions, with_groups=with_groups
+                )
                 self._watchdogs[rank].send(question)
         until = time.monotonic() + within_s
         found = {}
@@ -392,7 +383,10 @@ class Supervision:
                     within_s=0.0 if rank in self._exited else until - time.monotonic()
                 ):
                     # An earlier question may have been answered after its time.
-                    if isinstance(answer, PositionAnswer) and answer.number == self._questions:
+                    if (
+                        isinstance(answer, messages.PositionAnswer)
+                        and answer.number == self._questions
+                    ):
                         found[rank] = answer.position
                         if self._results[rank].is_done:
                             found[rank] = replace(found[rank], activity=Activity.HAS_ENDED)

@@ -22,31 +22,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.processes import flush_streams, fork_quietly
-from pytest_fsdp_comm.ranks.start.ending import (
-    HURRIED_S,
-    PATIENCE_S,
-    adopt_orphans,
-    await_end,
-    end_with_parent,
-    kill,
-    kill_children,
-    remove_directory,
-)
+from pytest_fsdp_comm.ranks.start import ending
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots
+from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.messages import (
-    FORK_CLIENT,
-    FORK_SERVER,
-    EndSet,
-    RankExited,
-    RankSetSpec,
-    ServerFailed,
-    ServerReply,
-    ServerRequest,
-    SetEnded,
-    SetStarted,
-    StartRank,
-)
 
 # Note [Fork server]: it is forked from the pytest process after collection, before any test ran: at
 # that moment the process holds the collected items, and no test has yet started a thread, done
@@ -75,12 +54,12 @@ PRELOADED = (
 
 _HUNG_UP_POLL_S = 0.05
 
-RunRank = Callable[[RankSetSpec, int, tuple[int, int]], NoReturn]
+RunRank = Callable[[messages.RankSetSpec, int, tuple[int, int]], NoReturn]
 """What a process does as a rank, given which, and its connection's and watchdog's descriptors."""
 
 
 def serve(
-    channel: Channel[ServerRequest],
+    channel: Channel[messages.ServerRequest],
     prepare: Callable[[], RunRank],
     directory: Path,
     *,
@@ -96,7 +75,7 @@ def serve(
     before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     with contextlib.suppress(OSError):  # started as a group of its own
         os.setpgid(0, 0)
-    adopts = adopt_orphans()
+    adopts = ending.adopt_orphans()
     server: _Server | None = None
     status = 0
     collects = gc.isenabled()
@@ -120,7 +99,7 @@ def serve(
     except BaseException as error:  # noqa: BLE001  # nothing may unwind into the copied session
         reason = str(error) if isinstance(error, FsdpCommError) else traceback.format_exc()
         with contextlib.suppress(OSError):
-            channel.send(ServerFailed(reason=reason))
+            channel.send(messages.ServerFailed(reason=reason))
         status = 1
     finally:
         try:
@@ -128,13 +107,13 @@ def serve(
                 server.kill_all()
         finally:
             # Also where the pytest process was killed and could not.
-            remove_directory(directory)
+            ending.remove_directory(directory)
             os._exit(status)
 
 
 @dataclass(slots=True, kw_only=True)
 class _RankSet:
-    spec: RankSetSpec
+    spec: messages.RankSetSpec
     slots: HeldSlots
     """Held here: if this process is killed, the kernel frees them, as the ranks die with it."""
     pids: dict[int, int] = field(default_factory=dict)
@@ -146,7 +125,7 @@ class _RankSet:
 class _Server:
     def __init__(
         self,
-        channel: Channel[ServerRequest],
+        channel: Channel[messages.ServerRequest],
         run_rank: RunRank,
         ranks_signals: Mapping[int, Any],
         *,
@@ -181,23 +160,23 @@ class _Server:
                 self._handle(request)
 
     def kill_all(self) -> None:
-        self._end_set(within_s=PATIENCE_S)
-        kill_children(self._unended, within_s=self._patience_s())
+        self._end_set(within_s=ending.PATIENCE_S)
+        ending.kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
         """How long to wait for ends once there is no pytest process, or it waits for this one."""
-        return HURRIED_S if os.getppid() == self._parent else PATIENCE_S
+        return ending.HURRIED_S if os.getppid() == self._parent else ending.PATIENCE_S
 
-    def _handle(self, request: ServerRequest) -> None:
+    def _handle(self, request: messages.ServerRequest) -> None:
         match request:
-            case RankSetSpec():
+            case messages.RankSetSpec():
                 # Before any fork: a child closes its copies of the slots.
                 self._set = _RankSet(spec=request, slots=HeldSlots(request.slots))
-            case StartRank():
+            case messages.StartRank():
                 self._start_rank(request.rank)
-            case EndSet():
+            case messages.EndSet():
                 unended = self._end_set(within_s=request.within_s)
-                self._channel.send(SetEnded(unended=unended))
+                self._channel.send(messages.SetEnded(unended=unended))
 
     def _start_rank(self, rank: int) -> None:
         started = self._set
@@ -216,7 +195,7 @@ class _Server:
                 os.close(descriptor)
         started.groups[rank] = started.pids[rank]
         if len(started.groups) == len(started.spec.settings.ranks):
-            self._channel.send(SetStarted(pids=dict(started.groups)))
+            self._channel.send(messages.SetStarted(pids=dict(started.groups)))
 
     def _fork(self, run: Callable[[], NoReturn]) -> int:
         flush_streams()
@@ -230,7 +209,7 @@ class _Server:
 
     def _run_forked(self, run: Callable[[], NoReturn]) -> NoReturn:
         try:
-            end_with_parent(self._pid)
+            ending.end_with_parent(self._pid)
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             for number, handler in self._ranks_signals.items():
@@ -252,27 +231,29 @@ class _Server:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 del pids[rank]
-                self._channel.send(RankExited(rank=rank, status=os.waitstatus_to_exitcode(status)))
+                self._channel.send(
+                    messages.RankExited(rank=rank, status=os.waitstatus_to_exitcode(status))
+                )
 
     def _end_set(self, *, within_s: float) -> dict[int, int]:
         """Kill what the ranks left; return pids still there; see Note [Ending a process tree]."""
         ended, self._set = self._set, None
         if ended is None:
             return {}
-        kill(ended.pids.values())
+        ending.kill(ended.pids.values())
         unended = self._await_ends(ended.pids, within_s)
         if unended or not self._adopts:
             # Of ranks that ended too: what a test started must not outlive it.
-            kill(-group for group in ended.groups.values())
+            ending.kill(-group for group in ended.groups.values())
         self._unended += unended.values()
-        self._unended += kill_children(self._unended, within_s=self._patience_s())
+        self._unended += ending.kill_children(self._unended, within_s=self._patience_s())
         ended.slots.release()
         return unended
 
     def _await_ends(self, pids: Mapping[int, int], within_s: float) -> dict[int, int]:
         began_at = time.monotonic()
         while True:
-            left = {rank: pid for rank, pid in pids.items() if await_end(pid) is None}
+            left = {rank: pid for rank, pid in pids.items() if ending.await_end(pid) is None}
             # Each time: one that is killed closes its files a moment before its children lose it.
             limit_s = self._patience_s() if self._channel.is_hung_up() else within_s
             if not left or time.monotonic() > began_at + min(limit_s, within_s):
@@ -281,7 +262,7 @@ class _Server:
                 self._wakeup.recv(4096)
 
 
-_Reply = TypeVar("_Reply", SetStarted, SetEnded)
+_Reply = TypeVar("_Reply", messages.SetStarted, messages.SetEnded)
 
 # The first answer comes after torch has been loaded, perhaps from a busy file server.
 _PREPARED_WITHIN_S = 300.0
@@ -309,18 +290,20 @@ class RankServer(Protocol):
     def has_died(self) -> bool:
         """Whether it ended on its own."""
 
-    def start_ranks(self, spec: RankSetSpec) -> Mapping[int, tuple[Connection, Connection]]:
+    def start_ranks(
+        self, spec: messages.RankSetSpec
+    ) -> Mapping[int, tuple[Connection, Connection]]:
         """Start ranks; return the connections to each and its watchdog, until `end_ranks`.
 
         An OSError says that the system does not have so many descriptors.
         """
 
     def end_ranks(
-        self, within_s: float, *, running: Collection[int] = (), ending: Collection[int] = ()
+        self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
         """End the rank set, and free its slots; return, by rank, the pids that are left.
 
-        `running` did not finish their test, `ending` have not answered `EndTests`.
+        `running` did not finish their test, `unanswered` have not answered `EndTests`.
         """
 
     def exit_statuses(self) -> Mapping[int, int | str]:
@@ -354,14 +337,14 @@ class ForkServer:
         # The server goes on cleaning up after this process only once that has really ended: the
         # interpreter closes sockets before it ends, but no descriptors.
         self._until_exit = os.dup(ours.fileno())
-        self._channel = Channel(ours, FORK_CLIENT, stalls_s=_ANSWERED_WITHIN_S)
+        self._channel: Channel[messages.ServerReply] = Channel(ours, stalls_s=_ANSWERED_WITHIN_S)
         self.pids: dict[int, int] = {}
         """The process that each rank is, or was; empty before the first rank set."""
         self._exited: dict[int, int] = {}
         self._connections: list[Connection] = []
         self._status: int | None = None
 
-    def start_ranks(self, spec: RankSetSpec) -> dict[int, tuple[Connection, Connection]]:
+    def start_ranks(self, spec: messages.RankSetSpec) -> dict[int, tuple[Connection, Connection]]:
         self._exited.clear()
         self.pids = {}
         self._send(spec)
@@ -370,16 +353,16 @@ class ForkServer:
             try:
                 (ours, theirs), (our_watch, their_watch) = Pipe(), Pipe()
             except OSError:
-                self.end_ranks(PATIENCE_S)  # those that have started
+                self.end_ranks(ending.PATIENCE_S)  # those that have started
                 raise
             connections[rank] = ours, our_watch
             self._connections += connections[rank]
             with theirs, their_watch:
-                self._send(StartRank(rank=rank), theirs, their_watch)
-        self.pids = self._await(SetStarted, _PREPARED_WITHIN_S).pids
+                self._send(messages.StartRank(rank=rank), theirs, their_watch)
+        self.pids = self._await(messages.SetStarted, _PREPARED_WITHIN_S).pids
         return connections
 
-    def _send(self, request: ServerRequest, *ends: Connection) -> None:
+    def _send(self, request: messages.ServerRequest, *ends: Connection) -> None:
         try:
             self._channel.send(request)
             if ends:
@@ -409,19 +392,13 @@ class ForkServer:
             if isinstance(reply, cls):
                 return reply
 
-    def end_ranks(
-        self,
-        within_s: float,
-        *,
-        running: Collection[int] = (),  # noqa: ARG002  # of launched ranks
-        ending: Collection[int] = (),  # noqa: ARG002  # likewise
-    ) -> dict[int, int]:
+    def end_ranks(self, within_s: float, **_: Collection[int]) -> dict[int, int]:
         try:
-            self._send(EndSet(within_s=within_s))
-            return self._await(SetEnded, within_s + _ANSWERED_WITHIN_S).unended
+            self._send(messages.EndSet(within_s=within_s))
+            return self._await(messages.SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:
             # Its ranks died with it (`end_with_parent`), but not what they had forked.
-            kill(-pid for pid in self.pids.values())
+            ending.kill(-pid for pid in self.pids.values())
             return {}
         finally:
             while self._connections:
@@ -438,11 +415,11 @@ class ForkServer:
             raise ServerDiedError
         return self._exited
 
-    def _take(self, replies: Iterable[ServerReply]) -> None:
+    def _take(self, replies: Iterable[messages.ServerReply]) -> None:
         for reply in replies:
-            if isinstance(reply, ServerFailed):
+            if isinstance(reply, messages.ServerFailed):
                 raise ServerDiedError(reply.reason)
-            if isinstance(reply, RankExited):
+            if isinstance(reply, messages.RankExited):
                 self._exited[reply.rank] = reply.status
 
     def fileno(self) -> int:
@@ -450,7 +427,7 @@ class ForkServer:
 
     def kill(self) -> None:
         if not self.has_died:
-            kill([self._pid])
+            ending.kill([self._pid])
 
     @property
     def has_died(self) -> bool:
@@ -464,15 +441,15 @@ class ForkServer:
         self._reap(_CLOSED_WITHIN_S)
         # Before the kill: xdist interrupts a worker 5 s after its session, just about now, if its
         # server still loads torch. Somebody has to be left who removes it.
-        remove_directory(self._directory)
+        ending.remove_directory(self._directory)
         self.kill()
-        self._reap(HURRIED_S)
-        remove_directory(self._directory)  # what its ranks have written meanwhile
+        self._reap(ending.HURRIED_S)
+        ending.remove_directory(self._directory)  # what its ranks have written meanwhile
         return self._status
 
     def _reap(self, within_s: float) -> None:
         if self._status is None:
-            self._status = await_end(self._pid, within_s=within_s)
+            self._status = ending.await_end(self._pid, within_s=within_s)
 
 
 def fork_server(
@@ -489,7 +466,7 @@ def fork_server(
         if pid == 0:
             ours.close()
             serve(
-                Channel(theirs, FORK_SERVER),
+                Channel(theirs),
                 prepare,
                 directory,
                 preloaded=(*PRELOADED, *preloaded),

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started, no_gpu_error, vi
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly, redirect_output
 from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.messages import FORK_SERVER, RankSetSpec
+from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.text.codec import dump_tagged
 
 # Modules whose threads hold no lock that a rank needs: execnet's live in every xdist worker.
@@ -187,7 +187,7 @@ def main(descriptor: str, directory: str, *program: str) -> NoReturn:
     `program` is where pytest was started, then its arguments.
     """
     serve(
-        Channel.inherited(int(descriptor), FORK_SERVER),
+        Channel.inherited(int(descriptor)),
         lambda: partial(_become_rank, program),
         Path(directory),
         preloaded=(),

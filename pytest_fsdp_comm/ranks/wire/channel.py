@@ -7,12 +7,12 @@ import select
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from os import getpid
 from typing import Final, Generic, TypeVar
 
-from pytest_fsdp_comm.ranks.wire.messages import Message
+from pytest_fsdp_comm.ranks.wire.messages import BY_NAME, Message
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 _Received = TypeVar("_Received")
@@ -39,20 +39,13 @@ class Channel(Generic[_Received]):
 
     # Objects never cross: `Connection.send` and `recv` would pickle them.
 
-    def __init__(
-        self,
-        connection: Connection,
-        receives: Mapping[str, type[_Received]],
-        *,
-        stalls_s: float | None = None,
-    ) -> None:
-        """Take over a connection; `receives` are the messages that come, by name.
+    def __init__(self, connection: Connection, *, stalls_s: float | None = None) -> None:
+        """Take over a connection.
 
         Within a message, the other end must read or write on within `stalls_s`; None waits for
         ever. It may stop there while a child of its keeps the connection open.
         """
         self.connection = connection
-        self._receives = receives
         self._pid = getpid()
         self.is_closed = False
         """The other end is gone and everything it sent has been read."""
@@ -63,12 +56,10 @@ class Channel(Generic[_Received]):
                 copy.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     @classmethod
-    def inherited(
-        cls, descriptor: int, receives: Mapping[str, type[_Received]]
-    ) -> Channel[_Received]:
+    def inherited(cls, descriptor: int) -> Channel[_Received]:
         """Use a descriptor; programs that this process starts do not inherit it."""
         os.set_inheritable(descriptor, False)  # noqa: FBT003  # the function takes no keywords
-        return cls(Connection(descriptor), receives)
+        return cls(Connection(descriptor))
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -85,7 +76,7 @@ class Channel(Generic[_Received]):
 
         Raises:
             TimeoutError: None began within the time.
-            CodecError: The message is none that this end receives.
+            CodecError: It is no message.
         """
         if within_s is not None and not self.connection.poll(max(within_s, 0.0)):
             raise TimeoutError
@@ -100,7 +91,8 @@ class Channel(Generic[_Received]):
                 self.is_closed = True
                 return None
             raise
-        return load_tagged(self._receives, data)
+        message: _Received = load_tagged(BY_NAME, data)
+        return message
 
     def receive_available(self) -> Iterator[_Received]:
         """Read messages for as long as more have arrived."""

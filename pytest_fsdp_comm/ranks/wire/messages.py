@@ -228,16 +228,5 @@ class EndSession:
 RankCommand = RunTest | EndTests | Welcome | RankSetSpec | EndSession
 
 
-def _by_name(union: object) -> dict[str, Any]:
-    return {cls.__name__: cls for cls in get_args(union)}
-
-
-# What each end of a channel receives, by name.
-RANK: Final[dict[str, type[RankCommand]]] = _by_name(RankCommand)
-WATCHDOG: Final[dict[str, type[PositionQuestion]]] = {"PositionQuestion": PositionQuestion}
-LAUNCHED: Final[dict[str, type[Joined]]] = {"Joined": Joined}
-SUPERVISOR: Final[dict[str, type[RankMessage]]] = _by_name(RankMessage)
-FORK_CLIENT: Final[dict[str, type[ServerReply]]] = _by_name(ServerReply)
-FORK_SERVER: Final[dict[str, type[ServerRequest]]] = _by_name(ServerRequest)
-
 Message = RankMessage | RankCommand | PositionQuestion | ServerRequest | ServerReply | Joined
+BY_NAME: Final[dict[str, Any]] = {cls.__name__: cls for cls in get_args(Message)}

@@ -73,7 +73,7 @@ def sparing(kill):
         kill([pid for pid in pids if not (HERE / f"spared{{abs(pid)}}").exists()])
     return spare
 
-server.kill = sparing(server.kill)
+server.ending.kill = sparing(server.ending.kill)
 """
 STUCK = """
 import os, pathlib, time

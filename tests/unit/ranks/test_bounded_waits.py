@@ -24,8 +24,8 @@ def channels():
     """A fork client's end, and a fork server's."""
     ours, theirs = Pipe()
     with (
-        contextlib.closing(Channel(ours, messages.FORK_CLIENT)) as our,
-        contextlib.closing(Channel(theirs, messages.FORK_SERVER)) as their,
+        contextlib.closing(Channel(ours)) as our,
+        contextlib.closing(Channel(theirs)) as their,
     ):
         yield our, their
 
@@ -44,7 +44,7 @@ def server(monkeypatch, tmp_path):
     ends, killed = [], []
 
     def start(_, theirs):
-        ends.append(Channel(Connection(os.dup(theirs.fileno())), messages.FORK_SERVER))
+        ends.append(Channel(Connection(os.dup(theirs.fileno()))))
         return 0
 
     monkeypatch.setattr(ForkServer, "kill", lambda _: killed.append(True))
@@ -109,9 +109,7 @@ def test_ranks_of_a_process_that_is_being_killed_have_time_to_end(channels, monk
         _channel=theirs, _wakeup=wakeup, _patience_s=lambda: next(patience, ending.PATIENCE_S)
     )
     gone_at = time.monotonic() + 3 * ending.HURRIED_S
-    monkeypatch.setattr(
-        fork_server, "await_end", lambda _: 0 if time.monotonic() > gone_at else None
-    )
+    monkeypatch.setattr(ending, "await_end", lambda _: 0 if time.monotonic() > gone_at else None)
     assert fork_server._Server._await_ends(server, {0: 10}, ending.PATIENCE_S) == {}
     for end in ends:
         end.close()

@@ -19,8 +19,8 @@ def channels():
     """A rank's end, and its supervisor's."""
     ours, theirs = Pipe()
     with (
-        contextlib.closing(Channel(ours, messages.RANK)) as rank,
-        contextlib.closing(Channel(theirs, messages.SUPERVISOR, stalls_s=0.2)) as supervisor,
+        contextlib.closing(Channel(ours)) as rank,
+        contextlib.closing(Channel(theirs, stalls_s=0.2)) as supervisor,
     ):
         yield rank, supervisor
 

@@ -1,6 +1,6 @@
 """Which tests launched processes must agree on, and how a difference reads."""
 
-from pytest_fsdp_comm.ranks.launched.join import describe_difference, positions
+from pytest_fsdp_comm.ranks.launched import describe_difference, positions
 
 
 def test_the_leaders_order_is_followed():

@@ -33,7 +33,7 @@ class NoServer:
         watchdog, closed = Pipe()
         closed.close()
         self.connections = {1: (ours, watchdog)}
-        self.rank = Channel(theirs, messages.RANK)
+        self.rank = Channel(theirs)
 
     def fileno(self):
         return NEVER_READABLE

@@ -17,6 +17,7 @@ import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final, NoReturn
 
@@ -30,32 +31,11 @@ from pytest_fsdp_comm.ranks.rank.main import RankTemplate, save_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import connect_store
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly, run_exit_functions, run_finalizers
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
-from pytest_fsdp_comm.ranks.start.ending import (
-    HURRIED_S,
-    PATIENCE_S,
-    adopt_orphans,
-    await_end,
-    end_with_parent,
-    kill,
-    kill_children,
-    remove_directory,
-)
+from pytest_fsdp_comm.ranks.start import ending
 from pytest_fsdp_comm.ranks.start.fork_server import ServerDiedError
 from pytest_fsdp_comm.ranks.start.spawn import arguments_of, reason_to_spawn
+from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
-from pytest_fsdp_comm.ranks.wire.messages import (
-    LAUNCHED,
-    RANK,
-    SUPERVISOR,
-    WATCHDOG,
-    EndSession,
-    Joined,
-    RankCommand,
-    RankMessage,
-    RankSetSpec,
-    TestsEnded,
-    Welcome,
-)
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
 
@@ -99,14 +79,15 @@ def join_session(
             size = item.stash[SETTINGS].world_size
             reason = f"needs {size} ranks, {launched.launcher} started {launched.world_size}"
             item.add_marker(pytest.mark.skip(reason=reason))
+    become = partial(become_rank, session, launched, tests, extensions)
     if not launched.is_leader:
-        become_rank(session, launched, tests, extensions)
+        become()
     simulated = None
     if any(map(_is_simulated, session.items)):
         simulated = RankRunner(session, extensions, preloaded=preloaded)
         session.config.add_cleanup(simulated.close)
         simulated.start()  # before anything here that a fork does not survive
-    own_rank = _start_own_rank(session, launched, tests, extensions)
+    own_rank = _start_own_rank(session.config, become)
     ranks = LaunchedRanks(session, launched, own_rank)
     runner = RankRunner(session, extensions, launched=ranks)
     session.config.add_cleanup(runner.close)
@@ -122,21 +103,16 @@ def join_session(
     return choose
 
 
-def _start_own_rank(
-    session: pytest.Session,
-    launched: LaunchedRank,
-    tests: Sequence[str],
-    extensions: Sequence[RankExtension[Any]],
-) -> int:
+def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> int:
     """Start the child of this process that is rank 0; return its process id."""
-    if reason_to_spawn(session.config.stash[OPTIONS].start):
-        arguments, environment = arguments_of(session.config)
+    if reason_to_spawn(config.stash[OPTIONS].start):
+        arguments, environment = arguments_of(config)
         environment = {**environment, OWN_RANK_VARIABLE: "1"}
         environment.pop(INSIDE_VARIABLE)
         process = subprocess.Popen(  # noqa: S603  # pytest itself
             [sys.executable, "-m", "pytest", *arguments],
             stdin=subprocess.DEVNULL,
-            cwd=session.config.invocation_params.dir,
+            cwd=config.invocation_params.dir,
             env=environment,
         )
         process.returncode = 0  # it is waited for by its id, as if it had been forked
@@ -144,8 +120,8 @@ def _start_own_rank(
     parent = os.getpid()
     pid = fork_quietly()
     if pid == 0:
-        end_with_parent(parent)
-        become_rank(session, launched, tests, extensions)
+        ending.end_with_parent(parent)
+        become()
     return pid
 
 
@@ -206,7 +182,7 @@ def become_rank(
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         stderr = os.dup(2)
     try:
-        adopt_orphans()
+        ending.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0's process ends this one
         _run(session, launched, tests, extensions)
         status = 0
@@ -217,7 +193,7 @@ def become_rank(
     finally:
         with suppress(BaseException):
             save_coverage()
-            kill_children([], within_s=HURRIED_S)  # what tests have left
+            ending.kill_children([], within_s=ending.HURRIED_S)  # what tests have left
         os._exit(status)
 
 
@@ -228,8 +204,8 @@ def _run(
     extensions: Sequence[RankExtension[Any]],
 ) -> None:
     channel, watchdog_channel = _join(session, launched, tests)
-    command: RankCommand | None = channel.receive()
-    if isinstance(command, Welcome):
+    command: messages.RankCommand | None = channel.receive()
+    if isinstance(command, messages.Welcome):
         items = session.items
         items[:] = [items[place] for place in command.order]
         if command.randomly_seed is not None:
@@ -240,21 +216,21 @@ def _run(
         gc.freeze()
         watchdog = Watchdog(watchdog_channel, ends_process=True)
         command, spec = channel.receive(), None
-        while isinstance(command, RankSetSpec):
+        while isinstance(command, messages.RankSetSpec):
             spec = command
             spec.directory.mkdir(parents=True, exist_ok=True)  # on another machine
             command = template.run_set(spec, launched.rank, channel, watchdog, launched)
         run_exit_functions()
         run_finalizers()
         if spec is not None:
-            remove_directory(spec.directory.parent)  # likewise
-    if not isinstance(command, EndSession):
+            ending.remove_directory(spec.directory.parent)  # likewise
+    if not isinstance(command, messages.EndSession):
         raise _EndedError("rank 0's process is gone, or has ended this one")
 
 
 def _join(
     session: pytest.Session, launched: LaunchedRank, tests: Sequence[str]
-) -> tuple[Channel[RankCommand], Channel[Any]]:
+) -> tuple[Channel[messages.RankCommand], Channel[Any]]:
     try:
         store = connect_store(launched, timeout_s=_MEET_TIMEOUT_S)
         port, token = json.loads(store.get(_ADDRESS))
@@ -270,8 +246,8 @@ def _join(
     for connected in sockets:
         connected.settimeout(None)
         keep_alive(connected)
-    channel = Channel(Connection(sockets[0].detach()), RANK)
-    watchdog = Channel(Connection(sockets[1].detach()), WATCHDOG)
+    channel: Channel[messages.RankCommand] = Channel(Connection(sockets[0].detach()))
+    watchdog: Channel[Any] = Channel(Connection(sockets[1].detach()))
     problem = ""
     if session.testsfailed:
         problem = (
@@ -279,9 +255,11 @@ def _join(
             "--collect-only` there to see them"
         )
     host = socket.gethostname()
-    joined = Joined(token=token, rank=launched.rank, host=host, tests=tuple(tests), problem=problem)
+    joined = messages.Joined(
+        token=token, rank=launched.rank, host=host, tests=tuple(tests), problem=problem
+    )
     channel.send(joined)
-    watchdog.send(Joined(token=token, rank=launched.rank, host=host, tests=None))
+    watchdog.send(messages.Joined(token=token, rank=launched.rank, host=host, tests=None))
     return channel, watchdog
 
 
@@ -298,7 +276,7 @@ class LaunchedRanks:
         self.has_died = False
         self._store: Any = None
         self._hosts: dict[int, str] = {}
-        self._channels: dict[int, Channel[RankMessage]] = {}
+        self._channels: dict[int, Channel[messages.RankMessage]] = {}
         self._connections: dict[int, tuple[Connection, Connection]] = {}
         self._exited: dict[int, int | str] = {}
         self._silence = Pipe()  # never readable: the ends of ranks are read from their connections
@@ -335,16 +313,16 @@ class LaunchedRanks:
         seed = config.getoption("randomly_seed") if has_seed else None
         for rank, order in orders.items():
             with contextlib.suppress(OSError):  # it is gone, which the first test will show
-                welcome = Welcome(order=tuple(order or ()), randomly_seed=seed)
+                welcome = messages.Welcome(order=tuple(order or ()), randomly_seed=seed)
                 self._channels[rank].send(welcome)
         where = name_equal({rank: f"on {host}" for rank, host in self._hosts.items()})
         self._write_line(f"fsdp-comm: {'; '.join(where)}")
 
-    def _await_all(self) -> dict[int, Joined]:
+    def _await_all(self) -> dict[int, messages.Joined]:
         launched = self._launched
         token = secrets.token_hex(16)
         # By rank, and whether it is the connection of its watchdog.
-        joined: dict[tuple[int, bool], tuple[Connection, Joined]] = {}
+        joined: dict[tuple[int, bool], tuple[Connection, messages.Joined]] = {}
         began_at = time.monotonic()
         has_explained = False
         is_dual = socket.has_dualstack_ipv6()
@@ -381,7 +359,7 @@ class LaunchedRanks:
             for rank in range(launched.world_size)
         }
         for rank, (connection, _) in self._connections.items():
-            self._channels[rank] = Channel(connection, SUPERVISOR)
+            self._channels[rank] = Channel(connection)
         found = {rank: joined[rank, False][1] for rank in self._connections}
         self._hosts = {rank: one.host for rank, one in found.items()}
         return found
@@ -390,18 +368,18 @@ class LaunchedRanks:
         self,
         accepted: socket.socket,
         token: str,
-        joined: dict[tuple[int, bool], tuple[Connection, Joined]],
+        joined: dict[tuple[int, bool], tuple[Connection, messages.Joined]],
     ) -> None:
         keep_alive(accepted)
         connection = Connection(accepted.detach())
-        first: Joined | None = None
+        first: messages.Message | None = None
         with contextlib.suppress(OSError, CodecError):
-            channel = Channel(connection, LAUNCHED, stalls_s=_JOINS_WITHIN_S)
+            channel: Channel[messages.Message] = Channel(connection, stalls_s=_JOINS_WITHIN_S)
             first = channel.receive(within_s=_JOINS_WITHIN_S)
-        if first is None or not hmac.compare_digest(first.token, token):
-            connection.close()
-        else:
+        if isinstance(first, messages.Joined) and hmac.compare_digest(first.token, token):
             joined[first.rank, first.tests is None] = connection, first
+        else:
+            connection.close()
 
     def _write_line(self, text: str) -> None:
         reporter: Any = self._session.config.pluginmanager.get_plugin("terminalreporter")
@@ -409,7 +387,9 @@ class LaunchedRanks:
             reporter.write_line(text)
             reporter.flush()
 
-    def start_ranks(self, spec: RankSetSpec) -> Mapping[int, tuple[Connection, Connection]]:
+    def start_ranks(
+        self, spec: messages.RankSetSpec
+    ) -> Mapping[int, tuple[Connection, Connection]]:
         if self.has_died:
             raise ServerDiedError
         for channel in self._channels.values():
@@ -418,14 +398,14 @@ class LaunchedRanks:
         return self._connections
 
     def end_ranks(
-        self, within_s: float, *, running: Collection[int] = (), ending: Collection[int] = ()
+        self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
         """End the session's ranks, if not all have finished their test."""
         lost = {*running}
-        for rank in () if lost else ending:
+        for rank in () if lost else unanswered:
             with contextlib.suppress(OSError, CodecError):
                 while message := self._channels[rank].receive(within_s=_ENDS_TESTS_WITHIN_S):
-                    if isinstance(message, TestsEnded):
+                    if isinstance(message, messages.TestsEnded):
                         break
                 else:
                     lost.add(rank)
@@ -443,28 +423,30 @@ class LaunchedRanks:
         able = [channel for rank, channel in self._channels.items() if rank not in stuck]
         for channel in able:
             with contextlib.suppress(OSError):
-                channel.send(EndSession())
+                channel.send(messages.EndSession())
         # A launcher that sees this process fail would end them amid what they do at their end.
         while not all(channel.is_hung_up() for channel in able) and time.monotonic() < until:
             time.sleep(_PAUSE_S)
         own, self.pids = self.pids, {}
-        if 0 in stuck:
-            kill(own.values())
-        left = {rank: pid for rank, pid in own.items() if await_end(pid, within_s=within_s) is None}
-        kill(left.values())
-        left = {
-            rank: pid for rank, pid in left.items() if await_end(pid, within_s=within_s) is None
-        }
+        ending.kill(own.values() if 0 in stuck else ())
+        for _ in range(2):
+            ends = {rank: ending.await_end(pid, within_s=within_s) for rank, pid in own.items()}
+            own = {rank: pid for rank, pid in own.items() if ends[rank] is None}
+            ending.kill(own.values())
         for pair in self._connections.values():
             for connection in pair:
                 connection.close()  # which ends a rank that is stuck
         self._connections, self._channels = {}, {}
-        return left
+        return own
 
     def exit_statuses(self) -> dict[int, int | str]:
         for rank, channel in self._channels.items():
             if rank not in self._exited and channel.is_hung_up():
-                status = await_end(self.pids[rank], within_s=_POLL_S) if rank in self.pids else None
+                status = (
+                    ending.await_end(self.pids[rank], within_s=_POLL_S)
+                    if rank in self.pids
+                    else None
+                )
                 self._exited[rank] = (
                     f"was lost on {self._hosts[rank]}: its process has ended (killed, perhaps for "
                     "memory, or crashed), or its machine or network failed"
@@ -483,7 +465,7 @@ class LaunchedRanks:
         return self._silence[0].fileno()
 
     def close(self) -> None:
-        self._end_all(PATIENCE_S / 2)
+        self._end_all(ending.PATIENCE_S / 2)
 
 
 _USUAL_REASONS = (
