@@ -140,7 +140,9 @@ def _read_settings(start: Path) -> Any:
 
     plugin = _ReadSettings()
     directory = next(one for one in (start, *start.parents) if one.is_dir())
-    pytest.main(["-p", "fsdp_comm", str(directory)], plugins=[plugin])
+    # Neither the project's code nor other plugins' options are needed for that.
+    quietly = ("--noconftest", "-o", "addopts=")
+    pytest.main(["-p", "fsdp_comm", *quietly, str(directory)], plugins=[plugin])
     if plugin.config is None:
         raise FsdpCommError(f"pytest cannot read its settings for {directory}, as it says above")
     return plugin.config

@@ -107,13 +107,24 @@ def test_accept_prints_no_control_characters(artifacts, write, fsdp_comm):
 
 def test_accept_takes_the_directory_of_the_settings(artifacts, write, fsdp_comm):
     (artifacts / "snapshots").rename(artifacts / "reviewed")
-    write("pytest.ini", "[pytest]\nfsdp_comm_snapshot_dir = reviewed\n")
+    # Neither a plugin that is missing nor the project's own code keeps pytest from its settings.
+    write("pytest.ini", "[pytest]\naddopts = --nope\nfsdp_comm_snapshot_dir = reviewed\n")
+    write("conftest.py", "raise RuntimeError\n")
     assert fsdp_comm("accept", "ci").status == 0
     assert (artifacts / "reviewed" / COMM).read_text() == NEW
     # As from a directory above the project.
     write("pytest.ini", "[pytest]\n")
     assert "there is no directory snapshots" in fsdp_comm("accept", "ci").err
     assert not (artifacts / "snapshots").exists()
+
+
+def test_accept_names_settings_that_pytest_cannot_read(artifacts, write, fsdp_comm):
+    write("pytest.ini", "[pytest\n")
+    done = fsdp_comm("accept", "ci")
+    assert done.status == 2
+    assert f"pytest cannot read its settings for {artifacts}, as it says above" in done.err
+    assert "pytest.ini:1: " in done.err
+    assert files(artifacts)[COMM] == OLD
 
 
 def test_accept_without_artifacts_is_an_error(project, fsdp_comm):
