@@ -297,7 +297,7 @@ def _kind_of(recorded: Calls, compared: Calls) -> Calls:
     """What recorded calls are, in all that is compared but when they are issued."""
     changes = {**UNTIMED, "count": 0}
     if compared.is_unsized:
-        changes |= {"nbytes": 0, "is_unsized": True, "is_unknown": False}
+        changes |= {"nbytes": 0, "is_unsized": True}
     return replace(recorded, **changes)
 
 
