@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, SupportsIndex
 
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, ROOT_FQN, Collective, Phase
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, fold_fqns, matcher
-from pytest_fsdp_comm.text.words import closest, did_you_mean
+from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns, matcher
 
 # Note [Names that nothing has]: a name that no collective can have is an error and not a count of
 # 0: a guard such as `counts(owner="layer.0") == 0` would hold for ever. So a block keeps all names
@@ -27,9 +26,8 @@ _ELSEWHERE: Final = {
 class Names:
     """What one rank's recording can be asked for."""
 
-    modules: Mapping[str, Mapping[str, str]]
-    """FQN of each module -> attribute -> FQN of the child. A shared module has several ways to it,
-    one of which gives the FQN; the segments of wrappers lead from an FQN to itself."""
+    modules: Mapping[str, str]
+    """Name of each module with the segments of wrappers -> its FQN."""
     owners: frozenset[str]
     """FQNs of all modules and units, and of whatever else owns a collective."""
     axes: frozenset[str]
@@ -57,16 +55,8 @@ class Names:
         return replace(self, axes=frozenset(axes), renamed=renamed)
 
     def fqn(self, name: str) -> str | None:
-        """The FQN of an owner that a user names, by whichever way; None if there is none."""
-        if name in self.owners:
-            return name
-        at = ROOT_FQN
-        for segment in name.split("."):
-            child = self.modules.get(at, {}).get(segment)
-            if child is None:
-                return None
-            at = child
-        return at
+        """The FQN of a module that a user names; None if there is none."""
+        return name if name in self.owners else self.modules.get(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +138,7 @@ def _check(what: str, asked: str | None, allowed: Sequence[str]) -> None:
         )
     raise RecordingError(
         f"there is no {what} {asked!r}; expected one of {_listed(allowed)}"
-        f"{_ELSEWHERE.get(asked) or did_you_mean(closest(asked, allowed))}"
+        f"{_ELSEWHERE.get(asked, '')}"
     )
 
 
@@ -180,23 +170,13 @@ def _no_owner(asked: str, names: Names) -> str:
     is_pattern = any(mark in asked for mark in "{*")
     missing = f"no module matches {asked!r}" if is_pattern else f"there is no module {asked!r}"
     patterns = fold_fqns(names.owners)
-    close = _close_owner(asked, patterns if is_pattern else sorted(names.owners))
-    meant = did_you_mean(escape(close) if close and not is_pattern else close)
     listed = ", ".join(part for part in (_listed(patterns), NO_MODULE) if part)
     if names.has_model:
-        return f"{missing} in the model that comm_mode was given; expected one of {listed}{meant}"
+        return f"{missing} in the model that comm_mode was given; expected one of {listed}"
     return (
         f"{missing} among those that ran, and a bare `with comm_mode:` knows no others; use "
-        f"`with comm_mode(model):`, or one of {listed}{meant}"
+        f"`with comm_mode(model):`, or one of {listed}"
     )
-
-
-def _close_owner(asked: str, known: Sequence[str]) -> str:
-    """The likeliest module: first one whose name lacks outer modules, or has too many of them."""
-    for name in known:
-        if name and (name.endswith(f".{asked}") or asked.endswith(f".{name}")):
-            return name
-    return closest(asked, known)
 
 
 def _listed(known: Sequence[str]) -> str:

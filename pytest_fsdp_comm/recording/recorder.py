@@ -322,7 +322,7 @@ class Recorder:
         owners = {names.modules.joined(tuple(unit.modules)) for unit in units}
         owners |= {event.owner for event in recorded}
         return Names(
-            modules=names.modules.children(),
+            modules=names.modules.by_path,
             owners=frozenset(names.modules.by_id.values()).union(
                 name for name in owners if name is not None
             ),

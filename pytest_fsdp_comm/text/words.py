@@ -1,11 +1,10 @@
-"""Words of messages: counts, bytes, cut lines, paths, and what a misspelt name probably meant."""
+"""Words of messages: counts, bytes, cut lines and paths."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -62,18 +61,6 @@ def shell_word(text: str) -> str:
         for character in text
     )
     return f"$'{''.join(written)}'"
-
-
-def closest(asked: str, known: Iterable[str]) -> str:
-    """The known name that is most like another one; empty if none is."""
-    import difflib  # noqa: PLC0415  # needed only on the way to an error
-
-    return str(next(iter(difflib.get_close_matches(asked, known, n=1)), ""))  # an enum has a repr
-
-
-def did_you_mean(meant: str) -> str:
-    """The end of an error about a name; empty if nothing is like it."""
-    return f"; did you mean {meant!r}?" if meant else ""
 
 
 def itemsize(dtype: str) -> int:

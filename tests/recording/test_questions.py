@@ -32,11 +32,11 @@ IN_MODEL = "in the model that comm_mode was given"
 MISTAKES = {
     "a kind": (
         {"kind": "all_gathr"},
-        f"there is no kind 'all_gathr'; {KINDS}; did you mean 'all_gather'?",
+        f"there is no kind 'all_gathr'; {KINDS}",
     ),
     "a kind of torch": (
         {"kind": "_allgather_base_"},
-        f"there is no kind '_allgather_base_'; {KINDS}; did you mean 'all_gather'?",
+        f"there is no kind '_allgather_base_'; {KINDS}",
     ),
     "a kind that is known under its name": (
         {"kind": "unknown:allreduce_"},
@@ -59,32 +59,19 @@ MISTAKES = {
     "a phase": (
         {"phase": "backwards"},
         "there is no phase 'backwards'; expected one of forward, backward, recompute, optimizer, "
-        "outside; did you mean 'backward'?",
+        "outside",
     ),
     "an axis": (
         {"axis": "dpp"},
-        "there is no axis 'dpp'; expected one of dp, tp, world; did you mean 'dp'?",
+        "there is no axis 'dpp'; expected one of dp, tp, world",
     ),
     "an owner": (
         {"owner": "layer.0"},
-        f"there is no module 'layer.0' {IN_MODEL}; {MODULES}; did you mean 'layers.0'?",
-    ),
-    "an owner as seen from further out": (
-        {"owner": "model.layers.1"},
-        f"there is no module 'model.layers.1' {IN_MODEL}; {MODULES}; did you mean 'layers.1'?",
-    ),
-    "an owner as seen from further in": (
-        {"owner": "up"},
-        f"there is no module 'up' {IN_MODEL}; {MODULES}; did you mean 'layers.0.up'?",
-    ),
-    "a layer too many": (
-        {"owner": "layers.2"},
-        f"there is no module 'layers.2' {IN_MODEL}; {MODULES}; did you mean 'layers.1'?",
+        f"there is no module 'layer.0' {IN_MODEL}; {MODULES}",
     ),
     "a pattern": (
         {"owner": "layer.{0..3}"},
-        f"no module matches 'layer.{{0..3}}' {IN_MODEL}; {MODULES}; did you mean "
-        "'layers.{0..1}'?",
+        f"no module matches 'layer.{{0..3}}' {IN_MODEL}; {MODULES}",
     ),
     "a pattern of one segment": (
         {"owner": "layers.*.*.*"},
@@ -155,7 +142,7 @@ def test_patterns_of_snapshots_are_owners(recorded):
 
 @fake
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in dynamo
-def test_wrappers_change_no_name_and_every_way_to_a_module_leads_to_it(comm_mode, device_mesh):
+def test_wrappers_in_a_name_change_no_answer(comm_mode, device_mesh):
     model = Model()
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     model.layers[1] = torch.compile(model.layers[1], backend="eager")
@@ -166,21 +153,10 @@ def test_wrappers_change_no_name_and_every_way_to_a_module_leads_to_it(comm_mode
     assert per_layer == comm_mode.counts(owner="layers.1") == 3
     assert comm_mode.counts(owner="layers.0._checkpoint_wrapped_module") == per_layer
     assert {name for name, _ in model.named_modules()} > {"layers.1._orig_mod.up"}
-    for name, _ in model.named_modules(remove_duplicate=False):
+    for name, _ in model.named_modules():
         assert comm_mode.counts(owner=name) >= 0
     with pytest.raises(RecordingError, match=r"there is no module 'layers\._orig_mod\.2'"):
         comm_mode.counts(owner="layers._orig_mod.2")
-
-
-@fake
-def test_a_module_is_found_by_each_of_its_names(comm_mode, device_mesh):
-    model = Model()
-    model.tied = model.layers[1]
-    shard(model, device_mesh())
-    with comm_mode(model):
-        step(model)
-    assert comm_mode.counts(owner="tied") == comm_mode.counts(owner="layers.1") == 3
-    assert comm_mode.counts(owner="tied.up") == 0
 
 
 @fake

@@ -57,40 +57,26 @@ class ModuleNames:
         # Not by the class of the root, which must not be part of a snapshot.
         self.by_id: dict[int, str] = {}
         """The name of each module."""
-        self._further: list[str] = []
+        self.by_path: dict[str, str] = {}
+        """The name of each by its name with wrappers."""
         self.modules: list[nn.Module] = []
         """All of them, each once below each root: to list them takes long."""
         self.paths: list[tuple[str, str]] = []
         """Of each, the class of that root, and its name there, wrappers included."""
         for number, root in enumerate(roots, start=1):
             prefix = "" if number == 1 or are_parts else f"@{number}"
-            if prefix:
-                self._further.append(prefix)
             named, kind = [*root.named_modules()], type(root).__name__
-            fqns = _without_wrappers(named)
+            fqns, paths = _without_wrappers(named), [path for path, _ in named]
+            self.paths += [(kind, path) for path in paths]
             if prefix:
-                fqns = [f"{prefix}.{fqn}" if fqn else prefix for fqn in fqns]
+                fqns, paths = (
+                    [f"{prefix}.{fqn}" if fqn else prefix for fqn in some] for some in (fqns, paths)
+                )
             ids = [id(module) for _, module in named]
             # A module below two roots keeps the first name.
             self.by_id = {**dict(zip(ids, fqns, strict=True)), **self.by_id}
             self.modules += [module for _, module in named]
-            self.paths += [(kind, path) for path, _ in named]
-
-    def children(self) -> dict[str, dict[str, str]]:
-        """The ways to the modules: FQN -> attribute -> FQN of the child."""
-        ways: dict[str, dict[str, str]] = {}
-        if self._further:
-            ways[""] = {name: name for name in self._further}
-        by_id = self.by_id
-        for module in self.modules:
-            # Also the second name of a shared module, which named_children() leaves out.
-            children = module._modules
-            if children:
-                known = {
-                    name: by_id[id(child)] for name, child in children.items() if id(child) in by_id
-                }
-                ways.setdefault(by_id[id(module)], {}).update(known)
-        return ways
+            self.by_path |= zip(paths, map(self.by_id.__getitem__, ids), strict=True)
 
     def fqn(self, module: nn.Module | None) -> str | None:
         """The module's name; None for no module, or one that is below no root."""

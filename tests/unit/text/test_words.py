@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_comm.text.words import closest, did_you_mean, shell_word, show_path
+from pytest_fsdp_comm.text.words import shell_word, show_path
 
 
 def test_a_path_is_relative_to_what_it_lies_below(tmp_path, monkeypatch):
@@ -42,8 +42,3 @@ def test_a_word_of_a_command_is_printable_and_means_the_same(text):
     assert bash
     meant = subprocess.run([bash, "-c", f"printf %s {word}"], capture_output=True, check=True)
     assert meant.stdout == os.fsencode(text)
-
-
-def test_closest_names_the_likely_name_if_any():
-    assert did_you_mean(closest("widht", ["height", "width"])) == "; did you mean 'width'?"
-    assert did_you_mean(closest("zzz", ["width"])) == ""
