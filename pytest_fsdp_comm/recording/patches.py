@@ -37,9 +37,8 @@ from pytest_fsdp_comm.recording.value_dependence import shows_values
 Attribute = tuple[Any, str, Any]
 """The holder of an attribute, its name and its replacement."""
 
-_OPTIONS: Final = slice(2, 4)
-"""The arguments of a call of the engine, after the outputs, that say if it makes a graph, and what
-it computes the gradients of."""
+_INPUTS: Final = slice(3, 4)
+"""The argument of a call of the engine, after the outputs, of what it computes the gradients."""
 _lock = threading.RLock()
 _num_users = 0
 _patches: list[_Patch] = []
@@ -191,17 +190,11 @@ def _engine(original: Any) -> Any:
     def engine(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         recorders = entered()
-        makes_nodes, inputs = (*args[_OPTIONS], False, ())[:2]
+        inputs = (*args[_INPUTS], ())[0]
         adds = kwargs.get("accumulate_grad", True)
         depths = [(one, one.enter_engine(outputs, inputs or (), adds=adds)) for one in recorders]
         try:
-            if not makes_nodes:
-                # Without a stack of contexts, whose frames the compiler would look at.
-                return original(outputs, *args, **kwargs)
-            with contextlib.ExitStack() as modes:
-                for recorder in recorders:
-                    modes.enter_context(_Noting(recorder.backward.note_nodes))
-                return original(outputs, *args, **kwargs)
+            return original(outputs, *args, **kwargs)
         finally:
             for recorder, depth in depths:
                 recorder.backward.leave(depth)
@@ -211,25 +204,11 @@ def _engine(original: Any) -> Any:
     return engine
 
 
-class _Noting(kernels.Mode):
-    """Note nodes at each operation of a backward that makes some: no border lies between them."""
-
-    def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._note = note
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._note()
-        return func(*args, **(kwargs or {}))
-
-
 def _pre_forward(original: Any) -> Any:
     def pre_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         for recorder in entered():
-            recorder.enter_method(module)
+            recorder.enter_module(module)
         return original(state, module, *args, **kwargs)
 
     return pre_forward

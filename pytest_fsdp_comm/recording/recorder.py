@@ -341,12 +341,6 @@ class Recorder:
             self._note_acting((module,), self.backward.outermost)
         return depth
 
-    def enter_method(self, module: nn.Module) -> None:
-        """A method other than forward runs from now on that is an entry of a unit."""
-        self.backward.enter_method(module)
-        if self.idle or self.lacks_root:
-            self._note_acting((module,), self.backward.outermost)
-
     def enter_engine(self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool) -> int:
         """The engine runs from now on, and adds to gradients or not; returns as `enter_module`."""
         if adds:

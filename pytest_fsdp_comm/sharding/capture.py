@@ -75,26 +75,10 @@ def capture_tree(
 
 def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
     """List FSDP1's wrappers and FSDP2's states below `model`, each once."""
-    # Subtrees under ``replicate`` are left out, as torch.distributed.fsdp._traversal_utils does for
-    # FSDP1 alone.
     visit = visit_modules(model)
     found = [(visit.index_of[id(module)], state) for module, state in fsdp2_states(visit)]
     found += fsdp1_states(visit)
-    # The registry of composable APIs, which names what was applied to a module (same in torch
-    # 2.7, 2.13 and 2.15); torch's own traversal reads it too.
-    from torch.distributed._composable.contract import (  # noqa: PLC0415  # needed here only
-        _get_registry,
-    )
-
-    barred = {
-        index for index, module in visit.layers() if "replicate" in (_get_registry(module) or ())
-    }
-    found.sort(key=lambda entry: entry[0])
-    return tuple(
-        state
-        for index, state in found
-        if index not in barred and not any(above in barred for above in visit.ancestors(index))
-    )
+    return tuple(state for _, state in sorted(found, key=lambda entry: entry[0]))
 
 
 def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:

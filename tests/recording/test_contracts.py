@@ -113,11 +113,6 @@ def test_a_redistribution_shows_the_tensor_that_it_was_asked_for():
     assert code.co_varnames[:2] == ("ctx", "input")
 
 
-def test_torchs_loader_has_the_locals_that_are_read():
-    code = stack.code_of("torch.distributed._state_dict_utils", "_broadcast_tensors")
-    assert {"keys", "local_state"} <= set(code.co_varnames)
-
-
 def test_nodes_that_pass_on_a_gradient_have_the_names_that_are_looked_for():
     parameter = nn.Parameter(torch.ones(2, 2))
     made = parameter.to(torch.bfloat16).clone().view(4, 1).t().transpose(0, 1)

@@ -447,12 +447,26 @@ class Reduces(nn.Linear):
 
 
 @gloo_and_fake(2)
-def test_a_double_backward_has_the_owners_of_the_first(comm_mode):
+def test_double_backward_has_owners_of_its_forward(comm_mode):
     model = nn.Sequential(*(Reduces(WIDTH, WIDTH) for _ in range(2)))
     x = torch.ones(2, WIDTH, requires_grad=True)
     with comm_mode(model):
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         assert owners(comm_mode) == [("backward", "1"), ("backward", "0")]
         gradient.square().sum().backward()
-    # Backward of the first backward, from its end to its begin, then of the forward.
-    assert owners(comm_mode)[2:] == [("backward", name) for name in ("0", "1", "1", "0")]
+    # Backward of the first backward, which no module called, then of the forward.
+    assert owners(comm_mode)[2:] == [("backward", name) for name in (None, None, "1", "0")]
+
+
+class Slope(nn.Module):
+    def forward(self, x):
+        return torch.autograd.grad(Reduced.apply(x).square().sum(), x, create_graph=True)[0]
+
+
+@gloo_and_fake(2)
+def test_backward_in_a_forward_is_its_modules(comm_mode):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Slope())
+    with comm_mode(model):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    assert {owner for _, owner in owners(comm_mode)} == {"1"}
+    assert len(comm_mode.events) > 1

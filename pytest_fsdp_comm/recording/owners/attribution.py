@@ -74,9 +74,9 @@ class Attribution:
 # the numbers at its borders, less those at the borders of the modules that it calls: at each border
 # the nodes since the last one are noted as those of what has run until then. That also holds for a
 # node made in a forward pre-hook, before the module's first own operation, and for one of an
-# autograd.Function, whose forward runs without grad mode. A node made in backward
-# (create_graph=True) belongs to the module of the node whose backward made it, and the node that
-# adds a gradient, which no forward made, to the module of its parameter.
+# autograd.Function, whose forward runs without grad mode. The node that adds a gradient, which no
+# forward made, belongs to the module of its parameter. A node that a backward made
+# (create_graph=True) belongs to the module that called this backward, if any did.
 # A graph may run backward in a later block than the one that made it, so the notes live as long as
 # their comm_mode, and hold modules weakly. What made a node between two blocks is not known. Each
 # thread numbers its nodes from 0.
@@ -102,8 +102,6 @@ class BackwardMap:
         self._registering: dict[int, nn.Module | None] = {}
         # What is under way, outermost first: modules, and None for the engine.
         self._running: list[nn.Module | None] = []
-        # The depths of methods other than forward, of which torch says nothing if they fail.
-        self._methods: list[int] = []
         self._thread = 0
         self._end = 0  # the number after that of the last node whose maker is known
         # Of each run of nodes of one maker, the number after its last node, and the maker.
@@ -118,7 +116,7 @@ class BackwardMap:
             self._thread = thread
             self._ends.clear()
             self._makers.clear()
-        self._running, self._methods = running(), []
+        self._running = running()
         self._end = self._next_number()
         self._ends.append(self._end)
         self._makers.append(Maker.UNSEEN)
@@ -129,7 +127,6 @@ class BackwardMap:
     @property
     def innermost(self) -> nn.Module | None:
         """The module that runs; in backward only one that a recomputation runs. None if none."""
-        self.leave_failed_methods()
         return self._running[-1] if self._running else None
 
     @property
@@ -143,7 +140,6 @@ class BackwardMap:
 
     def enter(self, entered: nn.Module | None) -> int:
         """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
-        self.leave_failed_methods()
         self.note_nodes()
         depth = len(self._running)
         if not is_graph(entered):
@@ -155,36 +151,19 @@ class BackwardMap:
         """Note that what was entered then has returned or failed, and all that it entered."""
         self.note_nodes()
         del self._running[depth:]
-        while self._methods and self._methods[-1] >= depth:
-            self._methods.pop()
-
-    def enter_method(self, module: nn.Module) -> None:
-        """As `enter`, of a method other than forward that is an entry of a unit."""
-        self._methods.append(self.enter(module))
 
     def leave_method(self, module: nn.Module) -> None:
-        """As `leave`, of a method that was entered last, and is no longer where its call failed."""
+        """As `leave`, of a method other than forward that is an entry of a unit."""
         if self.innermost is module:
             self.leave(len(self._running) - 1)
-
-    def leave_failed_methods(self) -> None:
-        """As `leave`, of methods that are the last to have been entered, and run no longer."""
-        while self._methods and self._methods[-1] == len(self._running) - 1:
-            if any(module is self._running[-1] for module in running()):
-                return
-            del self._running[self._methods.pop() :]
 
     def note_nodes(self) -> None:
         """Note the nodes that were made since this was last called, as those of what runs."""
         number = self._next_number()
         if number <= self._end:
             return
-        self.leave_failed_methods()
-        maker: nn.Module | Maker | None = self._running[-1] if self._running else None
-        if maker is None:
-            is_backward = self.is_in_backward()
-            maker = self.maker_of_current_node()[0] if is_backward else Maker.NO_MODULE
-        held = maker if isinstance(maker, Maker) else weakref.ref(maker)
+        maker = next((one for one in reversed(self._running) if one is not None), None)
+        held = Maker.NO_MODULE if maker is None else weakref.ref(maker)
         self._end = number
         # weakref.ref() of one module is one object.
         if self._makers[-1] is held:

@@ -9,7 +9,6 @@
 # - by the storage of what is redistributed (before padding) or sent, if its bytes lie within those
 #   of a parameter or of its gradient. A table has the storages, and each match is compared with
 #   what the model holds at that moment, since addresses are used again;
-# - in torch's loader of full checkpoints, by the parameter that it fills;
 # - by where the result goes, if a parameter has it as its gradient later: compiled code.
 # A tensor that may belong to several parameters has no owner. One that is found nowhere keeps the
 # owner and role of the code that sends it: activations of the module that runs. Copies are not
@@ -18,7 +17,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from types import FrameType
@@ -30,7 +28,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_fsdp_comm.comm.events import REDUCING, Phase, Role, Source
 from pytest_fsdp_comm.recording.dtensors import tensors_held
-from pytest_fsdp_comm.recording.frames import outwards
 from pytest_fsdp_comm.recording.operations import NOWHERE, Operation, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
 from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
@@ -124,8 +121,6 @@ class TensorOwners:
             label = _label_of_node(getattr(given, "grad_fn", None), Role.PARAMETERS)
         # A hook on a parameter may send its gradient, and anything else too.
         if label is None or hasattr(node, "variable"):
-            if operation.kind == "broadcast" and own.phase is Phase.OUTSIDE:
-                given = _loaded()
             if given is not None:
                 sent = given
             elif scan.redistributing is not None:
@@ -347,13 +342,3 @@ def _version(tensor: torch.Tensor) -> int:
 def _overlap(one: Extent, other: Extent) -> bool:
     is_beside = one.start >= other.end or other.start >= one.end
     return one == other or (one.storage == other.storage and not is_beside)
-
-
-def _loaded() -> Any:
-    """The tensor that torch's loader of full checkpoints broadcasts for; None if it does not."""
-    code = code_of("torch.distributed._state_dict_utils", "_broadcast_tensors")
-    frame = next((one for one in outwards(sys._getframe(1)) if one.f_code is code), None)
-    # One at a time (torch 2.6 to 2.13): what it copies the result to is the last that it read.
-    if frame is None or len(frame.f_locals["keys"]) != 1:
-        return None
-    return frame.f_locals["local_state"]

@@ -45,27 +45,3 @@ def test_a_method_that_is_not_registered_is_outside(comm_mode, device_mesh):
         "outside - barrier[dp] 0 < -",
         f"forward layers.0 all_gather[dp] {BLOCK_NBYTES} < layers.0",
     ]
-
-
-@gloo_and_fake(2)
-def test_a_registered_method_that_failed_runs_no_longer(comm_mode, device_mesh):
-    class Picky(Encoder):
-        def encode(self, x):
-            raise ValueError(x.shape)
-
-    model = shard(Picky(blocks=1), device_mesh())
-    register_fsdp_forward_method(model, "encode")
-    with comm_mode(model):
-        for _ in range(2):
-            with pytest.raises(ValueError, match="Size"):
-                model.encode(torch.randn(2, WIDTH))
-        model.layers[0].unshard()
-        model.layers[0].reshard()
-        torch.optim.LBFGS([torch.ones(1, requires_grad=True)], max_iter=1).step(
-            lambda: model.layers[0](torch.randn(2, WIDTH)).sum().detach()
-        )
-    assert lines(comm_mode) == [
-        f"forward . all_gather[dp] {ROOT_NBYTES} < .",
-        f"outside layers.0 all_gather[dp] {BLOCK_NBYTES} < -",
-        f"forward layers.0 all_gather[dp] {BLOCK_NBYTES} < layers.0",
-    ]

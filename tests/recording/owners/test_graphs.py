@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import ACTIVATION_NBYTES, WIDTH
 from oracle import gloo_and_fake, lines
 from torch import nn
@@ -97,51 +96,3 @@ def test_a_graph_made_between_two_blocks_has_no_owners(comm_mode, model):
             loss.backward()
     assert in_backward(comm_mode) == [*BACKWARD, *LOST, *BACKWARD]
     assert comm_mode.recording.notes == note(3)
-
-
-class Reduced(torch.autograd.Function):
-    @staticmethod
-    def forward(_context, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(_context, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-class ReducedInDoubleBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(_context, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(_context, gradient):
-        return Reduced.apply(gradient)
-
-
-class Cubed(nn.Module):
-    def __bool__(self):
-        raise AssertionError("the truth of a module means nothing")
-
-    def forward(self, x):
-        return ReducedInDoubleBackward.apply(x) ** 3
-
-
-@gloo_and_fake(2)
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_a_node_made_in_backward_has_the_owner_of_its_parent(comm_mode, is_seen):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Cubed(), nn.Linear(WIDTH, WIDTH))
-    x = torch.randn(2, WIDTH, requires_grad=True)
-    if is_seen:
-        with comm_mode(model):
-            loss = model(x).sum()
-    else:
-        loss = model(x).sum()
-    with comm_mode(model):
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        gradient.square().sum().backward()
-    owner = "1" if is_seen else "-"
-    assert lines(comm_mode) == [f"backward {owner} all_reduce[world] {ACTIVATION_NBYTES} < {owner}"]
-    assert comm_mode.recording.notes == (() if is_seen else note(1))
