@@ -35,7 +35,6 @@ from pytest_fsdp_comm.recording.dtensors import is_dtensor
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap, Maker
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn, has_forward
-from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
 
 GLOBAL: Final = "Global"
 """CommDebugMode's name for everything together, and for what runs in no module."""
@@ -115,14 +114,14 @@ class ModuleTracer:
         """Note an operation that is dispatched now; with its arguments if DTensor is given it."""
         if not isinstance(func, OpOverload):  # a higher-order operator
             return
-        running = innermost_module()
+        running = self._backward.innermost
         is_backward = self._backward.is_in_backward()
         seen: TracedModule | None = None
         if running is not None:
             seen = self._note_module(running)
             if seen not in self._called and not is_backward:
                 callers: tuple[TracedModule, ...] = ()
-                for caller in map(self._note_module, running_modules()):
+                for caller in map(self._note_module, self._backward.modules):
                     if caller not in self._called:
                         caller.callers = callers
                         self._called[caller] = None

@@ -66,7 +66,7 @@ from pytest_fsdp_comm.recording.owners.fsdp import (
     replaced_methods,
 )
 from pytest_fsdp_comm.recording.owners.module_names import Modules
-from pytest_fsdp_comm.recording.owners.stack import StackScan, running_modules, scan_stack
+from pytest_fsdp_comm.recording.owners.stack import StackScan, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
 from pytest_fsdp_comm.recording.pending import Event, OwnerNames, Pending
 from pytest_fsdp_comm.recording.value_dependence import (
@@ -134,7 +134,7 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         self._note_entry_state()
         self.backward.begin(self._roots)
-        self._note_running(running_modules())
+        self._note_running(self.backward.modules)
         problem = kernels.register_collectives()
         if problem:
             also = "or known to torch's flight recorder at most"

@@ -135,8 +135,13 @@ class BackwardMap:
         return any(module is None for module in self._running)
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose calls are under way, outermost first."""
+        return [module for module in self._running if module is not None]
+
+    @property
     def outermost(self) -> nn.Module | None:
-        return next((module for module in self._running if module is not None), None)
+        return next(iter(self.modules), None)
 
     def enter(self, entered: nn.Module | None) -> int:
         """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
@@ -162,8 +167,8 @@ class BackwardMap:
         number = self._next_number()
         if number <= self._end:
             return
-        maker = next((one for one in reversed(self._running) if one is not None), None)
-        held = Maker.NO_MODULE if maker is None else weakref.ref(maker)
+        modules = self.modules
+        held = weakref.ref(modules[-1]) if modules else Maker.NO_MODULE
         self._end = number
         # weakref.ref() of one module is one object.
         if self._makers[-1] is held:

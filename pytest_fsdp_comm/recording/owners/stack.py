@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Final, Literal
@@ -41,26 +40,14 @@ def called_module(frame: FrameType) -> nn.Module | None:
     return _module_of(frame) if _meaning_of(frame.f_code) == "module" else None
 
 
-def innermost_module() -> nn.Module | None:
-    """The innermost module on the stack that runs, or is run again; None in backward itself."""
-    return next(_running(sys._getframe(1)), None)
-
-
-def running_modules() -> list[nn.Module]:
-    """The modules on the stack whose calls are under way, outermost first."""
-    return [module for module in running() if module is not None]
-
-
 def running() -> list[nn.Module | None]:
     """What is under way on the stack, outermost first: modules, and None for the engine."""
-    return [*_running(sys._getframe(1))][::-1]
-
-
-def _running(innermost: FrameType) -> Iterator[nn.Module | None]:
-    for frame in outwards(innermost):
+    found = []
+    for frame in outwards(sys._getframe(1)):
         module = called_module(frame)
         if module is not None or _meaning_of(frame.f_code) == "engine":
-            yield module
+            found.append(module)
+    return found[::-1]
 
 
 _Requester = Literal["user", "library", "ddp", "redistribute", "dtensor", "object"]
