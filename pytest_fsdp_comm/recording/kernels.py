@@ -132,26 +132,15 @@ def _registrations() -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _communicating(*_registered: int) -> Mapping[str, Call]:
+    # What a library has taken away keeps its name there, but no schema.
     names = [
         name
         for name in torch._C._dispatch_get_all_op_names()
-        if name.partition("::")[0] in NAMESPACES and _can_run(torch._C._dispatch_dump(name))
+        if name.partition("::")[0] in NAMESPACES
+        and "schema: (none)" not in torch._C._dispatch_dump(name)
     ]
     calls = {name: call_of(_overload(name)) for name in names}
     return {name: call for name, call in calls.items() if call is not None}
-
-
-def _can_run(dump: str) -> bool:
-    """Whether what the dispatcher has of an operation could run on this machine."""
-    # Of symmetric memory's 39 operations, few have a kernel in a build of torch for CPUs, and the
-    # others one for GPUs alone.
-    titles = (line.partition(":")[0].partition("[")[0] for line in dump.splitlines())
-    found = {title.removesuffix(" (inactive)") for title in titles} - _NO_KERNELS
-    return bool(found if torch.accelerator.is_available() else found - _OF_ACCELERATORS)
-
-
-_NO_KERNELS: Final = {"", "name", "schema", "debug", "alias analysis kind", _KEY}
-_OF_ACCELERATORS: Final = {"CUDA", "XPU", "PrivateUse1", "SparseCUDA", "SparseXPU"}
 
 
 def _overload(name: str) -> OpOverload:
