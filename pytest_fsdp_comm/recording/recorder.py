@@ -249,9 +249,8 @@ class Recorder:
         )
 
     def _timings(self) -> tuple[Timing, ...]:
-        seconds = {name: s for name, s in self._seconds.items() if name is not None}
-        seconds["all"] = sum(self._seconds.values())
-        return tuple(Timing(category=name, seconds=s) for name, s in seconds.items())
+        seconds = {**self._seconds, "all": sum(self._seconds.values())}
+        return tuple(Timing(category=name, seconds=s) for name, s in seconds.items() if name)
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
         """What is known to be missing, and notes; only after the axes were named."""
