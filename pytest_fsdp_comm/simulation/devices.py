@@ -20,12 +20,14 @@ from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import batchnorm
 
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.patches import patched
@@ -62,6 +64,7 @@ _IDLE: Final = (
     *("current_stream", "default_stream"),
 )
 _TO: Final = torch.Tensor.to
+_CAPTURABLE: Final = "_get_capturable_supported_devices"  # read in torch 2.7 to 2.15
 
 
 class _Idle:
@@ -120,13 +123,13 @@ def cuda_on_cpu(*, answers: bool) -> Iterator[None]:
         yield
         return
     _state.answers = answers
-    with patched(*_of_tensors(), *_of_meshes(), *_of_amp(), *_of_cuda()):
+    with patched(*_of_tensors(), *_of_meshes(), *_of_amp(), *_of_gpus_alone(), *_of_cuda()):
         yield
 
 
 def is_cuda_used() -> bool:
-    """Whether code has put something on cuda, where no GPU is visible, or made a mesh of it."""
-    return _state.has_mesh or SimulatedTensors.has_marks
+    """Whether a test has put something on cuda, where no GPU is visible, or made a mesh of it."""
+    return SimulatedTensors.has_cuda
 
 
 def _current() -> torch.device:
@@ -182,8 +185,9 @@ def _of_tensors() -> Iterator[tuple[Any, str, Any]]:
 
     def device_read_by(true: Callable[[torch.Tensor], torch.device]) -> property:
         def read(own: torch.Tensor) -> torch.device:
-            found = mark_of(own) if is_outside_torch(sys._getframe(1)) else None
-            return _place(found) or true(own)
+            frame = sys._getframe(1)
+            is_asked = is_outside_torch(frame) or frame.f_code.co_filename == batchnorm.__file__
+            return _place(mark_of(own) if is_asked else None) or true(own)
 
         return property(read)
 
@@ -208,6 +212,7 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
     @functools.wraps(make)
     def made(own: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
         _state.has_mesh |= device_type == "cuda"
+        SimulatedTensors.has_cuda |= device_type == "cuda"
         make(own, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     # An attribute before torch 2.10, a property of `_device_type` since.
@@ -231,6 +236,47 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
         move = getattr(module, "_move_states_to_device", None)
         if move is not None:
             yield module, "_move_states_to_device", functools.partial(move_and_mark, move)
+
+
+def _of_gpus_alone() -> Iterator[tuple[Any, str, Any]]:
+    """Modules and optimizers that refuse the CPU."""
+
+    def capturable(true: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
+        return [*true(*args, **kwargs), *(["cpu"] if is_cuda_used() else [])]
+
+    for name, module in sys.modules.items():
+        true = vars(module).get(_CAPTURABLE) if name.startswith("torch.optim.") else None
+        if true is not None:
+            yield module, _CAPTURABLE, functools.partial(capturable, true)
+    yield batchnorm, "sync_batch_norm", _SyncBatchNorm
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """Sends what torch's does, whose kernels are a GPU's alone (read in torch 2.7 to 2.15)."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, weight: torch.Tensor | None, *how: Any) -> Any:
+        *_, group, size = how
+        ctx.group = group
+        ctx.save_for_backward(own, weight)
+        # The mean and the deviation of each channel, and a count.
+        sent = _sums(own, 2 * own.shape[1] + 1)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13
+        gather(sent.new_empty(size * len(sent)), sent, group)
+        return torch.empty_like(own)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        own, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[0]:
+            dist.all_reduce(_sums(own, 2 * own.shape[1]), group=ctx.group)
+        made = [None if each is None else torch.empty_like(each) for each in (own, weight, weight)]
+        return (*made, *[None] * 6)
+
+
+def _sums(own: torch.Tensor, size: int) -> torch.Tensor:
+    is_half = own.numel() and own.dtype in {torch.float16, torch.bfloat16}
+    return own.new_empty(size, dtype=torch.float32 if is_half else own.dtype)
 
 
 def _of_amp() -> Iterator[tuple[Any, str, Any]]:

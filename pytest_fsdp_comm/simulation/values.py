@@ -108,6 +108,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     """Have every tensor made without memory. See Note [Known values]."""
 
     has_marks = False
+    has_cuda = False
     # torch keeps these in the mode, which threads share.
     in_kernel_invocation = _OfThread(bool)
     enter_stack = _OfThread(list)
@@ -127,6 +128,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     def begin(self, groups: RealGroups | None) -> None:
         """Begin a test; `groups` are those whose ranks run, None if this rank runs alone."""
         self._groups = groups
+        SimulatedTensors.has_cuda = False
         _awaited.clear()
 
     def known(self, given: torch.Tensor) -> torch.Tensor:
@@ -393,7 +395,7 @@ def mark(tensor: torch.Tensor, device: torch.device) -> None:
     tensor = getattr(tensor, "_local_tensor", tensor)
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type != "meta":
         setattr(tensor.untyped_storage(), _MARK, device)
-        SimulatedTensors.has_marks = True
+        SimulatedTensors.has_marks = SimulatedTensors.has_cuda = True
 
 
 def mark_of(tensor: torch.Tensor) -> torch.device | None:

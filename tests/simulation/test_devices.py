@@ -1,8 +1,12 @@
 """Code that says "cuda" is simulated where there is no GPU, as if it said "cpu"."""
 
+from contextlib import nullcontext
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as nn_functional
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -265,3 +269,55 @@ def test_everything_is_undone():
     with cuda_on_cpu(answers=True):
         assert holders() != before
     assert holders() == before
+
+
+OPTIMIZERS = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "RMSprop", "Rprop"]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@simulated
+def test_capturable_optimizers_step_on_cuda_alone(foreach):
+    for device, name in product(("cpu", "cuda"), OPTIMIZERS):
+        model = nn.Linear(4, 4).to(device)
+        optimizer = getattr(torch.optim, name)(model.parameters(), capturable=True, foreach=foreach)
+        model(torch.rand(2, 4, device=device)).sum().backward()
+        refused = pytest.raises(AssertionError, match="must be on supported devices")
+        with nullcontext() if device == "cuda" else refused:
+            optimizer.step()
+
+
+@simulated
+def test_sync_batch_norm_sends_what_a_gpu_sends(comm_mode):
+    layers = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(layers).to(torch.bfloat16)
+    images = torch.rand(2, 3, 8, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="expected input tensor to be on GPU"):
+        model(images)
+    with comm_mode(model.cuda()):
+        result = model(images.cuda())
+        assert (result.dtype, result.is_cuda) == (torch.bfloat16, True)
+        result.sum().backward()
+    sent = [(one.kind, one.dtype, one.nbytes_sent, one.phase.value) for one in comm_mode.events]
+    # Mean and deviation of each channel and a count; two sums of each.
+    assert sent == [
+        ("all_gather", "float32", (2 * 5 + 1) * 4, "forward"),
+        ("all_reduce", "float32", 2 * 5 * 4, "backward"),
+    ]
+    assert {one.grad.dtype for one in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+@simulated
+def test_backend_is_that_of_the_devices_used(comm_mode):
+    assert dist.get_backend() == dist.get_backend(dist.group.WORLD) == "gloo"
+    with comm_mode:
+        loss = torch.ones(3, device="cuda", requires_grad=True)
+        torch.cat(nn_functional.all_gather(loss)).sum().backward()
+    assert dist.get_backend() == "nccl"
+    assert [one.kind for one in comm_mode.events] == ["all_gather", "reduce_scatter"]
+
+
+@simulated
+def test_backend_of_a_mesh_on_cuda_is_nccl():
+    init_device_mesh("cuda", (16,))
+    assert dist.get_backend() == "nccl"
