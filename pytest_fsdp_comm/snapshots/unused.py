@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _HEADER: Final = "# pytest-fsdp-comm "
 # A comparison imports this module, which takes longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
+# On the config's stash: whether the session has all tests of the modules that it collected.
+_IS_WHOLE: Final = pytest.StashKey[bool]()
 # The name under which an xdist worker hands its controller what it collected and compared.
 _OUTPUT: Final = "fsdp_comm_collected"
 
@@ -91,7 +93,9 @@ class UnusedSnapshots:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._ours = {item.nodeid for item in session.items if may_record(item)}
         # Not by `pytest_deselected`: plugins that split a run may not call it.
-        if len(session.items) < self._num_collected or selects_tests(self._config):
+        is_whole = len(session.items) >= self._num_collected and not _selects_tests(self._config)
+        self._config.stash[_IS_WHOLE] = is_whole
+        if not is_whole:
             return
         root = self._options.snapshot_dir
         places = {path: str(written_module(path, self._config.rootpath)) for path in self._modules}
@@ -236,7 +240,7 @@ def _replay() -> ModuleType:
     return replay
 
 
-def selects_tests(config: pytest.Config) -> bool:
+def _selects_tests(config: pytest.Config) -> bool:
     """Whether the command line leaves out tests of a module before they are collected."""
     option = config.option
     names_tests = any("::" in str(argument) for argument in config.args)
@@ -293,7 +297,7 @@ def _is_gone(item: pytest.Item, path: Path, test: str) -> bool:
     """Whether the test of a file does not exist any more, as far as that is known."""
     directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
     module = named_module(directory, item.config.rootpath)
-    if module == item.path and not selects_tests(item.config):
+    if module == item.path and item.config.stash.get(_IS_WHOLE, False):
         names = {snapshot_test_name(one) for one in item.session.items if one.path == module}
         return test not in map(written_test, names)
     return unquote(function_of(test)).rpartition(".")[2] not in _text(module)

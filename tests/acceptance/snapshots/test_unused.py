@@ -419,6 +419,12 @@ def test_missing_snapshot_without_a_renamed_one(project):
     assert missing(project.run()) == {f"{A}/test_new.ws1.second": ""}
 
 
+@pytest.mark.parametrize("args", ["", "-k two", f"{SUB_A}::test_two"])
+def test_missing_snapshot_is_not_that_of_another_test(project, args):
+    (project.path / f"snapshots/{SUB}/test_two.ws1.comm").unlink()
+    assert missing(project.run(*shlex.split(args))) == {f"{SUB}/test_two.ws1": ""}
+
+
 def test_missing_snapshot_names_other_world_sizes(tmp_path):
     project = Project(tmp_path)
     project.write("conftest.py", CONFTEST)
