@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain
 from typing import Final, TypeVar
 
@@ -42,6 +43,7 @@ class TreeChange:
 
 _NEW_ROOT: Final = "becomes a root"
 _NOT_MANAGED: Final = "no longer managed by a unit"
+_TRAINED: Final = " trained, but no unit manages it or reduces its gradients"
 # The factor by which gradients are divided, and the type in which they are reduced.
 _TRAINING: Final = (_NOT_MANAGED, "gradient_divide_factor ", "reduce_dtype ")
 _Fact = TypeVar("_Fact")
@@ -135,7 +137,11 @@ def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
             replace(change, likely=likely) if change.what == _NEW_ROOT else change
             for change in _differences(*units, _unit_changes)
         ),
-        *_differences(old.parameters, new.parameters, _parameter_changes),
+        *_differences(
+            old.parameters,
+            new.parameters,
+            partial(_parameter_changes, has_units=any(new.units.values())),
+        ),
     )
 
 
@@ -160,7 +166,7 @@ def _differences(
             names_of[tuple(describe(before, after))].append(name)
     lines = [(pattern, whats) for whats, names in names_of.items() for pattern in fold_fqns(names)]
     for pattern, whats in sorted(lines, key=lambda line: natural_key(expand(line[0])[0])):
-        breaks = any(what.startswith(_TRAINING) for what in whats)
+        breaks = any(what.startswith(_TRAINING) or _TRAINED in what for what in whats)
         for what in whats:
             yield TreeChange(subject=pattern, what=what, breaks_training=breaks)
 
@@ -205,10 +211,14 @@ def _axes(unit: UnitFacts) -> str:
     return ", ".join(parts) or "on no mesh"
 
 
-def _parameter_changes(old: ParameterFacts | None, new: ParameterFacts | None) -> Iterator[str]:
+def _parameter_changes(
+    old: ParameterFacts | None, new: ParameterFacts | None, *, has_units: bool
+) -> Iterator[str]:
+    # A DTensor of tensor parallelism is reduced where its layout asks for it.
+    is_loose = has_units and new is not None and not (new.managed or new.placements)
     if old is None or new is None:
         if new is not None:
-            yield f"added, {_placement(new)}"
+            yield f"added,{_TRAINED if is_loose and new.trainable else f' {_placement(new)}'}"
         if old is not None:
             yield f"removed, was {_placement(old)}"
         return
@@ -218,7 +228,8 @@ def _parameter_changes(old: ParameterFacts | None, new: ParameterFacts | None) -
         yield f"shape {[*old.shape]} -> {[*new.shape]}"
     yield from _value_changes(old, new, "dtype")
     if old.trainable != new.trainable:
-        yield "frozen -> trainable" if new.trainable else "trainable -> frozen"
+        now = f"now{_TRAINED}" if is_loose else "frozen -> trainable"
+        yield now if new.trainable else "trainable -> frozen"
     if old.managed != new.managed:
         yield "now managed by a unit" if new.managed else _NOT_MANAGED
     if old.tied != new.tied:

@@ -109,3 +109,34 @@ def test_change_that_breaks_training_comes_first(parameter, unit, line):
     text = render_tree_changes(compare(profile(old), profile(new)), snapshot="s")
     assert text.training == text.told == (line,) * bool(line)
     assert "shards move to host memory" in text.changes[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "has_units", "line"),
+    [
+        (None, {"managed": False}, True, "added, trained, but no unit manages it or reduces its "),
+        (
+            {"managed": False, "trainable": False},
+            {"managed": False},
+            True,
+            "now trained, but no unit manages it or reduces its ",
+        ),
+        # In a unit, frozen, on a mesh without FSDP, in a model without FSDP, and as it was.
+        (None, {}, True, ""),
+        (None, {"managed": False, "trainable": False}, True, ""),
+        (None, {"managed": False, "placements": (("tp", "Shard(0)"),)}, True, ""),
+        (None, {"managed": False}, False, ""),
+        ({"managed": False}, {"managed": False, "shape": (8,)}, True, ""),
+    ],
+)
+def test_trained_parameter_in_no_unit_comes_first(before, after, has_units, line):
+    old = tree(0) if has_units else replace(tree(0), units={})
+    sides = []
+    for facts in (before, after):
+        parameters = dict(old.parameters)
+        if facts is not None:
+            parameters["layers.0.lora"] = ParameterFacts(**{"shape": (4,), "dtype": "x"} | facts)
+        sides.append(profile(replace(old, parameters=parameters)))
+    text = render_tree_changes(compare(*sides), snapshot="s")
+    assert text.training == (f"layers.0.lora: {line}gradients",) * bool(line)
+    assert text.training or text.changes
