@@ -10,6 +10,7 @@ from typing import Final
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change, Comparison, NewCalls
 from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.explanation.causes import NO_BACKWARD
 from pytest_fsdp_comm.comm.explanation.sentences import sentence, timing_sentence
 from pytest_fsdp_comm.comm.explanation.states import count_of, nbytes_of
 from pytest_fsdp_comm.comm.explanation.steps import WRITES, Replaced, Step
@@ -97,15 +98,15 @@ def _sent(
     """Yield each change with the lines that send; without any, the first one that differs."""
     differing = [one for one in comparison.changes if _lines(one.new_calls)]
     num_of_training = len(comparison.training)
-    found = [
-        (calls, line if calls.is_certain else f"{line}, at {_name_lines(calls)}")
-        for calls, line in zip(new_calls[num_of_training:], told[num_of_training:], strict=True)
-    ]
+    found = [*zip(new_calls[num_of_training:], told[num_of_training:], strict=True)]
+    found = [(calls, _with_lines(line, calls)) for calls, line in found]
     found += [
-        (_without_backward(change.new_calls), _change_line(change)) for change in comparison.left
+        (_without_backward(_new_lines(change, comparison)), _change_line(change))
+        for change in comparison.left
     ]
     if not num_of_training and not any(_lines(calls) for calls, _ in found):
-        found = [(one.new_calls, [*told, headline(comparison.changes)][0]) for one in differing[:1]]
+        new = [calls for one in differing if _lines(calls := _new_lines(one, comparison))][:1]
+        found = [(one, _with_lines([*told, headline(comparison.changes)][0], one)) for one in new]
     # What is no longer sent has no line of its own: the backward's, if that sends anything else.
     backward = [one.new_calls for one in differing if one.phase is Phase.BACKWARD]
     first = [(calls, line) for calls in backward[:1] for line in told[:num_of_training]]
@@ -128,6 +129,19 @@ def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCal
 def _without_backward(calls: NewCalls) -> NewCalls:
     """Leave out the line with .backward(), which says nothing."""
     return replace(calls, sites=tuple(one for one in calls.sites if not one[1].is_of_backward))
+
+
+def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
+    """The lines that send more; of a forward that runs again, those alone that may be new."""
+    calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
+    if all(cause.text != NO_BACKWARD for cause in comparison.causes):
+        return calls
+    # The lines of the model sent as much before.
+    return replace(calls, sites=tuple(site for site in calls.sites if site[1].calls.count <= more))
+
+
+def _with_lines(text: str, calls: NewCalls) -> str:
+    return text if calls.is_certain else f"{text}, at {_name_lines(calls)}"
 
 
 def _lines(calls: NewCalls) -> list[str]:

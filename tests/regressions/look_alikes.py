@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from models import Decoder
+from regressions.lost import adapt
 from regressions.moe import EXPERTS, Mixture, Sparse, sparse
 from regressions.pipelines import pipeline
 from regressions.steps import accumulate, evaluate, of, tokens, train, units
@@ -166,6 +167,15 @@ def selective(*, saves):
     return model
 
 
+def detaching(model, *, detaches):
+    """Attention gives outputs that need no gradients."""
+    for layer in model.layers:
+        layer.attention.register_forward_hook(
+            lambda *given: given[2].detach() if detaches else given[2]
+        )
+    return model
+
+
 def logged(model, *, logs):
     """Prints its logits, of which each rank has a part."""
     model.head.register_forward_hook(lambda *given: given[2].full_tensor() if logs else None)
@@ -260,11 +270,24 @@ def evaluated(model, *, evaluates=True, reshards=True):
         model.reshard()
 
 
+def freshly_evaluated(model, *, micro_batches=1, evaluates, **options):
+    """Begins with nothing gathered, as the first step does."""
+    reshard_all(model)
+    for number in range(micro_batches):
+        model.set_requires_gradient_sync(number == micro_batches - 1)
+        mean(model)
+    if evaluates:
+        evaluate(model, **options)
+
+
 def resharded_by_hand(model):
     train(model)
-    model.reshard()
-    for layer in model.layers:
-        layer.reshard()
+    reshard_all(model)
+
+
+def reshard_all(model):
+    for module in (model, *model.layers):
+        module.reshard()
 
 
 def unsharded(model, *, unshards):
@@ -445,6 +468,22 @@ CHANGES = {
     ),
     "units_resharded_by_hand_instead": lambda c: of(
         resharding(units(Decoder()), after_backward=not c), resharded_by_hand if c else train
+    ),
+    "evaluation_after_the_first_step": lambda c: of(
+        units(Decoder()), freshly_evaluated, evaluates=c
+    ),
+    "evaluation_after_3_micro_batches": lambda c: of(
+        units(Decoder(), root=True), freshly_evaluated, micro_batches=3, evaluates=c
+    ),
+    "evaluation_of_a_larger_batch": lambda c: of(
+        sharded(), freshly_evaluated, evaluates=c, batch=4
+    ),
+    "evaluation_of_units_that_are_kept": lambda c: of(
+        units(Decoder(), reshard_after_forward=False), freshly_evaluated, evaluates=c
+    ),
+    "attention_detached": lambda c: of(detaching(units(Decoder()), detaches=c)),
+    "adapters_attached_late_beside_trained_weights": lambda c: of(
+        (adapt if c else lambda model: model)(units(Decoder(2)))
     ),
     "evaluation_keeps_units": lambda c: of(units(Decoder(), reshard_after_forward=not c), evaluate),
     "weights_unsharded_by_hand_no_longer": lambda c: of(

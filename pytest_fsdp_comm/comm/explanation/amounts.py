@@ -27,6 +27,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
 )
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey, alike_but
+from pytest_fsdp_comm.text.words import itemsize
 
 # Note [Guessed amounts]: a proposal here is a guess with all its numbers, taken from the ratios
 # that most rows show; whether it is true of the others shows when it is applied. That a fraction
@@ -283,16 +284,6 @@ class Dtype(_Scaled):
         return is_part and call.dtype in {self.old, self.new} and self.includes(owner)
 
 
-_ITEMSIZES: Final = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
-
-
 def propose_dtypes(between: Between) -> Iterator[Step]:
     """Element types of parameters, gradients and activations."""
     found: dict[tuple[str, str, Fraction], dict[tuple[str, str], set[Owner]]] = {}
@@ -318,7 +309,5 @@ def propose_dtypes(between: Between) -> Iterator[Step]:
 
 
 def _follows(sizes: tuple[int, int], old: str, new: str) -> bool:
-    """Whether bytes change as the element type does, where its size is known."""
-    if old not in _ITEMSIZES or new not in _ITEMSIZES:
-        return True
-    return sizes[1] * _ITEMSIZES[old] == sizes[0] * _ITEMSIZES[new]
+    """Whether bytes change as the element type does; of several types, nobody knows."""
+    return "+" in old + new or sizes[1] * itemsize(old) == sizes[0] * itemsize(new)

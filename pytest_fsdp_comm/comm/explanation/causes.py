@@ -76,6 +76,7 @@ def find_causes(
         *swapped_axes(*seen.sides),
         *_norms_one_by_one(explanation, seen),
         *_left_gathered(explanation, seen),
+        *_evaluations(explanation, seen),
     ]
     explained = [step for cause in found for step in cause.steps]
     for step in explanation.steps:
@@ -95,9 +96,10 @@ def find_causes(
 
 # Of several steps, or of rows that no step explains.
 
+_NOT_REDUCED: Final = ", their gradients not reduced by FSDP"
 _MISSING_ROOT: Final = (
-    "fully_shard on the root is missing: its own parameters are not sharded, their gradients not "
-    "reduced by FSDP, and each unit below is a root of its own; or its forward is not called"
+    f"fully_shard on the root is missing: its own parameters are not sharded{_NOT_REDUCED}, and "
+    "each unit below is a root of its own; or its forward is not called"
 )
 
 
@@ -116,7 +118,10 @@ def _roots(explanation: Explanation, seen: Seen) -> list[Cause]:
     if trees is not None and trees.lost_root:
         # Units that came with it are in one tree alone.
         kept = [step for step in kept if trees.units.intersection(step.owners) <= trees.new_roots]
-        return [Cause(text=trees.lost_root, steps=(*gone, *kept), is_unwanted=True)]
+        # A forward alone reduces nothing anyway.
+        reduces = any(role_of((row,)) == Role.GRADIENTS for row in seen.old.rows)
+        text = trees.lost_root if reduces else trees.lost_root.replace(_NOT_REDUCED, "")
+        return [Cause(text=text, steps=(*gone, *kept), is_unwanted=True)]
     is_alone = any(
         (one.subject, one.key.phase, one.after[-1][0]) == ("ahead", Phase.BACKWARD, 0)
         for one in explanation.timings
@@ -198,6 +203,18 @@ def _left_gathered(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
         yield Cause(text=text, is_unwanted=True)
 
 
+NO_BACKWARD: Final = "forwards without a backward, such as an evaluation"
+
+
+def _evaluations(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
+    """All units that are freed after forward, or all that are kept, are gathered more in it."""
+    phases = {row.phase for row in {*explanation.before} ^ {*explanation.after}}
+    freed, units = (_acts(seen.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
+    more = _more_acts(seen, Phase.FORWARD, "unshard").keys()
+    if phases - {Phase.OUTSIDE} == {Phase.FORWARD} and more and more >= (freed or units).keys():
+        yield Cause(text=NO_BACKWARD)
+
+
 def _prefetching(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
     """Units are gathered earlier or later, for lists of the user's."""
     timings = [one for one in explanation.timings if one.subject == "ahead"]
@@ -270,7 +287,8 @@ def _more_acts(seen: Seen, phase: Phase, act: str) -> Counter[Owner]:
 
 
 def _of_counts(step: Counts, seen: Seen) -> str:
-    if step.factor < 1 or step.factor.denominator != 1:
+    is_whole = step.factor.denominator == 1
+    if step.factor < 1 or not (is_whole or step.scope is Scope.FORWARD):
         return ""
     often = f"{step.factor} times as many"
     if step.scope is Scope.EVERYTHING:
@@ -285,11 +303,11 @@ def _of_counts(step: Counts, seen: Seen) -> str:
         sides = ([row for row in side.rows if row.what == "send"] for side in seen.sides)
         was, now = map(count_of, sides)
         if now:
-            return f"{often} micro-batches" if now == was * step.factor else ""
+            return f"{often} micro-batches" if is_whole and now == was * step.factor else ""
         freed = _acts(seen.old, Phase.BACKWARD, "reshard")
         if any(freed[owner] for owner in _more_acts(seen, Phase.BACKWARD, "reshard")):
             return "run several times before one backward, as for two inputs, or in a loop"
-        return "forwards without a backward, such as an evaluation"
+        return NO_BACKWARD
     is_of_passes = step.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
     if not is_of_passes or step.reductions == step.factor:
         return ""
@@ -457,13 +475,16 @@ def _of_units(step: Replaced, seen: Seen) -> str:
         case "reduced", came:
             lost = "frozen, detached, or gradient synchronization switched off"
             return _frozen_or_thawed(step, trees) or ("" if came else lost)
-        case "part reduced", _:
+        case "part reduced", came:
             owners = _units_in(step, trees)
+            lost = "a part of the parameters {}got no gradient, as behind detach() or no_grad()"
             if not owners or trees is None:
-                return ""
+                return "" if came else lost.format("is frozen, or ")
             if owners <= trees.frozen | trees.partly_frozen:
                 return "a part of the parameters is frozen, as the tree says"
-            return "no longer frozen, as the tree says" if owners <= trees.thawed else ""
+            if came or trees.is_other_shape or owners & (trees.frozen | trees.partly_frozen):
+                return "no longer frozen, as the tree says" if owners <= trees.thawed else ""
+            return f"{lost.format('')}: as the tree says, nothing was frozen"
     return ""
 
 
@@ -541,7 +562,8 @@ def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
     if not owners or trees is None:
         return ""
     if not step.came and owners <= trees.frozen:
-        return "frozen, as the tree says"
+        added = "; parameters inside of them are trained, and no unit reduces their gradients"
+        return f"frozen, as the tree says{added if owners & trees.trainable else ''}"
     if not step.came and owners.isdisjoint(trees.frozen | trees.partly_frozen):
         is_unused = step.kind == "used in backward"
         other = "its output no longer used" if is_unused else "not synchronized"

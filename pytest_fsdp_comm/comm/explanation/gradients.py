@@ -51,11 +51,14 @@ def propose_reductions(between: Between) -> Iterator[Step]:
             case "reduced":
                 yield from _reductions(between, keys, came=bool(ratio))
             case _:
-                yield from replaced(between, kind, keys)
+                yield from replaced(between, kind, keys, came=bool(ratio))
 
 
 def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """What a row of reductions does otherwise, and the ratio of counts; None if nothing known."""
+    """What a row of reductions does otherwise, and the ratio of counts; None if nothing known.
+
+    The ratio is 0 where fewer gradients are reduced, or none, and 1 for more of them.
+    """
     if before == after:
         return None
     if not (before and after):
@@ -65,7 +68,8 @@ def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str,
         return "reduced times", ratio
     if ratio != 1:
         return None
-    return "part reduced" if content.gathers[Phase.FORWARD] else "gradient sizes", ratio
+    is_more = Fraction(nbytes_of(after) > nbytes_of(before))
+    return "part reduced" if content.gathers[Phase.FORWARD] else "gradient sizes", is_more
 
 
 def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fraction]]:

@@ -260,7 +260,7 @@ def _of_replaced(step: Replaced) -> str:
             others = facts["others"]
             if not step.came:
                 rest = f", other units gathered {others}" if others else ""
-                return f"{who} no longer gathered nor reduced{rest}"
+                return f"{who} no longer gathered{' nor reduced' * facts['is_reduced']}{rest}"
             rest = f", other units {others}" if others else ""
             return _with_calls(f"{who} gathered now{rest}", _calls(step, is_gather))
     raise AssertionError(step)
@@ -366,21 +366,27 @@ def _of_training(change: TrainingChange) -> str:
     who, over = name_owners(change.owners), " and ".join(change.axes)
     gradients, before, after = f"gradients of {who} are", change.before, change.after
     was, now = _amount(change.was), _amount(change.now)
+    nbytes = f"{show_nbytes_change(change.was.nbytes, change.now.nbytes)} per rank"
     match change.problem:
-        case "not sharded":
+        case "unsharded":
             return (
                 f"parameters of {who} are no longer sharded: no unit gathers them, and their "
                 f"gradients are no longer reduced over {over} ({was})"
             )
-        case "not reduced":
+        case "unreduced":
             return f"{gradients} no longer reduced over {over}: {was}"
-        case "fewer ranks":
+        case "part":
+            fewer = f"fewer {gradients} reduced over {over}, gathers as before"
+            return f"{fewer}: {counted(change.now.count, 'call')}, {nbytes}"
+        case "passes":
+            passes = f"{counted(int(after), 'backward')} instead of {before}"
+            return f"gradients of {who} come from {passes}, forwards as before: {now} over {over}"
+        case "ranks":
             return f"{gradients} reduced over {after} ranks instead of {before}: {now}"
         case "times":
             calls = f"{change.was.count} -> {change.now.count} calls"
-            nbytes = show_nbytes_change(change.was.nbytes, change.now.nbytes)
             often = f"{before} -> {after} times per step"
-            return f"{gradients} reduced {often} over {over}: {calls}, {nbytes} per rank"
+            return f"{gradients} reduced {often} over {over}: {calls}, {nbytes}"
         case "backwards":
             where = "in the last backward now"
             if after:

@@ -25,15 +25,17 @@ from pytest_fsdp_comm.text.words import itemsize
 # read from both profiles, not from the steps of the search: these explain many rows in few lines,
 # which may hide it. It is reported only if nothing harmless looks the same: another module that
 # reduces as many gradients instead, an axis whose place others take, a forward that changed over
-# the same axis, an evaluation, a module that is gone, or parameters that are frozen in the tree.
+# the same axis, a module that is gone, or parameters that are frozen in the tree. An evaluation in
+# place of a step is reported: it sends what a step sends whose loss is detached.
 
 Problem: TypeAlias = Literal[
-    "not sharded", "not reduced", "backwards", "fewer ranks", "times", "reduce_op", "dtype"
+    "unsharded", "unreduced", "part", "backwards", "ranks", "times", "passes", "reduce_op", "dtype"
 ]
 """What is wrong with gradients, the worst first; ``reduce_op``, ``dtype`` and ``backwards`` as the
-fields of `Calls`."""
+fields of `Calls`. ``part``: some parameters of a unit get none. ``passes``: fewer backward passes.
+"""
 _PROBLEMS: Final[tuple[Problem, ...]] = get_args(Problem)
-_LOST: Final = frozenset({"not sharded", "not reduced"})
+_LOST: Final = frozenset({"unsharded", "unreduced"})
 _FIELDS: Final[tuple[Problem, ...]] = ("backwards", "reduce_op", "dtype")
 
 _BETWEEN_STAGES: Final = frozenset({"send", "recv"})
@@ -61,7 +63,7 @@ class TrainingChange:
         is_of_gradients = all(call.role == Role.GRADIENTS for call in calls)
         is_reduced = key.axis in self.axes and key.what in REDUCING
         is_covered = is_of_gradients and is_reduced and set(owners) <= set(self.owners)
-        return is_covered and self.problem not in {"backwards", "reduce_op"}
+        return is_covered and self.problem not in {"backwards", "reduce_op", "passes"}
 
 
 def find_training_changes(
@@ -92,7 +94,9 @@ def find_training_changes(
             is_real = step.facts["times"] not in training.ratios
         is_told = step in of_torch or says(changes, step)
         if named is not None and is_real and not is_told:
-            told.append((_PROBLEMS.index(named), step))
+            # That a phase is gone comes before whose gradients those were.
+            place = 0 if step.kind == "phase" else len(told)
+            told.insert(place, (_PROBLEMS.index(named), step))
     return tuple(one for _, one in sorted(told, key=lambda one: one[0]))
 
 
@@ -106,9 +110,9 @@ def says(training: Iterable[TrainingChange | Step], step: Step) -> bool:
 def _says_all(change: TrainingChange, step: Step) -> bool:
     if not isinstance(step, Replaced) or step.came:
         return False
-    if change.problem == "not sharded":
+    if change.problem == "unsharded":
         return step.kind == "unit"
-    return step.kind in {"redistributed", "axis"} and all(
+    return step.kind in {"redistributed", "axis", "part reduced"} and all(
         key.subject != "collective" or change.covers([owner], key, calls_of(rows))
         for owner, was in step.was.items()
         for key, rows in was.items()
@@ -119,7 +123,9 @@ def _problem_of(step: Step) -> Problem | None:
     """The problem that the sentence of a step names; None for none."""
     match step:
         case Replaced(kind="reduced" | "reduced by more" | "used in backward" | "unit", came=False):
-            return "not reduced"
+            return "unreduced"
+        case Replaced(kind="phase", came=False) if Phase.BACKWARD in step.facts["phases"]:
+            return "unreduced"
         case Replaced(kind="reduced times"):
             return "times"
         case Dtype() if Role.GRADIENTS in step.roles:
@@ -131,7 +137,7 @@ def _is_said(problem: Problem, owner: Owner, step: Step) -> bool:
     """Whether a step says of a module what the problem is."""
     if isinstance(step, Counts):
         return problem == "times"
-    return _problem_of(step) == problem and step.includes(owner)
+    return step.kind != "phase" and _problem_of(step) == problem and step.includes(owner)
 
 
 class _Side:
@@ -144,7 +150,7 @@ class _Side:
         self.owners: set[Owner] = set()
         self.reduced: defaultdict[Owner, defaultdict[str, list[Row]]]
         self.reduced = defaultdict(lambda: defaultdict(list))
-        self.gathers: defaultdict[Owner, list[Row]] = defaultdict(list)
+        self.units: defaultdict[Owner, list[Row]] = defaultdict(list)
         self.work: list[Row] = []  # what ranks send that work on one batch together
         renames = [step for step in steps if isinstance(step, Renamed)]
         for row in profile.rows:
@@ -157,12 +163,14 @@ class _Side:
             if row.what in REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
                 self.reduced[owner][axis].append(row)
             roles = {call.role for call in row.calls}
-            if Role.PARAMETERS in roles:
-                self.gathers[owner].append(row)
+            if Role.PARAMETERS in roles or row.subject == "reshard":
+                self.units[owner].append(row)
             if Role.ACTIVATIONS in roles or row.what in _BETWEEN_STAGES:
                 self.work.append(row)
-        self.has_units = any(row.subject == "reshard" for row in profile.rows)
+        # Of units that stay gathered, the peak alone tells.
+        self.has_units = bool(self.units) or any(peak.nbytes for peak in profile.peaks)
         self.reduces = any(map(_gradients, profile.rows))
+        self.has_backward = any(row.phase is Phase.BACKWARD for row in profile.rows)
 
     def num_ranks(self, axes: Iterable[str]) -> int:
         return prod(self.sizes.get(axis, 1) for axis in axes)
@@ -174,6 +182,15 @@ class _Side:
             for call in _gradients(row):
                 sizes[row.axis, row.what].add(call.nbytes // itemsize(call.dtype))
         return max(map(sum, sizes.values()), default=0)
+
+    def num_parameters(self, owner: Owner) -> set[int]:
+        """How many parameters a unit gathers in a call."""
+        calls = chain.from_iterable(row.calls for row in self.units[owner])
+        return {call.nbytes // itemsize(call.dtype) for call in calls}
+
+    def acts(self, owner: Owner, phase: Phase) -> dict[tuple[RowKey, tuple[int, ...]], int]:
+        """How often a unit is gathered and freed in a phase."""
+        return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
 
     def forward(self, axis: str) -> set[tuple[str, str]]:
         """Which modules send what over an axis in forward, besides parameters."""
@@ -243,15 +260,15 @@ class _Training:
         """What is wrong with the gradients of each module."""
         old, new = self.old, self.new
         is_known = self.trees is not None and self.trees.units
-        if old.has_units and not (new.has_units or new.gathers or new.reduces or is_known):
+        if old.has_units and not (new.has_units or new.reduces or is_known):
             axes = {axis for reduced in old.reduced.values() for axis in reduced}
-            for owner in old.gathers if axes else ():
-                yield owner, ("not sharded", tuple(axes), "", "")
-        # An evaluation reduces nothing.
-        elif new.reduces or any(row.phase in _AFTER_FORWARD for row in new.profile.rows):
-            for owner, was in old.reduced.items():
-                for found in self._of_owner(owner, was, new.reduced.get(owner, {})):
-                    yield owner, found
+            for owner in old.units if axes else ():
+                yield owner, ("unsharded", tuple(axes), "", "")
+            return
+        for owner, was in old.reduced.items():
+            for found in self._of_owner(owner, was, new.reduced.get(owner, {})):
+                yield owner, found
+        yield from self._passes()
 
     def change(self, found: _Found, owners: Sequence[Owner]) -> TrainingChange:
         """Describe a problem that some modules share."""
@@ -259,7 +276,7 @@ class _Training:
         was, now = (
             _volume(
                 row
-                for owner in (side.reduced if problem == "not sharded" else owners)
+                for owner in (side.reduced if problem == "unsharded" else owners)
                 for axis, reduced in side.reduced.get(owner, {}).items()
                 for row in (reduced if axis in axes else ())
             )
@@ -282,11 +299,13 @@ class _Training:
         ranks = self.old.num_ranks(was), self.new.num_ranks(now)
         if ranks[1] < ranks[0] and not self._is_harmless(owner, {*was}, {*now}):
             if now.keys() < was.keys():
-                yield "not reduced", tuple(sorted(was.keys() - now.keys())), "", ""
+                yield "unreduced", tuple(sorted(was.keys() - now.keys())), "", ""
             else:
-                yield "fewer ranks", tuple(sorted({*was, *now})), str(ranks[0]), str(ranks[1])
+                yield "ranks", tuple(sorted({*was, *now})), str(ranks[0]), str(ranks[1])
         found: defaultdict[tuple[Problem, str, str], list[str]] = defaultdict(list)
         for axis in sorted(was.keys() & now.keys()):
+            if self._is_part(owner) and _volume(was[axis]) != _volume(now[axis]):
+                found["part", "", ""].append(axis)
             times = self._times(owner, was[axis], now[axis])
             if times is not None:
                 found["times", *times].append(axis)
@@ -318,10 +337,38 @@ class _Training:
         """Whether the rows show that a module without rows is still in the model."""
         # A layer that is gone sends nothing at all.
         layer = re.match(r"(.*\.)?[0-9]+\.", owner or "")
-        return owner == ROOT_FQN or (
-            layer is not None
-            and any((other or "").startswith(layer[0]) for other in self.new.owners)
+        is_beside = layer is not None and any(
+            (other or "").startswith(layer[0]) for other in self.new.owners
         )
+        # Nor does anything without a backward.
+        return is_beside or owner == ROOT_FQN or not self.new.has_backward
+
+    def _is_part(self, owner: Owner) -> bool:
+        """Whether a unit that gathers as before reduces fewer gradients."""
+        trees, gathered = self.trees, self.old.num_parameters(owner)
+        is_same = gathered != set() and gathered == self.new.num_parameters(owner)
+        is_less = 0 < self.new.num_gradients(owner) < self.old.num_gradients(owner)
+        is_frozen = trees is not None and owner in trees.frozen | trees.partly_frozen
+        is_elsewhere = any(_is_related(owner, other) for other in self.grown)
+        return is_same and is_less and not (is_frozen or is_elsewhere)
+
+    def _passes(self) -> Iterator[tuple[Owner, _Found]]:
+        """Yield units that run backward less often, if one of them runs forward as often."""
+        found: defaultdict[tuple[int, int], dict[Owner, bool]] = defaultdict(dict)
+        for owner in self.old.reduced.keys() & self.new.reduced.keys():
+            before, after = (side.acts(owner, Phase.BACKWARD) for side in (self.old, self.new))
+            was, now = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
+            runs = {(count, after.get(place, 0)) for place, count in before.items()}
+            is_freed, is_freed_again = (
+                any(key.what == "reshard" for key, _ in acts) for acts in (was, before)
+            )
+            if len(runs) == 1 and is_freed_again:
+                found[runs.pop()][owner] = is_freed and was == now
+        for (runs_before, runs_now), owners in found.items():
+            if 0 < runs_now < runs_before and any(owners.values()):
+                for owner in owners:
+                    axes = tuple(sorted(self.new.reduced[owner]))
+                    yield owner, ("passes", axes, str(runs_before), str(runs_now))
 
     def _times(self, owner: Owner, was: list[Row], now: list[Row]) -> tuple[str, str] | None:
         """How often gradients are reduced; None if that is as before, or follows forward."""
@@ -330,7 +377,7 @@ class _Training:
         # Buckets of other sizes hold other parts of the gradients.
         if before == after or any(len({call.nbytes for call in side}) > 1 for side in calls):
             return None
-        ratios = self.ratios or _ratios(self.old.gathers[owner], self.new.gathers[owner])
+        ratios = self.ratios or _ratios(self.old.units[owner], self.new.units[owner])
         is_news = ratios and Fraction(after, before) not in ratios
         return (str(before), str(after)) if is_news else None
 

@@ -372,4 +372,6 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
         for owner in others
     )
     where = "in forward as before" if is_other else "as before"
-    yield from replaced(between, "unit", keys, came=came, others=where if others else "")
+    others_text = where if others else ""
+    is_reduced = any(having[owner].reductions for owner in keys)
+    yield from replaced(between, "unit", keys, came=came, others=others_text, is_reduced=is_reduced)

@@ -58,6 +58,23 @@ def layers(suffix="", **change):
     return {f"layers_{number}{suffix}": change for number in range(3)}
 
 
+def with_adapter(facts):
+    adapter = ParameterFacts(shape=(4, 4), dtype="float32", managed=False)
+    return replace(facts, parameters=facts.parameters | {"layers.1.lora.weight": adapter})
+
+
+def part_reduced(old):
+    return changed(
+        old,
+        lambda one: (
+            sized(one, 0.5) if one.owner == "layers.1" and role(one) == "gradients" else one
+        ),
+    )
+
+
+NOT_CALLED = "the forward of the root is not called, so that each unit below is a root of its own"
+
+
 def texts(change, new_tree):
     old = profile(tensor_parallel=True)
     evidence = tree_evidence(tree(), new_tree)
@@ -73,16 +90,25 @@ def texts(change, new_tree):
             tree(),
             "detached, or not synchronized: as the tree says, nothing was frozen",
         ),
+        # Adapters that were attached after fully_shard.
+        (
+            frozen,
+            with_adapter(tree(layers_1_weight={"trainable": False})),
+            "frozen, as the tree says; parameters inside of them are trained, and no unit reduces "
+            "their gradients",
+        ),
+        (
+            part_reduced,
+            tree(),
+            "a part of the parameters got no gradient, as behind detach() or no_grad(): as the "
+            "tree says, nothing was frozen",
+        ),
         (
             kept,
             tree(**layers(reshard_after_forward=False)),
             "reshard_after_forward True -> False, as the tree says",
         ),
-        (
-            kept,
-            tree(**layers(is_root=True)),
-            "the forward of the root is not called, so that each unit below is a root of its own",
-        ),
+        (kept, tree(**layers(is_root=True)), NOT_CALLED),
         (
             kept,
             without_root(tree(**layers(is_root=True, reshard_after_forward=False))),
@@ -103,6 +129,32 @@ def texts(change, new_tree):
 )
 def test_the_tree_decides_between_readings(change, new_tree, text):
     assert texts(change, new_tree) == [text]
+
+
+def test_replaced_parameters_may_explain_fewer_gradients():
+    """Of parameters that came or went, the tree does not tell whether they were frozen."""
+    assert texts(part_reduced, with_adapter(tree())) == []
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_lost_root_of_an_evaluation_loses_no_gradients(is_trained):
+    old = profile() if is_trained else changed(profile(), forward_alone)
+    new = changed(old, lambda one: None if one.owner == "" else one)
+    gone = without_root(tree(**layers(is_root=True), head_weight={"managed": False}))
+    comparison = compare(old, new, evidence=tree_evidence(tree(), gone))
+    lost = " nor reduced" * is_trained
+    unreduced = ", their gradients not reduced by FSDP" * is_trained
+    assert [sentence(step) for step in comparison.explanation.steps] == [
+        f"(root) no longer gathered{lost}, other units gathered as before"
+    ]
+    assert [cause.text for cause in comparison.causes] == [
+        f"fully_shard on the root is missing: its own parameters are not sharded{unreduced}, and "
+        "each unit below is a root of its own"
+    ]
+
+
+def forward_alone(one):
+    return one if one.phase is Phase.FORWARD else None
 
 
 @pytest.mark.parametrize(

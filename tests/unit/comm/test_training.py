@@ -1,6 +1,7 @@
 """What breaks training is told first; changes that look like it are not."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from sample_profiles import (
@@ -28,8 +29,10 @@ from sample_profiles import (
 )
 
 from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.sentences import sentence
 from pytest_fsdp_comm.comm.explanation.steps import Evidence
+from pytest_fsdp_comm.comm.profile import GatheredPeak
 from pytest_fsdp_comm.reports.changes import headline_of_steps, render_comparison
 
 GRADIENTS = "gradients"
@@ -51,12 +54,39 @@ def without(old, *owners, kind="reduce_scatter"):
     return changed(old, change)
 
 
+def fewer(old, *owners):
+    """A profile in which half of the gradients of some units are reduced."""
+
+    def change(one):
+        return sized(one, 0.5) if one.owner in owners and role(one) == GRADIENTS else one
+
+    return changed(old, change)
+
+
+def run(old, *, forwards, backwards):
+    """A profile with several passes, the last of which reduces gradients."""
+
+    def change(one):
+        if role(one) == GRADIENTS:
+            return one
+        # What is kept is gathered once until a backward frees it.
+        is_kept = one.owner == "" and one.phase is FORWARD
+        return times(one, forwards if one.phase is FORWARD and not is_kept else backwards)
+
+    return changed(old, change)
+
+
 def gathered(old, factor):
     """A profile whose layers gather other bytes."""
     return changed(
         old,
         lambda one: sized(one, factor) if one.owner != "" and role(one) == "parameters" else one,
     )
+
+
+def without_backward(old):
+    new = changed(old, lambda one: None if one.phase is BACKWARD else one)
+    return replace(new, mesh_axes=old.mesh_axes, peaks=old.peaks)
 
 
 def over(old, *axes):
@@ -207,6 +237,26 @@ LAYERS = [f"layers.{n}" for n in range(3)]
             "gradients of layers.{0..2} are reduced 1 -> 2 times per step over dp: 3 -> 6 calls, "
             "30.0 -> 60.0 KiB per rank",
         ),
+        # A part of a unit gets none.
+        (
+            profile(),
+            fewer(profile(), "layers.1"),
+            "fewer gradients of layers.1 are reduced over dp, gathers as before: 1 call, 10.0 -> "
+            "5.0 KiB per rank",
+        ),
+        # Forwards that no backward follows.
+        (
+            run(profile(), forwards=4, backwards=4),
+            run(profile(), forwards=4, backwards=1),
+            "gradients of (root), layers.{0..2} come from 1 backward instead of 4, forwards as "
+            "before: 4 calls, 35.0 KiB per rank over dp",
+        ),
+        (
+            run(profile(tensor_parallel=True), forwards=4, backwards=4),
+            run(profile(tensor_parallel=True), forwards=4, backwards=2),
+            "gradients of (root), layers.{0..2} come from 2 backwards instead of 4, forwards as "
+            "before: 4 calls, 35.0 KiB per rank over dp",
+        ),
         # The worst first.
         (
             profile(),
@@ -252,8 +302,6 @@ HEAD = unit("head", 1_024)
         (made([*unit(""), *HEAD]), made(unit("", NBYTES + 1_024))),
         (made([*unit("", NBYTES + 1_024)]), made([*unit(""), *HEAD])),
         (made([*unit("head"), *unit("norm")]), made(unit("head+norm", 2 * NBYTES))),
-        # An evaluation.
-        (profile(), changed(profile(), lambda one: None if one.phase is BACKWARD else one)),
         # DDP: other buckets, modules that reduce by hand, and FSDP in its place.
         (made(ddp(4_096, 2_048)), made(ddp(1_024, 3_072, 2_048))),
         (made(ddp(4_096)), made([*ddp(2_048, owner="up"), *ddp(2_048, owner="down")])),
@@ -300,6 +348,46 @@ HEAD = unit("head", 1_024)
             made([*on_ranks(unit("layers.0"), 0), *on_ranks(unit("layers.1"), 0)]),
             made([*on_ranks(unit("layers.0"), 0), *on_ranks(unit("layers.1"), 1)]),
         ),
+        # A part of the unit is gone, or reduced by a module inside.
+        (profile(), fewer(gathered(profile(), 0.5), *LAYERS)),
+        (
+            made(unit("a")),
+            made([*fewer(made(unit("a")), "a").rows, *ddp(NBYTES, owner="a.up")]),
+        ),
+        (made(ddp(4_096)), made(ddp(2_048))),
+        # Fewer micro-batches, units that stay gathered, and less that tensor parallelism sends.
+        (
+            run(profile(), forwards=4, backwards=4),
+            run(profile(), forwards=1, backwards=1),
+        ),
+        (
+            run(profile(), forwards=4, backwards=4),
+            changed(
+                run(profile(), forwards=4, backwards=4),
+                lambda one: (
+                    times(one, Fraction(1, 4))
+                    if (one.phase, one.what) == (BACKWARD, "reshard")
+                    else one
+                ),
+            ),
+        ),
+        (
+            changed(
+                profile(tensor_parallel=True),
+                lambda one: (
+                    times(one, 2)
+                    if one.what == "reduce_scatter" and role(one) != GRADIENTS
+                    else one
+                ),
+            ),
+            profile(tensor_parallel=True),
+        ),
+        # A backward that reduces nothing, and gradients that are reduced after it.
+        (made([*split("a"), *split("b")]), without_backward(made([*split("a"), *split("b")]))),
+        (
+            made(ddp(4_096)),
+            made([replace(one, phase=Phase.OUTSIDE) for one in ddp(4_096)]),
+        ),
         # A layer whose last module is gone.
         (made([*GATES, *ATTENTION]), made([*GATES[:1], *ATTENTION])),
         # Another number of ranks.
@@ -309,6 +397,39 @@ HEAD = unit("head", 1_024)
 def test_what_looks_like_it_is_not_told(old, new):
     assert compare(old, new).changes
     assert training(old, new) == []
+
+
+def kept_by_all(old):
+    """A profile whose units stay gathered, so that forward sends nothing."""
+    rows = [one for one in old.rows if one.phase is BACKWARD and one.what != "all_gather"]
+    return replace(made(rows), mesh_axes=old.mesh_axes, peaks=(GatheredPeak(nbytes=NBYTES),))
+
+
+@pytest.mark.parametrize("old", [profile(), kept_by_all(profile())])
+def test_step_without_backward_loses_all_gradients(old):
+    """A loss that is detached, or computed without a graph."""
+    text = render_comparison(compare(old, without_backward(old)), snapshot="s")
+    assert text.training == (
+        "nothing is sent in backward any more, forward as before",
+        "gradients of (root), layers.{0..2} are no longer reduced over dp: 4 calls, 35.0 KiB per "
+        "rank",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        (fewer, {"partly_frozen": frozenset(LAYERS)}),
+        (lambda old, *_: without_backward(old), {}),
+    ],
+)
+def test_what_is_frozen_in_the_tree_is_not_lost(change, facts):
+    old = profile()
+    evidence = Evidence(units=frozenset(LAYERS), policies={}, **facts)
+    new = change(old, *LAYERS)
+    assert compare(old, new, evidence).changes
+    assert training(old, new, evidence) == []
+    assert training(old, new)
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
