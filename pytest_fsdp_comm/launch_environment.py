@@ -27,6 +27,9 @@ _OTHER_LAUNCHERS: Final = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 _LARGEST_PORT: Final = 65535
+# Largest simulated world size: 16 times the largest mesh that the recorder was measured on.
+MAX_SIMULATED: Final = 131_072
+_HOST_SIZE: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,15 @@ class LaunchedRank:
     """What started the ranks, for texts: ``torchrun``, or the variables it set."""
     is_leader: bool
     """Whether this process reports and writes for all ranks."""
+
+
+def simulated_variables(rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
+    """The variables that torchrun would set for a rank of hosts with, by default, 8 ranks each."""
+    local_size = local_size or _HOST_SIZE
+    local_rank = rank % local_size
+    here = min(local_size, size - rank + local_rank)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return dict(zip(names, map(str, (rank, size, local_rank, here)), strict=True))
 
 
 def is_spawned_rank() -> bool:

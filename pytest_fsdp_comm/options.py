@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 import pytest
 
-from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
+from pytest_fsdp_comm.launch_environment import MAX_SIMULATED, LaunchedRank, read_launched_rank
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.tree.finding import FindingSettings  # costs 6 ms
@@ -35,8 +35,6 @@ WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 # Largest world size with a process for each rank: beyond it, 200 MB per rank once torch ran (torch
 # 2.13, CPU) outgrow a machine, and a simulation shows the same.
 MAX_PROCESSES: Final = 256
-# Largest world size with `fake`: 16 times the largest mesh that the recorder was measured on.
-MAX_SIMULATED: Final = 131_072
 
 
 class BadValueError(ValueError):

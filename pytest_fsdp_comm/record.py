@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_fsdp_comm.comm.json import ScriptRun
 from pytest_fsdp_comm.command_line.terminal import FAILED, SAME
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.launch_environment import MAX_SIMULATED, simulated_variables
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
 
 if TYPE_CHECKING:
@@ -42,11 +43,7 @@ def run(options: argparse.Namespace) -> int:
         raise FsdpCommError("expected a script to run: fsdp-comm record [--step 3] train.py ...")
     if not (options.module or Path(options.command[0]).is_file()):
         raise FsdpCommError(f"there is no file {options.command[0]}; -m takes the name of a module")
-    if (options.world_size is None) != (options.backend is None):
-        raise FsdpCommError(
-            "expected --world-size and --backend fake together, for one simulated rank; real ranks "
-            "are started by --nproc 4, or torchrun --nproc-per-node 4 -m pytest_fsdp_comm record"
-        )
+    _check_simulation(options)
     if options.nproc:
         own = ["record", "--step", options.step, "--out", options.out]
         own += [*["--go-on"] * options.go_on, *["-m"] * options.module, *options.command]
@@ -60,30 +57,46 @@ def run(options: argparse.Namespace) -> int:
         is_module=options.module,
         first_step=int(steps[1]),
         last_step=int(steps[2] or steps[1]),
+        local_world_size=options.local_world_size,
     )
-    if not 0 <= (options.rank or 0) < (options.world_size or 1):
-        raise FsdpCommError(
-            f"--rank: expected one from 0 to {(options.world_size or 1) - 1}, got {options.rank}"
-        )
     # The script may change the directory.
     hook = _Hook(ran, Path(options.out).absolute(), goes_on=options.go_on)
     with contextlib.ExitStack() as undo:
         if options.world_size:
-            undo.enter_context(_simulated(options.rank, options.world_size))
+            undo.enter_context(_simulated(options))
         undo.enter_context(optimizer_steps(hook.stepped))
         status = _status_of(lambda: run_script(script, arguments, is_module=options.module))
     return hook.finish(status)
 
 
+def _check_simulation(options: argparse.Namespace) -> None:
+    size = options.world_size
+    if options.nproc and size:
+        raise FsdpCommError("expected --nproc for real ranks or --world-size for one, got both")
+    if options.backend and not size:
+        raise FsdpCommError("--backend fake: expected --world-size, which simulates without it too")
+    for name, least, most in (
+        ("world_size", 1, MAX_SIMULATED),
+        ("rank", 0, (size or 1) - 1),
+        ("local_world_size", 1, size or 1),
+    ):
+        number = getattr(options, name)
+        if number is not None and not least <= number <= most:
+            flag = f"--{name.replace('_', '-')}"
+            of_size = "" if name == "world_size" else f" with --world-size {size or 1}"
+            raise FsdpCommError(f"{flag}: expected {least} to {most}{of_size}, got {number}")
+
+
 @contextlib.contextmanager
-def _simulated(rank: int, world_size: int) -> Iterator[None]:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    os.environ |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+def _simulated(options: argparse.Namespace) -> Iterator[None]:
+    rank, size = options.rank, options.world_size
+    os.environ |= simulated_variables(rank, size, options.local_world_size)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     from pytest_fsdp_comm.ranks.rank.process_group import join_fake_group  # noqa: PLC0415  # loads torch
     from pytest_fsdp_comm.recording.steps import keeping_group  # noqa: PLC0415  # as above
     from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # as above
 
-    join_fake_group(rank, world_size)
+    join_fake_group(rank, size)
     with keeping_group(), simulated(answers=True):
         yield
 

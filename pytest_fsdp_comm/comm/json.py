@@ -27,6 +27,8 @@ class ScriptRun:
     is_module: bool
     first_step: int
     last_step: int
+    local_world_size: int | None = None
+    """Ranks per simulated host; None if the script ran as it does without this option."""
 
     @property
     def steps(self) -> str:

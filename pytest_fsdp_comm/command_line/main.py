@@ -122,8 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("--go-on", action="store_true", help="let the script run to its end")
     record.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     record.add_argument("--world-size", type=int, metavar="N", help="simulate one rank of N")
-    record.add_argument("--backend", choices=["fake"], help="with --world-size")
     record.add_argument("--rank", type=int, default=0, metavar="R", help="the simulated rank")
+    record.add_argument(
+        "--local-world-size", type=int, metavar="L", help="ranks of each simulated host, 8 if unset"
+    )
+    record.add_argument(
+        "--backend", choices=["fake"], help=argparse.SUPPRESS
+    )  # --world-size says it
     record.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is a module, as of python -m"
     )

@@ -17,6 +17,7 @@ from pytest_fsdp_comm.command_line.documents import (
 )
 from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.launch_environment import simulated_variables
 from pytest_fsdp_comm.snapshots.documents import Profile
 from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.words import shell_word, show_path
@@ -28,8 +29,8 @@ from pytest_fsdp_comm import record_script
 
 
 @pytest.mark.distributed({marks})
-def {name}(comm_mode, fsdp_tree, comm_snapshot):
-    model = record_script(
+def {name}({fixtures}comm_mode, fsdp_tree, comm_snapshot):
+{host}    model = record_script(
         comm_mode,
 {given}    )
     assert {{"comm": comm_mode, "tree": fsdp_tree(model)}} == comm_snapshot
@@ -91,6 +92,13 @@ def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile)
     marks = [f"world_size={profile.world_size}"]
     if profile.recorded_ranks:  # of one simulated rank
         marks += ["simulate=True", f"ranks={[*profile.recorded_ranks]}"]
+    host = [
+        f'    monkeypatch.setenv("{variable}", "{value}")\n'
+        for variable, value in simulated_variables(
+            (*profile.recorded_ranks, 0)[0], profile.world_size, ran.local_world_size
+        ).items()
+        if ran.local_world_size and variable.startswith("LOCAL")
+    ]
     imports, script = "import pytest\n", json.dumps(ran.script)
     if not ran.is_module:
         imports = f"from pathlib import Path\n\n{imports}"
@@ -102,5 +110,7 @@ def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile)
         imports=imports,
         marks=", ".join(marks),
         name=name,
+        fixtures="monkeypatch, " if host else "",
+        host="".join(host),
         given="".join(f"        {one},\n" for one in given),
     )

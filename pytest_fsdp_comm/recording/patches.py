@@ -39,6 +39,7 @@ Attribute = tuple[Any, str, Any]
 
 _INPUTS: Final = slice(3, 4)
 """The argument of a call of the engine, after the outputs, of what it computes the gradients."""
+_INHERITED: Final = object()
 _lock = threading.RLock()
 _num_users = 0
 _patches: list[_Patch] = []
@@ -47,16 +48,16 @@ _patches: list[_Patch] = []
 class _Patch:
     def __init__(self, holder: Any, name: str, replacement: Any) -> None:
         self._holder, self._name, self._replacement = holder, name, replacement
-        self._found = vars(holder).get(name)  # None: inherited
+        self._found = vars(holder).get(name, _INHERITED)
 
     def put(self) -> None:
-        if vars(self._holder).get(self._name) is self._found:
+        if vars(self._holder).get(self._name, _INHERITED) is self._found:
             setattr(self._holder, self._name, self._replacement)
 
     def take(self) -> None:
         # Otherwise somebody else has replaced it since, and calls this one.
         if vars(self._holder).get(self._name) is self._replacement:
-            if self._found is None:
+            if self._found is _INHERITED:
                 delattr(self._holder, self._name)
             else:
                 setattr(self._holder, self._name, self._found)

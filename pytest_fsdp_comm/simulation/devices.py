@@ -14,8 +14,8 @@ import functools
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import GradScaler
+from torch.backends import cudnn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,7 @@ from torch.nn.modules import batchnorm
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import note_answer
+from pytest_fsdp_comm.simulation.gpu_functions import replaced_functions
 from pytest_fsdp_comm.simulation.values import (
     CPU,
     SimulatedTensors,
@@ -47,28 +49,35 @@ _H100: Final = SimpleNamespace(
     total_memory=80 * 2**30,
     multi_processor_count=132,
     warp_size=32,
+    uuid="GPU-00000000-0000-0000-0000-000000000000",
 )
+_CUDA_VERSION: Final = "12.8"
 _NOTHING: Final = (
     *("empty_cache", "init", "ipc_collect", "synchronize", "set_sync_debug_mode"),
+    *("_record_memory_history", "_dump_snapshot", "start", "stop"),
     *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"),
     *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
     *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "set_stream"),
 )
 """Functions that change nothing that a simulated rank has."""
-_MEMORY: Final = (
+_ZERO: Final = (
     *("memory_allocated", "memory_reserved", "memory_cached"),
     *("max_memory_allocated", "max_memory_reserved", "max_memory_cached"),
+    *("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"),
 )
 _IDLE: Final = (
-    *("Stream", "Event", "StreamContext", "stream", "device", "device_of"),
-    *("current_stream", "default_stream"),
+    *("Stream", "Event", "StreamContext", "stream", "device", "device_of", "device_index"),
+    *("current_stream", "default_stream", "ExternalStream"),
 )
 _TO: Final = torch.Tensor.to
 _CAPTURABLE: Final = "_get_capturable_supported_devices"  # read in torch 2.7 to 2.15
+_GENERATOR: Final = torch.Generator
 
 
 class _Idle:
     """A stream, an event, or a block that selects a stream or a device: nothing waits."""
+
+    cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = _current()
@@ -93,6 +102,19 @@ class _Idle:
         """Nothing runs."""
 
     synchronize = wait = wait_event = wait_stream = record
+
+
+class _AnyGenerator(type):
+    def __instancecheck__(cls, own: object) -> bool:
+        return isinstance(own, _GENERATOR)
+
+    def __call__(cls, device: Any = "cpu") -> torch.Generator:
+        device = _place(device)
+        return _GENERATOR(CPU if device.type == "cuda" else device)
+
+
+class _Generator(metaclass=_AnyGenerator):
+    """In place of ``torch.Generator``, which looks for the GPU."""
 
 
 class _State:
@@ -123,7 +145,15 @@ def cuda_on_cpu(*, answers: bool) -> Iterator[None]:
         yield
         return
     _state.answers = answers
-    with patched(*_of_tensors(), *_of_meshes(), *_of_amp(), *_of_gpus_alone(), *_of_cuda()):
+    own = (
+        _of_tensors(),
+        replaced_functions(_place),
+        _of_meshes(),
+        _of_amp(),
+        _of_gpus_alone(),
+        _of_cuda(),
+    )
+    with patched(*chain.from_iterable(own)):
         yield
 
 
@@ -194,8 +224,13 @@ def _of_tensors() -> Iterator[tuple[Any, str, Any]]:
     def is_cuda(own: torch.Tensor) -> bool:
         return is_outside_torch(sys._getframe(1)) and mark_of(own) is not None
 
+    def get_device(own: torch.Tensor) -> int:
+        place = mark_of(own)
+        return -1 if place is None else _place(place).index
+
     tensor = torch.Tensor
     yield tensor, "to", _moved
+    yield tensor, "get_device", _to_users(get_device, tensor.get_device)
     yield tensor, "cuda", cuda
     yield tensor, "cpu", cpu
     yield tensor, "pin_memory", lambda own, *_, **__: own
@@ -321,39 +356,53 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
     def module_of(device: Any = None) -> Any:
         return torch.cuda if device is None else true_module_of(device)
 
-    nbytes, true_module_of = _H100.total_memory, torch.get_device_module
+    cuda, nbytes, true_module_of = torch.cuda, _H100.total_memory, torch.get_device_module
     found: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(_NOTHING, lambda *_, **__: None),
-        **{name: told(0, name) for name in _MEMORY},
+        **{name: told(0, name) for name in _ZERO},
         **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+        "can_device_access_peer": lambda *_: True,
+        "is_current_stream_capturing": lambda: False,
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), lambda *_, **__: True),
         # In `torch.accelerator` the names have an ending.
         **{f"current_device{end}": lambda: _state.index for end in ("", "_index", "_idx")},
         **{f"set_device{end}": set_device for end in ("", "_index", "_idx")},
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "device_count": lambda: _state.answer(
-            int(os.environ["LOCAL_WORLD_SIZE"]), "torch.cuda.device_count"
-        ),
+        # As many as the launcher starts ranks on a host.
+        "device_count": lambda: int(os.environ["LOCAL_WORLD_SIZE"]),
         "get_device_capability": told((_H100.major, _H100.minor), "get_device_capability"),
         "get_device_name": told(_H100.name, "get_device_name"),
         "get_device_properties": told(_H100, "get_device_properties"),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "mem_get_info": told((nbytes, nbytes), "mem_get_info"),
-        "memory_stats": told(defaultdict(int), "memory_stats"),
+        "initial_seed": torch.initial_seed,
+        **{name: told((nbytes, nbytes), name) for name in ("mem_get_info", "get_memory_info")},
+        **{name: told(defaultdict(int), name) for name in ("memory_stats", "host_memory_stats")},
         "memory_summary": told("0", "memory_summary"),
+        "memory_snapshot": told([], "memory_snapshot"),
+        **dict.fromkeys(("is_built", "is_nccl_available"), lambda: True),
     }
-    for module, (name, own) in product((torch.cuda, torch.accelerator), found.items()):
-        if hasattr(module, name):
-            # `fork_rng`, too, asks for the states of devices that it is given.
-            is_open = "rng_state" in name
-            yield module, name, own if is_open else _to_users(own, getattr(module, name))
-    for name in _IDLE:
-        yield torch.cuda, name, _Idle
-    yield torch.accelerator, "current_stream", _Idle
+    places = (cuda, cuda.memory, cuda.profiler, torch.accelerator, dist, torch.backends.cuda)
+    for module, name, own in _present(places, found):
+        # `fork_rng`, too, asks for the states of devices that it is given.
+        is_open = "rng_state" in name
+        yield module, name, own if is_open else _to_users(own, getattr(module, name))
+    yield from _present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
+    for module, version in ((cuda.nccl, (2, 28, 9)), (cudnn, 91002)):
+        yield module, "version", _to_users(told(version, "version"), module.version)
+    yield cudnn, "is_available", _to_users(lambda: True, cudnn.is_available)
+    yield torch.version, "cuda", torch.version.cuda or _CUDA_VERSION
     yield torch, "get_device_module", _to_users(module_of, true_module_of)
     for name in ("range_push", "range_pop", "mark"):
-        yield torch.cuda.nvtx, name, lambda *_: None
+        yield cuda.nvtx, name, lambda *_: None
+    for name, own in (("Stream", _Idle), ("Event", _Idle), ("Generator", _Generator)):
+        yield torch, name, own
+
+
+def _present(places: Iterable[Any], named: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    for module, (name, own) in product(places, named.items()):
+        if hasattr(module, name):
+            yield module, name, own
 
 
 def _to_users(answer: Callable[..., Any], true: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -36,6 +37,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -112,6 +114,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     # torch keeps these in the mode, which threads share.
     in_kernel_invocation = _OfThread(bool)
     enter_stack = _OfThread(list)
+    supports_higher_order_operators = True
 
     def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
         """Prepare to answer for some unknown values, or to refuse for all.
@@ -170,6 +173,10 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             or (place.type == "cpu" and place.index is not None)
         ):
             kwargs = {**kwargs, "device": CPU}
+        custom = _custom_function(func)
+        if custom and _names_group((*args, *kwargs.values())):
+            with self:
+                return custom(*args, **kwargs)
         given = _tensors(args) + _tensors(kwargs.values())
         _await(given)
         if not (self.has_marks or place):
@@ -179,6 +186,9 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if marks and marks[0].type == "cuda":
             for own in (*_made(result), *(given if _writes(func) else ())):
                 mark(own, marks[0])
+        elif place:  # which torch may have made from a copy with a mark
+            for own in _made(result):
+                vars(own.untyped_storage()).pop(_MARK, None)
         return result
 
     def _run(
@@ -421,6 +431,18 @@ def _made(result: Any) -> list[FakeTensor]:
     if isinstance(result, FakeTensor):
         return [result]
     return [own for own in tensors_in(result) if isinstance(own, FakeTensor)]
+
+
+@functools.cache
+def _custom_function(func: Any) -> Callable[..., Any] | None:
+    """The function of a custom operator, whose fake sends nothing."""
+    operator = OPDEFS.get(func._schema.name) if isinstance(func, OpOverload) else None
+    return operator._init_fn if operator else None
+
+
+def _names_group(given: Iterable[Any]) -> bool:
+    names = {*distributed_c10d._world.pg_names.values()}
+    return any(isinstance(own, str) and own in names for own in given)
 
 
 @functools.cache

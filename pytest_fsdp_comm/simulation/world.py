@@ -45,6 +45,8 @@ _LEARN = "_propagate_tensor_meta_non_cached"  # read in torch 2.13
 _GROUPED = "_meta_grouped_mm_common"  # read in torch 2.13 and 2.15
 _GATHERS = {"all_gather_object", "gather_object"}
 _OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13 and 2.15
+_MAKE_GROUP = "_new_process_group_helper"  # read in torch 2.7 to 2.15
+_FAKE_OPTIONS = {"backend_options": None, "device_id": None}
 _PIPELINES = "torch.distributed.pipelining."
 _SENDS_BY_BACKEND = {"torch.distributed.nn.functional", "torch.distributed.distributed_c10d"}
 """Modules of torch that send something else with another backend."""
@@ -128,6 +130,9 @@ def _attributes(
     numbers = itertools.count(1).__next__
     numbering: Any = sys.modules["torch.distributed._meta_registrations"]
     yield numbering, "generate_unique_id", numbers
+    yield distributed_c10d, _MAKE_GROUP, _made_fake(getattr(distributed_c10d, _MAKE_GROUP))
+    timeout = distributed_c10d.default_pg_timeout
+    yield distributed_c10d, "_get_default_timeout", lambda _: timeout
     yield torch.utils, "swap_tensors", tensors.swap
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
     yield DataLoader, "__iter__", _in_this_process
@@ -303,6 +308,16 @@ def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTenso
         start(thread)
 
     return started
+
+
+def _made_fake(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a group that asks for a backend, such as gloo or NCCL, exchange nothing."""
+
+    def run(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        del backend
+        return make(size, rank, ranks, "fake", *args, **kwargs | _FAKE_OPTIONS)
+
+    return run
 
 
 class LazyChunks(Sequence[torch.Tensor]):

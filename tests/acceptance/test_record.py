@@ -156,7 +156,7 @@ def test_an_error_is_the_scripts_own(folder):
 
 
 def test_one_simulated_rank_sends_what_thousands_do(folder):
-    size = ("--world-size", "8192", "--backend", "fake", "--rank", "7", "--out", "large.comm")
+    size = ("--world-size", "8192", "--rank", "7", "--out", "large.comm")
     done = run(folder, *RECORD, *size, "src/train.py", "1")
     assert done.returncode == 0, done.stderr
     # Each parameter's 64 rows are a row of each of 8192 ranks.
@@ -239,3 +239,63 @@ def test_the_pages_commands_guard_a_script_and_tell_a_regression(tmp_path):
     assert story in told.stdout
     assert "{0,2}: reshard_after_forward True -> False" in told.stdout
     assert run(tmp_path, *diff[:-1], "no.json").returncode == 2
+
+
+GPU_PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "gpu-script.md"
+
+
+def test_gpu_page_prints_what_its_commands_print(tmp_path):
+    page = GPU_PAGE.read_text()
+    (script,) = re.findall(r"(?ms)^```python no-run\n(.*?)^```$", page)
+    (snapshot,) = re.findall(r"(?ms)^```text\n(.*?)^```$", page)
+    (tmp_path / "train.py").write_text(script)
+    for command, printed in re.findall(r"(?ms)^```console\n\$ (.*?)\n(.*?)^```$", page):
+        done = run(tmp_path, *FSDP_COMM, *shlex.split(command)[1:])
+        assert (done.returncode, done.stdout + done.stderr) == (0, printed)
+    assert {*snapshot.splitlines()} <= {*(tmp_path / "step.comm").read_text().splitlines()}
+
+
+GPU_SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+if torch.accelerator.device_count() != 2 or not torch.cuda.is_bf16_supported():
+    sys.exit("needs two GPUs")
+device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"]))
+torch.accelerator.set_device_index(device.index)
+dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device)
+with torch.device("meta"):
+    model = nn.Linear(48, 48, dtype=torch.bfloat16)
+fully_shard(model)
+model.to_empty(device=device)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+scaler = torch.amp.GradScaler("cuda")
+for _ in range(4):
+    scaler.scale(model(torch.zeros(8, 48, device=device, dtype=torch.bfloat16)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+dist.destroy_process_group()
+"""
+
+
+def test_gpu_script_is_recorded_and_guarded(tmp_path):
+    (tmp_path / "train.py").write_text(GPU_SCRIPT)
+    own = ("--world-size", "64", "--local-world-size", "2", "--rank", "5")
+    done = run(tmp_path, *RECORD, *own, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "device_count" not in (tmp_path / "step.comm").read_text()
+    # 48 rows are a row of each of 64 ranks, and biases as well.
+    padded = 64 * (48 + 1) * 2
+    assert (
+        f"forward (root) all_gather[world] x1 of {padded:_} B bfloat16 parameters\n"
+        in (tmp_path / "step.comm").read_text()
+    )
+    assert run(tmp_path, *FSDP_COMM, "test", "step.json").returncode == 0
+    passed = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert passed.returncode == 0, passed.stdout
+    refused = run(tmp_path, *RECORD, "--world-size", "64", "train.py")
+    assert (refused.returncode, refused.stderr) == (1, "needs two GPUs\n")

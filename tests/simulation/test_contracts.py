@@ -1,15 +1,18 @@
 """The private names of torch that a simulation replaces or reads: fails when one moves."""
 
 import inspect
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import _meta_registrations, nn
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention
 from torch.utils.data import DataLoader
 
 from pytest_fsdp_comm.simulation import devices, world
@@ -40,8 +43,13 @@ def check_devices():
     autocast = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype")
     for name in (*autocast, "set_autocast_dtype", "get_device_module"):
         assert callable(getattr(torch, name)), name
-    for name in (*devices._IDLE, *devices._NOTHING, *devices._MEMORY):
-        assert hasattr(torch.cuda, name), name
+    places = (torch.cuda, torch.cuda.memory, torch.cuda.profiler, torch.accelerator)
+    for name in (*devices._IDLE, *devices._NOTHING, *devices._ZERO):
+        assert any(hasattr(place, name) for place in places), name
+    assert parameters(flex_attention._validate_device)[0] == "query"
+    hop = inspect.getsource(flex_attention.flex_attention)
+    assert "flex_attention_hop(\n" in hop or "flex_attention_hop(*args" in hop
+    assert "_validate_device(query, key, value)" in hop
 
 
 def check_world():
@@ -68,6 +76,11 @@ def check_world():
         "offs",
         "out_dtype",
     ]
+    make = parameters(distributed_c10d._new_process_group_helper)
+    assert make[3] == "backend"
+    assert {*make} >= {*world._FAKE_OPTIONS}
+    assert isinstance(OPDEFS, Mapping)
+    assert "self._init_fn(*args, **kwargs)" in inspect.getsource(CustomOpDef)
 
 
 def check_conversions():

@@ -1,5 +1,6 @@
 """Code that says "cuda" is simulated where there is no GPU, as if it said "cpu"."""
 
+import os
 from contextlib import nullcontext
 from itertools import product
 
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as nn_functional
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -202,8 +205,7 @@ def test_what_fsdp_moves_and_gathers_is_on_cuda():
 
 
 @simulated
-def test_what_is_asked_of_a_gpu_is_answered(comm_mode, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+def test_what_is_asked_of_a_gpu_is_answered(comm_mode):
     cuda = torch.cuda
     cuda.init()
     cuda.manual_seed_all(3)
@@ -233,7 +235,6 @@ def test_what_is_asked_of_a_gpu_is_answered(comm_mode, monkeypatch):
         dist.barrier()
     given = {(one.how, one.value) for one in comm_mode.recording.answers}
     assert given == {
-        ("torch.cuda.device_count", "8"),
         ("torch.cuda.get_device_properties", "H100"),
         ("torch.cuda.memory_allocated", "0"),
         ("torch.cuda.max_memory_reserved", "0"),
@@ -242,13 +243,82 @@ def test_what_is_asked_of_a_gpu_is_answered(comm_mode, monkeypatch):
     }
 
 
+@pytest.mark.distributed(world_size=20, simulate="strict", ranks=[17])
+def test_preamble_of_gpu_script_runs():
+    local_rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda
+    assert (local_rank, os.environ["LOCAL_WORLD_SIZE"]) == (1, "4")  # of the last host
+    assert cuda.device_count() == torch.accelerator.device_count() == 4
+    assert cuda.is_available()
+    assert torch.backends.cuda.is_built()
+    assert torch.backends.cudnn.is_available()
+    assert torch.version.cuda
+    assert dist.is_nccl_available()
+    cuda.set_device(local_rank)
+    there = torch.device("cuda", local_rank)
+    for backend in ("nccl", "gloo", "cpu:gloo,cuda:nccl"):
+        assert dist.new_group([0, 17], backend=backend).size() == 2
+    init_device_mesh("cuda", (20,), backend_override={0: "nccl"})
+    made = (
+        torch.zeros(2, device=local_rank),
+        torch.empty(2, device=cuda.current_device()),
+        nn.Linear(2, 2, device=local_rank).weight,
+        torch.randn(2, generator=torch.Generator("cuda").manual_seed(3), device=there),
+        torch.zeros(2, pin_memory=True).to(local_rank, non_blocking=True),
+    )
+    assert {own.device for own in made} == {there}
+    assert made[0].get_device() == local_rank
+    assert isinstance(torch.default_generator, torch.Generator)
+    cuda.memory._record_memory_history(max_entries=9)
+    cuda.memory._dump_snapshot("not written")
+    cuda.profiler.start()
+    with torch.accelerator.device_index(local_rank), torch.cuda.stream(torch.Stream("cuda")):
+        assert not cuda.is_current_stream_capturing()
+    assert cuda.initial_seed() == torch.initial_seed()
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("values", "bins", "least", "most"),
+    [
+        ([0, 1, 1, 3], 4, 0, 4),
+        ([0, 1, 1, 4, 9, -2], 4, 0, 4),
+        ([[5, 7], [7, 12]], 3, 0, 0),
+        ([6, 6], 4, 0, 0),
+        ([0, 10, 4, 7], 3, 1, 10),
+    ],
+)
+def test_histc_counts_integers_on_cuda(values, bins, least, most):
+    with unset_fake_temporarily():
+        counts = torch.histc(torch.tensor(values, dtype=torch.double), bins, least, most).tolist()
+    own = torch.tensor(values, device="cuda")
+    assert torch.histc(own, bins=bins, min=least, max=most).tolist() == counts
+    assert own.histc(bins, least, most).device.type == "cuda"
+    with pytest.raises(RuntimeError, match="not implemented for"):
+        own.cpu().histc(bins, least, most)
+
+
+@torch.library.custom_op("fsdp_comm_tests::sum_of", mutates_args={"own"})
+def sum_of(own: torch.Tensor, group: str) -> None:
+    if group:
+        dist.all_reduce(own, group=distributed_c10d._resolve_process_group(group))
+
+
+@simulated
+def test_custom_operator_with_group_is_recorded(comm_mode):
+    with comm_mode:
+        for own in (torch.randn(4), torch.tensor([1, 2])):
+            sum_of(own.cuda(), dist.group.WORLD.group_name)
+            sum_of(own, "")
+    assert [one.kind for one in comm_mode.recording.collectives] == ["all_reduce"] * 2
+
+
 @pytest.mark.distributed(world_size=2, simulate="strict")
 def test_a_strict_simulation_knows_no_gpu():
     assert torch.rand(2, device="cuda").is_cuda
     with pytest.raises(SimulationError) as refused:
-        torch.cuda.device_count()
+        torch.cuda.get_device_name()
     assert "tests/simulation/test_devices.py:" in str(refused.value)
-    assert "asks for torch.cuda.device_count, which a simulated rank has no GPU" in str(
+    assert "asks for torch.cuda.get_device_name, which a simulated rank has no GPU" in str(
         refused.value
     )
 
@@ -263,6 +333,7 @@ def test_ranks_that_are_not_simulated_keep_torch_as_it_is():
 def test_everything_is_undone():
     def holders():
         places = (torch, torch.cuda, torch.Tensor, torch.accelerator, DeviceMesh, torch.autocast)
+        places += (torch.version, torch.cuda.memory, nn.functional, torch.backends.cudnn)
         return [dict(vars(place)) for place in places]
 
     before = holders()

@@ -6,6 +6,7 @@ from pytest_fsdp_comm.launch_environment import (
     INSIDE_VARIABLE,
     explain_separate_processes,
     read_launched_rank,
+    simulated_variables,
 )
 
 MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -46,6 +47,26 @@ def test_script_without_local_variables_has_one_machine():
     assert (launched.local_rank, launched.local_world_size) == (0, 2)
     assert (launched.launcher, launched.has_store) == ("RANK and WORLD_SIZE", False)
     assert launched.is_leader
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "local_size", "local_rank", "host_size"),
+    [
+        (0, 8192, None, 0, 8),
+        (13, 20, None, 5, 8),
+        (17, 20, None, 1, 4),
+        (1, 2, None, 1, 2),
+        (7, 8192, 4, 3, 4),
+        (8, 9, 3, 2, 3),
+    ],
+)
+def test_simulated_rank_is_on_a_host(rank, size, local_size, *, local_rank, host_size):
+    assert simulated_variables(rank, size, local_size) == {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(host_size),
+    }
 
 
 @pytest.mark.parametrize(

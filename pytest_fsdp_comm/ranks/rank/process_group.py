@@ -24,7 +24,7 @@ import pytest
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import TextStore
-from pytest_fsdp_comm.launch_environment import LaunchedRank
+from pytest_fsdp_comm.launch_environment import LaunchedRank, simulated_variables
 from pytest_fsdp_comm.options import SETTINGS, DistributedSettings, ranks_along
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
@@ -71,6 +71,8 @@ def set_environment(
     os.environ["LOCAL_RANK"] = str(launched.local_rank if launched else rank)
     os.environ["WORLD_SIZE"] = str(settings.world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
+    if settings.simulation:
+        os.environ |= simulated_variables(rank, settings.world_size)
     # Note [One thread for each rank]: with torch's default of a thread for each core, ranks fight
     # for the machine that they share. Also, OpenMP's pool does not survive a fork: a forked child
     # that used the parent's pool hung 9 of 9 times, and never with one thread (torch 2.13, CPU).

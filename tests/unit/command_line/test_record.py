@@ -11,13 +11,21 @@ import pytest
         ([], "expected a script to run: fsdp-comm record [--step 3] train.py ..."),
         (["gone.py"], "there is no file gone.py; -m takes the name of a module"),
         (
-            ["--world-size", "8", "train.py"],
-            "expected --world-size and --backend fake together, for one simulated rank; real ranks "
-            "are started by --nproc 4, or torchrun --nproc-per-node 4 -m pytest_fsdp_comm record",
+            ["--world-size", "8", "--nproc", "2", "train.py"],
+            "expected --nproc for real ranks or --world-size for one, got both",
         ),
         (
-            ["--world-size", "8", "--backend", "fake", "--rank", "8", "train.py"],
-            "--rank: expected one from 0 to 7, got 8",
+            ["--backend", "fake", "train.py"],
+            "--backend fake: expected --world-size, which simulates without it too",
+        ),
+        (["--world-size", "0", "train.py"], "--world-size: expected 1 to 131072, got 0"),
+        (
+            ["--world-size", "8", "--rank", "8", "train.py"],
+            "--rank: expected 0 to 7 with --world-size 8, got 8",
+        ),
+        (
+            ["--world-size", "8", "--local-world-size", "9", "train.py"],
+            "--local-world-size: expected 1 to 8 with --world-size 8, got 9",
         ),
     ],
 )

@@ -34,13 +34,14 @@ def test_train(comm_mode, fsdp_tree, comm_snapshot):
 
 @pytest.fixture
 def recorded(write):
-    def write_all(script="train.py", *, is_module=False, last=4):
+    def write_all(script="train.py", *, is_module=False, last=4, hosts_of=None):
         run = ScriptRun(
             script=script,
             arguments=("--lr", "0.1"),
             is_module=is_module,
             first_step=4,
             last_step=last,
+            local_world_size=hosts_of,
         )
         write("step.json", join_recordings({0: dump_recordings([recording(0)])}, run))
         write("step.tree.comm", TREE)
@@ -64,6 +65,16 @@ def test_a_script_is_run_by_its_path(recorded, fsdp_comm, project):
     again = fsdp_comm("test", "step.json")
     assert again.status == 2
     assert again.err.startswith("fsdp-comm: test_train.py exists; -o names another test, or")
+
+
+def test_written_test_has_hosts_of_the_recording(recorded, fsdp_comm, project):
+    recorded(hosts_of=2)
+    assert fsdp_comm("test", "step.json").status == 0
+    assert """def test_train(monkeypatch, comm_mode, fsdp_tree, comm_snapshot):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    model = record_script(
+""" in (project / "test_train.py").read_text()
 
 
 def test_the_page_shows_what_is_written(write, fsdp_comm, project):
