@@ -9,6 +9,7 @@ from itertools import chain, zip_longest
 from typing import Final
 
 from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.text.words import shorten
 
 # The title of the section below pytest's explanation.
 SECTION: Final = "comparison"
@@ -27,6 +28,8 @@ MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
 _MOST_COSTS: Final = 2
 """Of the whole, and of its parts."""
+_LEAST_OF_A_LINE: Final = 80
+"""Characters that are left of one that is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,19 +148,44 @@ def failure_lines(
             *(f"{NOTE}{note}" for note in notes),
             *tail,
         )
-    what = "change" if any(text.compared for text in texts.values()) else "line"
-    story = [*first, *changes]
-    least = min(len(texts), len(story))
+    rows, further = [*first, *costs[:_MOST_COSTS], *changes], costs[_MOST_COSTS:]
+    has_changes = any(text.compared for text in texts.values())
+    least = min(len(texts), len(rows))
+    lines: list[str] = []
     # The command, which comes last, must not be what pytest cuts.
-    for some in range(min(_MOST_COSTS, len(costs)), -1, -1):
-        for shown in range(len(story), (max(least, len(first)) if some else least) - 1, -1):
-            left = len(story) - shown
-            more = [f"  ... and {left} more {what}{'s' * (left > 1)} (-vv)"] if left else []
-            told = [*first[:shown], *costs[:some], *changes[: max(shown - len(first), 0)]]
-            lines = [head, *told, *more, *likely[:1], *tail]
-            if len(lines) <= MOST_LINES and sum(map(len, lines)) <= MOST_CHARACTERS:
-                return tuple(lines)
+    for shown in range(len(rows), least - 1, -1):
+        hidden = rows[shown:] and [*rows[shown:], *further]
+        # A line that stands for a single one says less than that one.
+        if len(hidden) == 1 and shown > least:
+            continue
+        what = "changes" if has_changes and not set(hidden) & set(costs) else "lines"
+        more = [f"  ... and {len(hidden)} more {what} (-vv)"] if hidden else []
+        rest = [*more, *likely[:1], *tail]
+        if 1 + shown + len(rest) > MOST_LINES:
+            continue
+        # What breaks training is never cut.
+        whole, others = rows[: min(shown, len(first))], rows[len(first) : shown]
+        room = MOST_CHARACTERS - sum(map(len, (head, *whole, *rest)))
+        lines = [head, *whole, *_fitted(others, room), *rest]
+        if sum(map(len, lines)) <= MOST_CHARACTERS:
+            break
     return tuple(lines)
+
+
+def _fitted(lines: Sequence[str], room: int) -> Sequence[str]:
+    """Cut the longest of some lines so that all have room; none if too little would be left."""
+    longest = max(map(len, lines), default=0)
+    for most in range(longest, _LEAST_OF_A_LINE - 1, -1):
+        if sum(min(len(line), most) for line in lines) <= room:
+            return [_cut_before_place(line, most) for line in lines]
+    return lines
+
+
+def _cut_before_place(line: str, most: int) -> str:
+    """Cut a line that may end with a place in the code, which stays."""
+    text, at, place = line.rpartition(" at ")
+    room = most - len(at) - len(place)
+    return f"{shorten(text, room)}{at}{place}" if room > most // 2 else shorten(line, most)
 
 
 def told_lines(texts: Iterable[FailureText]) -> tuple[str, ...]:

@@ -173,7 +173,7 @@ def test_eight_lines_and_a_headline(changed):
         'accept: pytest --snapshot-update "tests/models/test_llama.py::test_train_step"'
     )
     assert any(line.startswith("tree: body.{0..3}: ") for line in shown)
-    assert re.fullmatch(r"\.\.\. and \d+ more changes \(-vv\)", shown[-3])
+    assert re.fullmatch(r"\.\.\. and \d+ more lines \(-vv\)", shown[-3])
     assert len(shown) <= 8
     assert not below
     # The arguments: one short line each, or two in one.

@@ -1,5 +1,6 @@
 """The text of failed comparisons: at most 8 lines, or everything."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -64,7 +65,7 @@ def test_eight_lines_end_with_the_command():
         "  b",
         "  layers.0: changed",
         "  layers.1: changed",
-        "  ... and 7 more changes (-vv)",
+        "  ... and 8 more lines (-vv)",
         "  likely: one",
         COMMAND,
     )
@@ -86,14 +87,46 @@ def test_two_values_share_a_head_and_take_turns():
     assert len(lines) == 1 + 1 + 5 + 4 + 2 + 1
 
 
-@pytest.mark.parametrize("room", [300, 900])
-def test_a_long_text_leaves_out_costs_then_changes(room):
-    command = "a" * room
-    lines = failure_lines({"": comm(3, cost=("c" * 400,))}, accept=command)
+@pytest.mark.parametrize(
+    ("training", "cost", "changes", "shown"),
+    [
+        # All fit; one more is cut rather than replaced by a line that stands for it alone.
+        ([], [100, 90], [99], "100 90 99"),
+        ([130], [115, 100], [150], "130 115 100 150"),
+        ([], [115, 100], [180, 200], "115 100 180 200"),
+        # Whole lines say more than the beginnings of many.
+        ([], [115, 100], [130, 120, 110], "115 100 130 2"),
+        # What breaks training is never cut; hidden costs are counted.
+        ([170, 170], [115, 100], [130], "170 170 3"),
+        ([170, 200], [], [90], "170 2"),
+    ],
+)
+def test_long_lines_are_cut_before_they_are_left_out(training, cost, changes, shown):
+    def written(name, lengths):
+        return tuple(f"{name}{length} ".ljust(length - 2, "-") for length in lengths)
+
+    text = replace(
+        comm(0, cost=written("c", cost)),
+        training=written("t", training),
+        changes=written("x", changes),
+        causes=("l" * 100,),
+    )
+    command = "pytest --snapshot-update " + "n" * 100
+    lines = failure_lines({"": text}, accept=command)
     assert lines[-1] == f"  accept: {command}"
-    changes = [line for line in lines if "layers." in line]
-    assert len(changes) == (3 if room == 300 else 1)
-    assert not [line for line in lines if "ccc" in line]
+    assert len(lines) <= 8
+    assert sum(map(len, lines)) <= 660
+    assert " ".join(re.findall(r"\d+", " ".join(lines[1:-2]))) == shown
+    assert not [line for line in lines if line.startswith("  t") and line.endswith("...")]
+
+
+def test_line_that_is_cut_keeps_its_place():
+    sent = "lm_head split off (root): " + "-" * 200
+    text = replace(comm(0), changes=(f"{sent}, at examples/train.py:43", f"{sent} at {'x' * 100}"))
+    _, first, second, *_ = failure_lines({"": text}, accept="n" * 300)
+    assert first.endswith("---... at examples/train.py:43")
+    assert second.endswith("---...")
+    assert abs(len(first) - len(second)) <= 1
 
 
 def test_a_value_without_a_file_has_a_head_of_its_own():
@@ -126,7 +159,7 @@ def test_missing_snapshots_keep_the_command_to_record():
     accept = "pytest --snapshot-update tests/test_models.py::test_step"
     lines = failure_lines(texts, accept=accept)
     assert [line.partition(":")[0].strip() for line in lines] == [
-        *("2 comparisons failed", "comm", "tree", "comm", "... and 1 more line (-vv)"),
+        *("2 comparisons failed", "comm", "tree", "comm", "tree"),
         *("record it", "then read the file, and commit it with the test"),
     ]
     assert sum(map(len, lines)) <= 660
@@ -196,4 +229,4 @@ def test_what_breaks_training_comes_before_what_it_costs():
     many = {"": breaking(comm(3, cost=("+1 %",)), *(f"lost {n}" for n in range(9)))}
     lines = failure_lines(many, accept=ACCEPT)
     assert lines[1:5] == tuple(f"  lost {n}" for n in range(4))
-    assert lines[5] == "  ... and 8 more changes (-vv)"
+    assert lines[5] == "  ... and 9 more lines (-vv)"
