@@ -23,7 +23,6 @@ from pytest_fsdp_comm.reports.html.tables import (
     differing_modules,
     line_rows,
     module_table,
-    rank_rows,
     side_rows,
 )
 from pytest_fsdp_comm.reports.html.values import Compared, Entry, Result, Run
@@ -217,8 +216,6 @@ def _section(
             "rows": side_rows(*sides),
             "cost": cost_of_change(*sides),
             "modules": module_table(*sides),
-            "num_ranks": sides[1].num_ranks,
-            "ranks": rank_rows(sides[1]),
         }
     elif one.kind == "tree" and one.old and one.new and one.old != one.new:
         section["rows"] = line_rows(one.old, one.new)

@@ -112,37 +112,6 @@ def show_calls(calls: Calls) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankRow:
-    """What ranks do differently, for all modules in which they differ in the same way."""
-
-    key: RowKey | None
-    """None for the peak of gathered bytes."""
-    owners: tuple[str | None, ...]
-    """In natural order; empty for the peak."""
-    amounts: tuple[tuple[str, str], ...]
-    """Ranks, and what they do; ranks that are in none do nothing of it."""
-
-
-def rank_rows(profile: CommProfile) -> list[RankRow]:
-    """List what not every rank recorded alike; empty if all did."""
-    places: defaultdict[tuple[str | None, RowKey], list[tuple[str, str]]] = defaultdict(list)
-    for row in profile.rows:
-        if row.ranks:
-            calls = ", ".join(map(show_calls, row.calls))
-            places[row.owner, row.key].append((name_ranks(row.ranks), calls))
-    owners_of: defaultdict[tuple[RowKey, tuple[tuple[str, str], ...]], list[str | None]]
-    owners_of = defaultdict(list)
-    for (owner, key), amounts in places.items():
-        owners_of[key, tuple(amounts)].append(owner)
-    rows = [
-        RankRow(key=key, owners=tuple(owners), amounts=amounts)
-        for (key, amounts), owners in owners_of.items()
-    ]
-    peaks = [(name_ranks(one.ranks), show_nbytes(one.nbytes)) for one in profile.peaks if one.ranks]
-    return [*rows, RankRow(key=None, owners=(), amounts=tuple(peaks))] if peaks else rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CostRow:
     """One number before and after."""
 
@@ -156,34 +125,22 @@ class CostRow:
 def cost_rows(cost: Cost) -> list[CostRow]:
     """What a rank sends and holds, before and after."""
 
-    def row(
-        label: str, before: int, after: int, was_unsized: int = 0, now_unsized: int = 0
-    ) -> CostRow:
-        return CostRow(
-            label=label,
-            before=show_nbytes(before, was_unsized),
-            after=show_nbytes(after, now_unsized),
-            change=show_growth(before, after) if before != after else "",
-        )
-
-    def calls(kind: PartCost) -> CostRow:
-        was, now = (volume.count + volume.unsized for volume in (kind.before, kind.after))
+    def row(label: str, was: int, now: int, before: str, after: str) -> CostRow:
         change = show_growth(was, now) if was != now else ""
-        label = f"{kind.kind}[{kind.axis}] calls"
-        return CostRow(label=label, before=f"{was:_}", after=f"{now:_}", change=change)
+        return CostRow(label=label, before=before, after=after, change=change)
 
-    axes = [(f"bytes on {one.axis}", one) for one in cost.axes] if len(cost.axes) > 1 else []
-    return [
-        *map(calls, cost.collectives),
-        *(
-            row(label, was.nbytes, now.nbytes, was.unsized, now.unsized)
-            for label, was, now in (
-                *((label, one.before, one.after) for label, one in axes),
-                ("bytes in all", cost.before, cost.after),
-            )
-        ),
-        row("peak gathered", cost.peak_before, cost.peak_after),
-    ]
+    rows = []
+    for kind in cost.collectives:
+        was, now = (volume.count + volume.unsized for volume in (kind.before, kind.after))
+        rows.append(row(f"{kind.kind}[{kind.axis}] calls", was, now, f"{was:_}", f"{now:_}"))
+    volumes: list[tuple[str, PartCost | Cost]] = [("bytes in all", cost)]
+    if len(cost.axes) > 1:
+        volumes[:0] = [(f"bytes on {one.axis}", one) for one in cost.axes]
+    for label, one in volumes:
+        sides = (show_nbytes(side.nbytes, side.unsized) for side in (one.before, one.after))
+        rows.append(row(label, one.before.nbytes, one.after.nbytes, *sides))
+    was, now = cost.peak_before, cost.peak_after
+    return [*rows, row("peak gathered", was, now, show_nbytes(was), show_nbytes(now))]
 
 
 # Axis and phase.
