@@ -43,7 +43,7 @@ from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.lines import REMEDY
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import show_path
+from pytest_fsdp_comm.text.words import first_of, show_path
 from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import merge, tree_facts
 
@@ -296,8 +296,9 @@ def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = froz
         lines = [
             f"  {gap.text}" + f" (on {name_ranks(gap.ranks)})" * bool(gap.ranks) for gap in gaps
         ]
-        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        raise IncompleteRecordingError("\n".join((before, *lines[:_SHOWN], *more, after)))
+        shown, left = first_of(lines, _SHOWN)
+        more = [f"  and {left} more"] * bool(left)
+        raise IncompleteRecordingError("\n".join((before, *shown, *more, after)))
 
 
 def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:

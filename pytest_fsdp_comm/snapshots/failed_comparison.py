@@ -14,6 +14,7 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.reports.coloring import Painter
 from pytest_fsdp_comm.reports.explanation import SECTION
 from pytest_fsdp_comm.text.codec import from_json, to_json
+from pytest_fsdp_comm.text.words import first_of
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
@@ -189,9 +190,8 @@ def print_shared_changes(
             amounts = " (amounts of the first test)"
         summary = f"{differing[nodeids[0]].summary}{amounts}"
         reporter.write_line(f"{len(nodeids)} tests: {summary}", red=True)
-        for nodeid in nodeids[:_MOST_TESTS]:
-            reporter.write_line(f"  {printable(nodeid)}")
-        if len(nodeids) > _MOST_TESTS:
-            reporter.write_line(f"  and {len(nodeids) - _MOST_TESTS} more")
+        shown, more = first_of(nodeids, _MOST_TESTS)
+        for line in (*map(printable, shown), *[f"and {more} more"] * bool(more)):
+            reporter.write_line(f"  {line}")
         accept = accept_all({nodeid: differing[nodeid] for nodeid in nodeids}, all_failed)
         reporter.write_line(f"accept all: {accept}")

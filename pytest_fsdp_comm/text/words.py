@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from pytest_fsdp_comm.errors import printable
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP: Final = 1024
+_T = TypeVar("_T")
 _NBYTES: Final = rf"\d[\d_.]* (?:{'|'.join(_UNITS)})\b"
 _NBYTES_CHANGE: Final = re.compile(
     r"(\d[\d_.]*)(?: (UNIT))? -> (\d[\d_.]*) (UNIT)\b".replace("UNIT", "|".join(_UNITS))
@@ -35,6 +37,13 @@ def cut(text: str, most: int) -> str:
         return text
     kept = text[: most - 40]
     return f"{kept}\n... and {len(text) - len(kept):_} more characters"
+
+
+def first_of(entries: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
+    """So many entries, and how many more there are: never one, which takes as much room."""
+    if len(entries) <= most + 1:
+        return entries, 0
+    return entries[:most], len(entries) - most
 
 
 def shorten(line: str, most: int) -> str:

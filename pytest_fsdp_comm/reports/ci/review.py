@@ -15,7 +15,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
     Place,
     has_other_amounts,
 )
-from pytest_fsdp_comm.text.words import counted, cut, shorten, without_amounts
+from pytest_fsdp_comm.text.words import counted, cut, first_of, shorten, without_amounts
 
 # GitHub drops all summaries of a step beyond 1 MiB together.
 _MAX_ROWS: Final = 200
@@ -53,23 +53,22 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
     if outcomes.failed:
         changes = outcomes.changes
         parts += ["| test | what differs | cost |\n| --- | --- | --- |\n"]
-        rows = [_row(tests, origin) for tests in changes[:_MAX_ROWS]]
-        parts += [*rows, *_more(changes, _MAX_ROWS, "| {} more | | |\n"), "\n"]
+        shown, more = first_of(changes, _MAX_ROWS)
+        parts += [_row(tests, origin) for tests in shown]
+        parts += [f"| {more} more | | |\n"] * bool(more) + ["\n"]
         told = [tests for tests in changes if tests[0].comparisons.story]
-        parts += (_story(tests, outcomes) for tests in told[:_MAX_STORIES])
-        parts += _more(told, _MAX_STORIES, "{} more stories are in the log.\n\n")
+        shown, more = first_of(told, _MAX_STORIES)
+        parts += [_story(tests, outcomes) for tests in shown]
+        parts += [f"{more} more stories are in the log.\n\n"] * bool(more)
         if any(tests[0].comparisons.accept for tests in told):
             parts += [_ACCEPT]
     if outcomes.unused:
         files = counted(len(outcomes.unused), "snapshot file")
         parts += [f"{files} unused; the log has the command that removes them:\n\n"]
-        parts += [f"- <code>{_cell(path)}</code>\n" for path in outcomes.unused[:_MAX_UNUSED]]
-        parts += [*_more(outcomes.unused, _MAX_UNUSED, "- {} more\n"), "\n"]
+        paths, more = first_of(outcomes.unused, _MAX_UNUSED)
+        parts += [f"- <code>{_cell(path)}</code>\n" for path in paths]
+        parts += [f"- {more} more\n"] * bool(more) + ["\n"]
     return "".join(parts)
-
-
-def _more(entries: Sequence[object], most: int, text: str) -> list[str]:
-    return [text.format(len(entries) - most)] if len(entries) > most else []
 
 
 def _headline(outcomes: Outcomes) -> str:
@@ -94,17 +93,18 @@ def _headline(outcomes: Outcomes) -> str:
 
 def _row(tests: Sequence[FailedTest], origin: Origin) -> str:
     names = []
-    for test in tests[:_MAX_NAMES]:
+    shown, more = first_of(tests, _MAX_NAMES)
+    for test in shown:
         # Otherwise the id, which is the longest word, leaves no room for the cost.
         name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
         address = origin.line_address(test.place)
         names.append(f'<a href="{address}">{name}</a>' if address else name)
-    names += _more(tests, _MAX_NAMES, "and {} more")
+    names += [f"and {more} more"] * bool(more)
     comparisons = tests[0].comparisons
     # The headline has the first of several changes alone.
     costs = [*comparisons.cost, *([_AMOUNTS] if _has_other_amounts(tests) else [])]
     lines = comparisons.told or tests[0].reason.splitlines()
-    told, cost = ("<br>".join(map(_cell, shown)) for shown in (lines, costs))
+    told, cost = ("<br>".join(map(_cell, side)) for side in (lines, costs))
     return f"| {'<br>'.join(names)} | {told} | {cost} |\n"
 
 
@@ -118,8 +118,8 @@ def _story(tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
     summary, names, story = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.story
     if len(tests) > 1:
         summary = f"{len(tests)} tests: {_cell(comparisons.summary)}"
-        names = "\n".join(test.nodeid for test in tests[:_MAX_STORY_NAMES])
-        names += "".join(_more(tests, _MAX_STORY_NAMES, "\nand {} more"))
+        shown, more = first_of(tests, _MAX_STORY_NAMES)
+        names = "\n".join(test.nodeid for test in shown) + f"\nand {more} more" * bool(more)
         names = f"{fenced(cut(names, _MAX_STORY))}\n\n"
         # The first line names the file of one of them.
         story = tuple(line.removeprefix("  ") for line in comparisons.story[1:])

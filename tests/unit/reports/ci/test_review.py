@@ -155,6 +155,11 @@ def test_a_change_of_six_tests_is_told_once():
     both = 'pytest --snapshot-update "tests/test_a.py::test_x" "tests/test_b.py::test_x"'
     assert both in text
     assert [text.count(nodeid) for nodeid in SIX] == [2, 2, 2, 1, 1, 1]
+    assert "and 3 more" in text
+    # A line for one more would be as long as its name.
+    four = shown(render_summary(outcomes(*tests[:4]), ORIGIN))
+    assert " more" not in four
+    assert four.count(SIX[3]) == 3  # in the command too
 
 
 @pytest.mark.parametrize(
