@@ -75,10 +75,21 @@ def capture_tree(
 
 def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
     """List FSDP1's wrappers and FSDP2's states below `model`, each once."""
+    # Not those below ``replicate``, as torch's own traversal. Private, the same in torch 2.7, 2.13
+    # and 2.15.
+    from torch.distributed._composable.contract import (  # noqa: PLC0415  # needed here only
+        _get_registry,
+    )
+
     visit = visit_modules(model)
     found = [(visit.index_of[id(module)], state) for module, state in fsdp2_states(visit)]
     found += fsdp1_states(visit)
-    return tuple(state for _, state in sorted(found, key=lambda entry: entry[0]))
+    barred = {at for at, module in visit.layers() if "replicate" in (_get_registry(module) or ())}
+    return tuple(
+        state
+        for index, state in sorted(found, key=lambda entry: entry[0])
+        if barred.isdisjoint((index, *visit.ancestors(index)))
+    )
 
 
 def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
