@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -30,7 +30,7 @@ from pytest_fsdp_comm.text.words import show_path
 # its session is read-only, and notes the extension and index of each assertion; the serialized
 # values travel to the pytest process, which asserts them once more on the real session. Private
 # names of syrupy 7.0 are used here and nowhere else: ``config._syrupy``,
-# ``SnapshotSession._assertions`` and ``SnapshotAssertion._executions``;
+# ``SnapshotSession._assertions`` and ``_worker_reports``, and ``SnapshotAssertion._executions``;
 # tests/unit/snapshots/test_replay.py fails when one moves.
 
 _USE: Final = "snapshots in ranks rely on"
@@ -168,11 +168,18 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
     return problems
 
 
-def keep_plain_snapshots(config: pytest.Config, nodeid: str) -> None:
-    """Keep what plain ``snapshot`` assertions of a test that did not pass wrote."""
-    # For syrupy 7.0 the snapshots of a test that failed early are unused, and --snapshot-update
-    # deletes them; those of a skipped test are not.
-    _session(config).ran_item(nodeid, "skipped")
+def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> None:
+    """Keep what plain ``snapshot`` assertions of tests that did not pass wrote."""
+    # For syrupy 7.0 the snapshots of a test that failed early, or never ran, are unused, and
+    # --snapshot-update deletes them; those of a skipped test are not. The session is that of
+    # xdist's controller, or of the only process.
+    session = _session(config)
+    for nodeid in nodeids:
+        session.ran_item(nodeid, "skipped")
+    kept = set(nodeids)
+    for report in _get(session, "_worker_reports"):
+        for nodeid in kept.intersection(report["selected"]):
+            report["selected"][nodeid] = "skipped"
 
 
 def _assert_again(item: pytest.Item, made: RankAssertion) -> str:

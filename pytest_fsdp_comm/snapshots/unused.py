@@ -111,7 +111,6 @@ class UnusedSnapshots:
 
     # The run.
 
-    @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests passed; in xdist's controller, too."""
         if report.when == "setup":
@@ -123,8 +122,6 @@ class UnusedSnapshots:
             self._unpassed.add(report.nodeid)
         elif report.when == "call":
             self._called.add(report.nodeid)
-        if report.when == "teardown" and report.nodeid in self._unpassed & self._ours:
-            _replay().keep_plain_snapshots(self._config, report.nodeid)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -169,13 +166,16 @@ class UnusedSnapshots:
         if _EXTENSION in sys.modules:
             compared.update(_replay().compared_files(self._config))
         if hasattr(self._config, "workeroutput"):
-            self._config.workeroutput[_OUTPUT] = {"whole": self._whole, "compared": [*compared]}
+            output = {"whole": self._whole, "ours": [*self._ours], "compared": [*compared]}
+            self._config.workeroutput[_OUTPUT] = output
             return (yield)
         for data in self._of_workers:
             # Each worker of xdist collected the same, and compared what it ran.
-            self._whole = data["whole"]
+            self._whole, self._ours = data["whole"], {*data["ours"]}
             compared.update(data["compared"])
         has_lost = len(self._of_workers) < self._started_workers
+        if kept := [nodeid for nodeid in self._ours if has_lost or nodeid not in passed]:
+            _replay().keep_plain_snapshots(self._config, kept)
         has_ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not (
             session.shouldstop or session.shouldfail or has_lost
         )

@@ -22,6 +22,7 @@ def test_syrupy_has_the_private_names_that_are_used(pytestconfig, snapshot):
     assert callable(session.recall_snapshot)
     assert callable(session.queue_snapshot_write)
     assert callable(session.ran_item)
+    assert _get(session, "_worker_reports") == []
 
 
 def test_a_name_that_moved_is_named():
