@@ -130,6 +130,7 @@ def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
     """List the changes of world, mesh, units and parameters, each in natural order."""
     units = _units_by_label(old), _units_by_label(new)
     likely = lost_root(old, new)
+    parameter_changes = partial(_parameter_changes, has_units=any(new.units.values()))
     return (
         *_frame_change("world_size", old.world_size, new.world_size),
         *_frame_change("mesh", old.mesh_axes, new.mesh_axes, show_mesh),
@@ -137,11 +138,7 @@ def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
             replace(change, likely=likely) if change.what == _NEW_ROOT else change
             for change in _differences(*units, _unit_changes)
         ),
-        *_differences(
-            old.parameters,
-            new.parameters,
-            partial(_parameter_changes, has_units=any(new.units.values())),
-        ),
+        *_differences(old.parameters, new.parameters, parameter_changes),
     )
 
 

@@ -14,7 +14,7 @@ from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Size
 from pytest_fsdp_comm.comm.explanation.passes import NORM
 from pytest_fsdp_comm.comm.explanation.search import Explanation
 from pytest_fsdp_comm.comm.explanation.states import Owner, count_of, role_of, sole, template
-from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
+from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step, sent_rows
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.text.fqn import name_owners
 
@@ -512,7 +512,7 @@ def _of_called(step: Replaced, seen: Seen) -> str:
 
 
 def _of_reduced_times(step: Replaced, seen: Seen) -> str:
-    kinds = {key.what for held in step.rows.values() for key in held if key.axis}
+    kinds = {row.what for row in sent_rows(step.rows)}
     call = f"set_requires_{'all_reduce' if kinds == {'all_reduce'} else 'gradient_sync'}(False)"
     is_sharded = step.facts["is_sharded"]
     # A unit that was gathered by hand, beside others.
@@ -527,9 +527,7 @@ def _of_reduced_times(step: Replaced, seen: Seen) -> str:
     else:
         if kinds != {"all_reduce"}:
             switch += ", or enter no_sync() with FSDP1,"
-        reduced = {
-            count_of(rows) for held in step.rows.values() for key, rows in held.items() if key.axis
-        }
+        reduced = {row.count for row in sent_rows(step.rows)}
         gathered = _acts(seen.new, Phase.BACKWARD, "unshard")
         backwards = {gathered[owner] for owner in step.owners} - {0}
         often, passes = sole(reduced, 0), sole(backwards, 0)
@@ -551,9 +549,8 @@ def _policy(step: Replaced, trees: Evidence | None) -> str:
     owners = _units_in(step, trees)
     if not owners or trees is None:
         return ""
-    changes = {trees.policies.get(owner) for owner in owners}
-    change = changes.pop() if len(changes) == 1 else None
-    return f"{change}, as the tree says" if change is not None else ""
+    change = sole((trees.policies.get(owner, "") for owner in owners), "")
+    return f"{change}, as the tree says" if change else ""
 
 
 def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:

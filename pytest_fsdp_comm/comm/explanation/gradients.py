@@ -55,10 +55,7 @@ def propose_reductions(between: Between) -> Iterator[Step]:
 
 
 def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """What a row of reductions does otherwise, and the ratio of counts; None if nothing known.
-
-    The ratio is 0 where fewer gradients are reduced, or none, and 1 for more of them.
-    """
+    """What a row of reductions does otherwise, with the ratio of counts, or 0 for less and 1."""
     if before == after:
         return None
     if not (before and after):

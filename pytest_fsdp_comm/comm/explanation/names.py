@@ -230,13 +230,7 @@ def _lists(state: State) -> dict[str, dict[str, _List]]:
 
 def _length(lists: Mapping[str, _List]) -> int:
     """How many modules each list has, with nothing missing; 0 if they differ."""
-    return sole(
-        (
-            len(numbers) if set(numbers) == set(range(len(numbers))) else 0
-            for numbers in lists.values()
-        ),
-        0,
-    )
+    return sole((len(one) * (one.keys() == {*range(len(one))}) for one in lists.values()), 0)
 
 
 def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]]:

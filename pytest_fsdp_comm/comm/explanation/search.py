@@ -276,14 +276,10 @@ def find_timing_changes(
             before, after = _shares(row, subject), _shares(now, subject)
             if before != after:
                 found[subject, key, before, after].append(owner)
-    changes = []
-    for (subject, key, before, after), alike in found.items():
-        changes.append(
-            TimingChange(
-                subject=subject, key=key, owners=sort_owners(alike), before=before, after=after
-            )
-        )
-    return tuple(changes)
+    return tuple(
+        TimingChange(subject=subject, key=key, owners=sort_owners(held), before=was, after=now)
+        for (subject, key, was, now), held in found.items()
+    )
 
 
 def _shares(row: Row, subject: Subject) -> Shares:

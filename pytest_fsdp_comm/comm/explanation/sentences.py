@@ -15,8 +15,8 @@ from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Size
 from pytest_fsdp_comm.comm.explanation.names import AxisRenamed, Layers, Renamed
 from pytest_fsdp_comm.comm.explanation.passes import sum_in_forward
 from pytest_fsdp_comm.comm.explanation.search import TimingChange
-from pytest_fsdp_comm.comm.explanation.states import Owner, count_of, is_gather, largest
-from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
+from pytest_fsdp_comm.comm.explanation.states import Owner, is_gather, largest
+from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, sent_rows
 from pytest_fsdp_comm.comm.explanation.training import TrainingChange
 from pytest_fsdp_comm.comm.profile import RowKey
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, name_owners
@@ -106,20 +106,11 @@ def _of_replaced(step: Replaced) -> str:
     who, facts = name_owners(step.owners), step.facts
     match step.kind:
         case "reduced times":
-            counts = [
-                {
-                    row.count
-                    for held in side.values()
-                    for key, rows in held.items()
-                    for row in rows
-                    if key.axis
-                }
-                for side in (step.was, step.rows)
-            ]
+            counts = [{row.count for row in sent_rows(side)} for side in (step.was, step.rows)]
             often = f"{facts['times']} times as often"
             if all(len(side) == 1 for side in counts):
                 often = "{} -> {} times".format(*chain(*counts))
-            kinds = sorted({key.what for held in step.rows.values() for key in held if key.axis})
+            kinds = sorted({row.what for row in sent_rows(step.rows)})
             rest = ", gathers as before" if facts["is_sharded"] else ""
             return f"gradients of {who} reduced {often} ({', '.join(kinds)}){rest}"
         case "reduced" | "reduced by more":
@@ -132,20 +123,14 @@ def _of_replaced(step: Replaced) -> str:
             if step.kind == "part reduced":
                 what = "another part of the gradients reduced, gathers as before:"
             sizes = {
-                owner: max(
-                    (largest(step.was[owner][key]), largest(rows))
-                    for key, rows in held.items()
-                    if key.axis
-                )
-                for owner, held in step.rows.items()
+                owner: max((largest(was[key]), largest(now[key])) for key in now if key.axis)
+                for (owner, now), was in zip(step.rows.items(), step.was.values(), strict=True)
             }
             return f"{what} {_sizes(sizes)} in each call"
         case "buckets":
             numbers = {
                 sum(call.count for call in row.calls if call.role == Role.GRADIENTS)
-                for held in step.rows.values()
-                for rows in held.values()
-                for row in rows
+                for row in sent_rows(step.rows)
             }
             calls = "1 call" if numbers == {1} else f"{'/'.join(map(str, sorted(numbers)))} calls"
             return f"gradients of {who} sent in {calls}, as many bytes in all"
@@ -193,11 +178,8 @@ def _of_replaced(step: Replaced) -> str:
                 frozenset(key.what for key in keys if key.subject == "collective")
             ]
             what = f"{who}: {facts['roles']}" if facts["roles"] else tensors
-            where = (
-                "in forward"
-                if facts["phase"] is Phase.FORWARD
-                else "outside of forward and backward"
-            )
+            outside = "outside of forward and backward"
+            where = "in forward" if facts["phase"] is Phase.FORWARD else outside
             return f"{what} {how} {where}: {_calls(step, more='more')}"
         case "unit sizes":
             return f"other sizes of parameters: {_sizes(facts['sizes'])} in each gather"
@@ -209,25 +191,17 @@ def _of_replaced(step: Replaced) -> str:
         case "gathered elsewhere":
             axes = {key.axis for held in step.rows.values() for key, rows in held.items() if rows}
             return f"{who} gathered over {', '.join(sorted(axes - {''}))} in backward now"
-        case "gathered in backward" | "used in backward":
-            if step.kind == "used in backward":
-                acts = "gathered and reduced in backward now"
-                lost = "neither gathered nor reduced in backward any more"
-                return f"{who} {acts if step.came else lost}"
+        case "used in backward":
+            lost = "neither gathered nor reduced in backward any more"
+            return f"{who} {'gathered and reduced in backward now' if step.came else lost}"
+        case "gathered in backward":
             if not step.came:
                 return f"{who} not gathered in backward any more"
             return _with_calls(f"{who} gathered in backward now", _calls(step, is_gather))
         case "sharded":
-            if step.came:
-                how = (
-                    "sharded instead of replicated: parameters gathered, gradients reduce-scattered"
-                )
-            else:
-                how = (
-                    "replicated instead of sharded: gradients all-reduced, parameters no longer "
-                    "gathered"
-                )
-            return f"{who} {how}"
+            how = "sharded instead of replicated: parameters gathered, gradients reduce-scattered"
+            gone = "gradients all-reduced, parameters no longer gathered"
+            return f"{who} {how if step.came else f'replicated instead of sharded: {gone}'}"
         case "split off":
             parts, wholes = name_owners(facts["modules"]), name_owners(facts["parents"])
             if not step.came:
@@ -247,8 +221,8 @@ def _of_replaced(step: Replaced) -> str:
             others = facts["others"]
             if owners.keys() == {others}:
                 gathers = {
-                    sum(count_of(rows) for key, rows in held.items() if _is_of_forward(key))
-                    for held in step.was.values()
+                    sum(row.count for row in sent_rows({at: held}) if row.phase is Phase.FORWARD)
+                    for at, held in step.was.items()
                 }
                 was = "/".join(map(str, sorted(gathers)))
                 return f"{who} gathered {was} -> {others} times in forward, as often as other units"
@@ -264,10 +238,6 @@ def _of_replaced(step: Replaced) -> str:
             rest = f", other units {others}" if others else ""
             return _with_calls(f"{who} gathered now{rest}", _calls(step, is_gather))
     raise AssertionError(step)
-
-
-def _is_of_forward(key: RowKey) -> bool:
-    return key.subject == "collective" and key.phase is Phase.FORWARD
 
 
 def _of_sequence_parallel(step: Replaced) -> str:
@@ -301,45 +271,43 @@ def _calls(
 ) -> str:
     """How much more or less a rank sends: ``3 calls, 30.0 KiB in all``; empty if nothing is."""
     # Count and bytes, by the ranks of rows.
-    amounts: defaultdict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0])
+    amounts: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)
     is_sized = True
     for sign, side in ((1, step.rows), (-1, {} if is_new else step.was)):
         for owner in owners or step.owners:
             for key, rows in side.get(owner, {}).items():
                 for row in rows if key.subject == "collective" else ():
                     for call in filter(partial(includes, key), row.calls):
-                        amounts[row.ranks][0] += sign * call.count
-                        amounts[row.ranks][1] += sign * call.count * call.nbytes
+                        count = sign * call.count
+                        amounts[row.ranks] += Volume(count=count, nbytes=count * call.nbytes)
                         is_sized &= not call.lacks_size
 
-    def amount_of(count: int, nbytes: int) -> str:
-        in_all = ""
+    def amount_of(volume: Volume) -> str:
+        in_all, count = "", abs(volume.count)
         # The bytes of some would read as those of all.
-        if nbytes and is_sized:
-            size = show_nbytes(abs(nbytes))
-            in_all = f" of {size}" if abs(count) == 1 else f", {size} in all"
-        return " ".join(filter(None, (f"{counted(abs(count), 'call')}{in_all}", more)))
+        if volume.nbytes and is_sized:
+            size = show_nbytes(abs(volume.nbytes))
+            in_all = f" of {size}" if count == 1 else f", {size} in all"
+        return " ".join(filter(None, (f"{counted(count, 'call')}{in_all}", more)))
 
-    everywhere = tuple(amounts.pop((), (0, 0)))
+    everywhere = amounts.pop((), Volume())
     named = sorted(set(chain(*amounts)))
-    ranks_of: dict[tuple[int, ...], list[int]] = {}
+    ranks_of: defaultdict[Volume, list[int]] = defaultdict(list)
     for rank in named:
         of_rank = (amount for ranks, amount in amounts.items() if rank in ranks)
-        ranks_of.setdefault(tuple(map(sum, zip(everywhere, *of_rank, strict=True))), []).append(
-            rank
-        )
+        ranks_of[sum(of_rank, everywhere)].append(rank)
     texts = [
-        f"{amount_of(*amount)} on {'each of ' * (len(ranks) > 1)}{name_ranks(ranks)}"
+        f"{amount_of(amount)} on {'each of ' * (len(ranks) > 1)}{name_ranks(ranks)}"
         for amount, ranks in ranks_of.items()
-        if amount[0]
+        if amount.count
     ]
     if len(texts) > _MAX_GROUPS:
-        fewest, most = (choose(abs(count) for count, _ in ranks_of) for choose in (min, max))
+        fewest, most = (choose(abs(one.count) for one in ranks_of) for choose in (min, max))
         least = f"{fewest} to " if fewest < most else ""
         texts = [f"{least}{counted(most, 'call')} on each of {name_ranks(named)}"]
-    if everywhere[0]:
+    if everywhere.count:
         where = f" on each rank but {write_ranks(named)}" if named else ""
-        texts.append(f"{amount_of(*everywhere)}{where}")
+        texts.append(f"{amount_of(everywhere)}{where}")
     return ", ".join(texts)
 
 

@@ -158,6 +158,12 @@ class Replaced(Step):
         return is_meant and key.phase is Phase.FORWARD
 
 
+def sent_rows(side: Mapping[Owner, Mapping[RowKey, Rows]]) -> Iterator[Row]:
+    """The rows of collectives on one side of a step."""
+    rows = chain.from_iterable(held.values() for held in side.values())
+    return (row for row in chain.from_iterable(rows) if row.axis)
+
+
 def replaced(
     between: Between,
     kind: str,

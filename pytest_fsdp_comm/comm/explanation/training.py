@@ -95,8 +95,7 @@ def find_training_changes(
         is_told = step in of_torch or says(changes, step)
         if named is not None and is_real and not is_told:
             # That a phase is gone comes before whose gradients those were.
-            place = 0 if step.kind == "phase" else len(told)
-            told.insert(place, (_PROBLEMS.index(named), step))
+            told.insert(0 if step.kind == "phase" else len(told), (_PROBLEMS.index(named), step))
     return tuple(one for _, one in sorted(told, key=lambda one: one[0]))
 
 
@@ -183,11 +182,6 @@ class _Side:
                 sizes[row.axis, row.what].add(call.nbytes // itemsize(call.dtype))
         return max(map(sum, sizes.values()), default=0)
 
-    def num_parameters(self, owner: Owner) -> set[int]:
-        """How many parameters a unit gathers in a call."""
-        calls = chain.from_iterable(row.calls for row in self.units[owner])
-        return {call.nbytes // itemsize(call.dtype) for call in calls}
-
     def acts(self, owner: Owner, phase: Phase) -> dict[tuple[RowKey, tuple[int, ...]], int]:
         """How often a unit is gathered and freed in a phase."""
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
@@ -213,10 +207,9 @@ def _new_names(profile: CommProfile, new: CommProfile) -> dict[str, str]:
     known = {axis.name for axis in new.mesh_axes}
     renamed = {replace(axis, name=""): axis.name for axis in new.mesh_axes if axis.name not in old}
     return {
-        axis.name: axis.name
-        if axis.name in known
-        else renamed.get(replace(axis, name=""), axis.name)
+        name: name if name in known else renamed.get(replace(axis, name=""), name)
         for axis in profile.mesh_axes
+        for name in [axis.name]
     }
 
 
@@ -337,33 +330,33 @@ class _Training:
         """Whether the rows show that a module without rows is still in the model."""
         # A layer that is gone sends nothing at all.
         layer = re.match(r"(.*\.)?[0-9]+\.", owner or "")
-        is_beside = layer is not None and any(
-            (other or "").startswith(layer[0]) for other in self.new.owners
-        )
+        beside = [other for other in self.new.owners if layer and f"{other}".startswith(layer[0])]
         # Nor does anything without a backward.
-        return is_beside or owner == ROOT_FQN or not self.new.has_backward
+        return bool(beside) or owner == ROOT_FQN or not self.new.has_backward
 
     def _is_part(self, owner: Owner) -> bool:
         """Whether a unit that gathers as before reduces fewer gradients."""
-        trees, gathered = self.trees, self.old.num_parameters(owner)
-        is_same = gathered != set() and gathered == self.new.num_parameters(owner)
+        trees = self.trees
+        was, now = (
+            {call.nbytes // itemsize(call.dtype) for row in side.units[owner] for call in row.calls}
+            for side in (self.old, self.new)
+        )
         is_less = 0 < self.new.num_gradients(owner) < self.old.num_gradients(owner)
         is_frozen = trees is not None and owner in trees.frozen | trees.partly_frozen
         is_elsewhere = any(_is_related(owner, other) for other in self.grown)
-        return is_same and is_less and not (is_frozen or is_elsewhere)
+        return was == now != set() and is_less and not (is_frozen or is_elsewhere)
 
     def _passes(self) -> Iterator[tuple[Owner, _Found]]:
         """Yield units that run backward less often, if one of them runs forward as often."""
         found: defaultdict[tuple[int, int], dict[Owner, bool]] = defaultdict(dict)
-        for owner in self.old.reduced.keys() & self.new.reduced.keys():
+        for owner in filter(self.new.reduced.__contains__, self.old.reduced):
             before, after = (side.acts(owner, Phase.BACKWARD) for side in (self.old, self.new))
             was, now = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
             runs = {(count, after.get(place, 0)) for place, count in before.items()}
-            is_freed, is_freed_again = (
-                any(key.what == "reshard" for key, _ in acts) for acts in (was, before)
-            )
-            if len(runs) == 1 and is_freed_again:
-                found[runs.pop()][owner] = is_freed and was == now
+            acts = {key.what for key, _ in before}
+            # A unit is freed after each backward; one that is kept until then is no evidence.
+            if len(runs) == 1 and "reshard" in acts:
+                found[runs.pop()][owner] = "unshard" in acts and was == now
         for (runs_before, runs_now), owners in found.items():
             if 0 < runs_now < runs_before and any(owners.values()):
                 for owner in owners:
