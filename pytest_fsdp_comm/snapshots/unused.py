@@ -183,7 +183,7 @@ class UnusedSnapshots:
         if has_ended and self._whole is not None:
             self.all_failed = self._unpassed
             # A run such as --setup-plan runs none.
-            if passed and not option.disable_unused_snapshots:
+            if (passed or self._unpassed) and not option.disable_unused_snapshots:
                 self.found = [*self._find(self._whole, passed, compared)]
         # As syrupy has it.
         if self.found and not (option.update_snapshots or option.warn_unused_snapshots):
