@@ -1,7 +1,6 @@
 """What a test forks in a rank is not the rank, whatever it does."""
 
 import pytest
-from running import UNSAFE_TO_FORK
 
 SOURCE = """
 import multiprocessing, os, signal, sys, time
@@ -82,15 +81,6 @@ def test_children_of_multiprocessing():
 def test_after():
     dist.barrier()
 """
-
-
-def test_a_forked_child_never_reports_for_a_spawned_rank(pytester):
-    pytester.makeconftest(UNSAFE_TO_FORK)
-    pytester.makepyfile(SOURCE.replace("{more}", ""))
-    arguments = ("-p", "no:cacheprovider", "-k", "test_child_returns and not later")
-    result = pytester.runpytest_subprocess(*arguments, timeout=300)
-    result.assert_outcomes(failed=1, deselected=7)
-    result.stdout.fnmatch_lines(["*AssertionError: the parent goes on"])
 
 
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from running import UNSAFE_TO_FORK
 
 SOURCE = """
 import time
@@ -71,9 +70,8 @@ def test_plain():
 LIVE = ("-o", "log_cli=true", "--log-cli-level=INFO", "-k", "test_")
 
 
-@pytest.mark.parametrize("conftest", ["", UNSAFE_TO_FORK], ids=["forked", "spawned"])
-def test_live_logs_name_their_rank(run_session, conftest):
-    session = run_session(LOGS, *LIVE, conftest=conftest)
+def test_live_logs_name_their_rank(run_session):
+    session = run_session(LOGS, *LIVE)
     text = session.output.partition("test_it.py::")[2]
     for rank in (0, 1):
         said = rf"\n\[rank {rank}\] INFO +root:test_it.py:7 one\n\[rank {rank}\] +two {rank}\n"

@@ -1,16 +1,24 @@
 """Where a fork would be unsafe, ranks are new pytest processes, and the terminal says why."""
 
+import os
+import re
+
 import pytest
+import running
 from running import UNSAFE_TO_FORK
 
 TEST = """
+import logging, os
 import pytest
 import torch
 import torch.distributed as dist
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 @pytest.mark.distributed(world_size=2)
 @pytest.mark.parametrize("value", [3])
 def test_sum(value, dist_info, tmp_path, comm_mode):
+    logging.info("one\\ntwo %d", dist_info.rank)
     assert dist.get_world_size() == 2
     tensor = torch.full((1,), float(value))
     with comm_mode:
@@ -18,51 +26,43 @@ def test_sum(value, dist_info, tmp_path, comm_mode):
     assert tensor.item() == 6
     assert comm_mode.counts("all_reduce") == 1
     (tmp_path / "mine").write_text(str(dist_info.rank))
+    assert len(str(tmp_path)) > 1000
 
 @pytest.mark.distributed(world_size=2)
 def test_failing(dist_info):
     print("from rank", dist_info.rank)
+    if (child := os.fork()) == 0:
+        return
+    os.waitpid(child, 0)
     assert dist_info.rank != 1, "rank one is out"
 """
 
-UNSAFE = {
-    "thread": (
-        UNSAFE_TO_FORK,
-        "fsdp-comm: threads have been running since collection: 'poller', which a fork does "
-        "not survive",
-    ),
-    "native": (
-        "import ctypes\n"
-        "thread = ctypes.c_ulong()\n"
-        "libc = ctypes.CDLL(None)\n"
-        "libc.pthread_create(ctypes.byref(thread), None, libc.usleep, 60_000_000)\n"
-        "libc.pthread_setname_np(thread, b'pool-1')",
-        "fsdp-comm: native threads (1) have been running since collection: 'pool-1', which a fork "
-        "does not survive",
-    ),
-    "group": (
-        "import os, tempfile, torch.distributed as dist\n"
-        "if 'PYTEST_FSDP_COMM_RANK' not in os.environ:\n"
-        "    store = dist.FileStore(tempfile.mktemp(), 1)\n"
-        "    dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n",
-        "fsdp-comm: a process group was made during collection, which a fork does not survive",
-    ),
-}
 
-
-@pytest.mark.parametrize("unsafe", UNSAFE)
-def test_ranks_are_spawned_where_forking_is_unsafe(pytester, unsafe):
-    conftest, reason = UNSAFE[unsafe]
-    pytester.makeconftest(conftest)
+def test_ranks_are_spawned_where_forking_is_unsafe(pytester, monkeypatch):
+    """Below a long TMPDIR, with logs shown live and a test that forks."""
+    directory = str(pytester.mkdir("t"))
+    while len(directory) < 1000:
+        directory += "/" + "d" * min(99, 1000 - len(directory))
+    os.makedirs(directory)  # noqa: PTH103  # as the user has it: a text
+    monkeypatch.setenv("TMPDIR", directory)
+    monkeypatch.delenv("PYTEST_DEBUG_TEMPROOT")  # of pytester
+    pytester.makeconftest(UNSAFE_TO_FORK)
     pytester.makepyfile(test_it=TEST)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    options = ("-p", "no:cacheprovider", "-o", "log_cli=true", "--log-cli-level=INFO")
+    result = pytester.run(running.PYTHON, "-m", "pytest", *options, timeout=300)
     result.assert_outcomes(passed=1, failed=1)
     shown = result.stdout.str()
-    assert reason in shown
-    assert "ranks are started as new pytest processes" in shown
+    assert (
+        "fsdp-comm: threads have been running since collection: 'poller', which a fork does not "
+        "survive; ranks are started as new pytest processes"
+    ) in shown
     assert "AssertionError: rank one is out" in shown
     assert "rank 1 failed first" in shown
     assert "from rank 0" in shown
+    for rank in (0, 1):
+        said = rf"\n\[rank {rank}\] INFO +root:test_it.py:\d+ one\n\[rank {rank}\] +two {rank}\n"
+        assert re.search(said, shown), shown
+    assert not [name for name in os.listdir(directory) if name.startswith("fsdp-comm")]  # noqa: PTH208  # see above
 
 
 WHICH = """

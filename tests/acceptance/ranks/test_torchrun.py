@@ -334,32 +334,30 @@ def copied(forked, path):
     return Path(shutil.copytree(forked, path))
 
 
+LAST = """
+@pytest.mark.distributed
+def test_fails():
+    # The agent of rank 0 must not fail while another rank is still busy with its end.
+    atexit.register(time.sleep, rank())
+    assert rank() == 0, "not me"
+
+@pytest.mark.distributed
+def test_never(): open("ran", "w").close()
+"""
+
+
 @pytest.mark.upstream
-def test_torchrun_writes_the_same_snapshots_as_forked_ranks(forked, tmp_path):
+def test_two_agents_write_alike_and_stop_together(forked, tmp_path):
     path = copied(forked, tmp_path / "project")
+    (path / "test_it.py").write_text((path / "test_it.py").read_text() + LAST)
     for file in (path / "snapshots").rglob("*.ws2.*"):
         file.unlink()
-    ended = end(start_torchrun(path, *PYTEST, "--snapshot-update", "-rs"))
-    assert "needs 4 ranks, torchrun started 2" in ended.out
-    assert "2 snapshots generated." in ended.out
-    assert "1 passed, 1 skipped" in ended.out
-    assert ended.status == 0
-    # Those of the test that needs other ranks are there, too.
-    assert snapshots(path) == snapshots(forked)
-
-
-def test_two_agents_stop_at_the_same_test(tmp_path):
-    fails = "@pytest.mark.distributed\ndef test_fails(): assert rank() == 0, 'not me'\n"
-    never = "@pytest.mark.distributed\ndef test_never(): open('ran', 'w').close()\n"
-    # The agent of rank 0 must not fail while another rank is still busy with its end.
-    ok = "if rank() == 1: atexit.register(time.sleep, 1)"
-    path = project(tmp_path, f"@pytest.mark.distributed\ndef test_ok():\n    {ok}\n", fails, never)
     # As the page says, with a rank on each "machine".
     (shown,) = re.findall(r"^\$ torchrun (.*) -m pytest$", PAGE, re.MULTILINE)
     port = free_port()
     options = shown.replace("host0:29500", f"localhost:{port}").split()
     options[options.index("--nproc-per-node") + 1] = "1"
-    command = (*TORCHRUN, *options, *PYTEST, "-x")
+    command = (*TORCHRUN, *options, *PYTEST, "-x", "-rs", "--snapshot-update")
 
     def serves():
         with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
@@ -372,11 +370,15 @@ def test_two_agents_stop_at_the_same_test(tmp_path):
     agents.append(start_python(path, *command))
     ended = [end(agent) for agent in agents]
     (report,) = (one.out for one in ended if one.out)
-    assert "1 failed, 1 passed" in report
+    assert "needs 4 ranks, torchrun started 2" in report
+    assert "2 snapshots generated." in report
+    assert "1 failed, 1 passed, 1 skipped" in report
     assert "stopping after 1 failures" in report
     assert "AssertionError: not me" in report
     assert sorted(one.status for one in ended) == [0, 1]
     assert not (path / "ran").exists()
+    # Those of the test that needs other ranks are there, too.
+    assert snapshots(path) == snapshots(forked)
 
 
 KILL = """

@@ -28,6 +28,12 @@ def fork(x): return torch.jit.wait(torch.jit.fork(add, x))
 
 fork(torch.ones(2))
 """
+GROUP = """
+import tempfile
+import torch.distributed as dist
+store = dist.FileStore(tempfile.mktemp(), 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+"""
 # What test modules do when they are imported, without any harm to a fork.
 USUAL = """
 import _thread, threading
@@ -93,6 +99,10 @@ def test_usual_imports_are_safe_to_fork(tmp_path, first):
 def test_a_thread_beside_torchs_pool_is_unsafe(tmp_path):
     code = f"import torch; torch.set_num_threads(4)\n{THREAD}\nstart_native()"
     assert reason(tmp_path, code).startswith("native threads (4)")
+
+
+def test_a_process_group_is_unsafe_to_fork(tmp_path):
+    assert reason(tmp_path, GROUP) == "a process group was made during collection"
 
 
 def test_native_threads_are_unknown_without_proc(monkeypatch, tmp_path):
