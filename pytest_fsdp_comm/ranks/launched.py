@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hmac
 import json
 import os
@@ -52,10 +51,9 @@ _ENDS_TESTS_WITHIN_S: Final = 30.0
 
 # Note [Launched ranks]: every launched process collects the same tests and becomes its rank for the
 # whole session. Rank 0's process supervises and reports; its rank is a child of it, which joins
-# like the others. Each rank connects to it, once for itself and once for its watchdog, and then
-# runs what it is told, as a forked rank does. For each rank set it makes a process group anew. A
-# rank that fails destroys its group, so that its peers fail too instead of waiting. What cannot be
-# ended so, because it hangs or has died, ends the session: a process cannot be replaced.
+# like the others: with a connection for itself and one for its watchdog. A rank that fails destroys
+# its process group, so that its peers fail too instead of waiting. A rank that hangs or has died
+# ends the session: a process cannot be replaced.
 
 
 def join_session(
@@ -212,8 +210,6 @@ def _run(
             # pytest-randomly chose another one in each process.
             session.config.option.randomly_seed = command.randomly_seed
         template = RankTemplate(session, extensions)
-        # As the fork server does: what is here now lives as long as the rank.
-        gc.freeze()
         watchdog = Watchdog(watchdog_channel, ends_process=True)
         command, spec = channel.receive(), None
         while isinstance(command, messages.RankSetSpec):

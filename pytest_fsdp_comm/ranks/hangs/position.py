@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, with_source
@@ -23,10 +23,6 @@ from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
-
-if TYPE_CHECKING:
-    from pytest_fsdp_comm.recording.flight_recorder import Flight
-
 
 # Note [Reading a stuck rank]: a thread of the rank itself reads, while the main thread may be stuck
 # in a collective, which releases the GIL. The order comes from torch's flight recorder, which from
@@ -45,6 +41,7 @@ _WAITING_CALL: Final = re.compile(
 """Methods that wait for what was started before, without a frame of Python."""
 _LIMITED_WAIT: Final = re.compile(r"\bwait\([^)]")
 """``Work.wait`` with a timeout."""
+_JOINS: Final = "rank/process_group.py:join_group"
 _UNSEEN = ("new_group", "split_group", "init_process_group", "monitored_barrier", "send", "recv")
 """Functions that wait for other ranks, of which the flight recorder knows nothing."""
 
@@ -72,7 +69,10 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
         if with_groups
         else (),
         activity=Activity.RUNS if raised is None else Activity.REPORTS,
-        is_joining=any(map(_is_joining, frames)),
+        is_joining=any(
+            f"{frame.f_code.co_filename}:{frame.f_code.co_name}".endswith(_JOINS)
+            for frame in frames
+        ),
         is_waiting=waits or not is_recorded,
         is_reporting=raised is not None or (is_recorded and any(map(_is_comparing, frames))),
     )
@@ -142,11 +142,6 @@ def _is_c10d(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith("distributed_c10d.py")
 
 
-def _is_joining(frame: FrameType) -> bool:
-    name = frame.f_code.co_name
-    return name == "join_group" and frame.f_code.co_filename.endswith("rank/process_group.py")
-
-
 def _is_unrecorded(frame: FrameType) -> bool:
     """Whether a call waits for other ranks, but in no collective of the flight recorder."""
     code = frame.f_code
@@ -199,13 +194,16 @@ def _groups(
         is_own = not flight.is_done and flight.thread_id not in others
         if is_own and kind == "all_reduce" and called.startswith("reduce_scatter"):
             kind = "reduce_scatter"
+        counts: Counter[str] = Counter()
+        for dtype, count in flight.sent:
+            counts[dtype] += count
         issued.setdefault(flight.group, []).append(
             IssuedCollective(
                 seq=flight.seq,
                 kind=kind,
                 nbytes=flight.nbytes,
                 is_done=flight.is_done,
-                sent=_sent(flight),
+                sent=" and ".join(f"{count:,} {dtype}" for dtype, count in counts.items()),
                 owner=owners.get((flight.group, flight.seq), ""),
                 is_last=flight is flights[-1],
                 is_waited_in=is_own and waits,
@@ -224,13 +222,6 @@ def _groups(
         )
         for name in dict.fromkeys((*issued, *ranks))
     )
-
-
-def _sent(flight: Flight) -> str:
-    counts: Counter[str] = Counter()
-    for dtype, count in flight.sent:
-        counts[dtype] += count
-    return " and ".join(f"{count:,} {dtype}" for dtype, count in counts.items())
 
 
 def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:

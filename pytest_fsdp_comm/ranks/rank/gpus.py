@@ -12,14 +12,12 @@ from typing import Any
 from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 
-# Note [Started driver]: torch.cuda.device_count asks NVML, and only where that does not answer the
-# CUDA driver itself; torch.cuda.is_available asks the driver, unless
-# PYTORCH_NVML_BASED_CUDA_CHECK=1 is set. Asking the driver starts it, and a started driver does not
-# survive a fork: torch refuses CUDA in the child, and says that it cannot re-initialize it. It
-# notes the start in a handler that runs in forked children, so that only one of these can tell
-# (torch 2.13). Where the driver found no GPU, nothing was started that ranks need: they are forked
-# all the same, and fail with torch's error for a missing GPU (read in 2.13 and 2.15). The private
-# names have contract tests in tests/unit/ranks/test_gpus.py.
+# Note [Started driver]: torch.cuda.device_count asks NVML, and the CUDA driver only where that does
+# not answer; torch.cuda.is_available asks the driver, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is
+# set. Asking starts the driver, which does not survive a fork: torch refuses CUDA in the child, and
+# only a child can tell (torch 2.13). Where the driver found no GPU, ranks need nothing of it: they
+# are forked all the same, and fail with torch's error for a missing GPU (read in 2.13 and 2.15).
+# The private names have contract tests in tests/unit/ranks/test_gpus.py.
 
 # What the NVIDIA and the ROCm kernel drivers create.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))

@@ -66,6 +66,11 @@ class RankTemplate:
         for item in session.items:
             if SETTINGS in item.stash:
                 _ = item.location  # pytest caches it
+        # Otherwise a rank's first full collection walks through a million objects, and copies their
+        # pages. Garbage is frozen too: freed, it would leave holes in pages, which ranks would
+        # write into and so copy, and its finalizers are the pytest process's.
+        gc.freeze()
+        gc.collect()  # empties the interpreter's free lists, as each rank's first one would
 
     def run_rank(
         self, spec: messages.RankSetSpec, rank: int, descriptors: tuple[int, int]
@@ -254,8 +259,6 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
     del os.environ[SPEC_VARIABLE]
     os.environ[INSIDE_VARIABLE] = "1"
     template = RankTemplate(session, extensions)
-    # As the fork server does: what is here now lives as long as the rank.
-    gc.freeze()
     spec = dataclasses.replace(spec, item_index=indices[0])
     template.run_rank(spec, rank, (descriptors[0], descriptors[1]))
 

@@ -312,15 +312,15 @@ class RankRunner:
     def _begin(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
         index = self._indices[item]
         kept = self._kept
-        reuses_ranks = (
+        if self._unpreparable:
+            raise ServerDiedError(self._unpreparable)
+        if (
             kept is not None
             and self._suits(kept, item)
             and kept.can_run(index)
             and not has_vanished(kept.spec.directory)
-        )
-        if self._unpreparable:
-            raise ServerDiedError(self._unpreparable)
-        if kept is not None and reuses_ranks and not kept.server.has_died:
+            and not kept.server.has_died
+        ):
             kept.begin_next(index, self._next_test(nextitem, item))
             return kept
         # Before waiting for slots: kept ranks hold some.

@@ -86,12 +86,11 @@ class Supervision:
         self._questions = 0
         self._begin(spec.next_test)
 
-    # Note [Kept ranks]: with scope="module" ranks run several tests. Each test comes with what is
-    # known of the next one. If it is sure to run on these ranks, or on none, the ranks keep the
-    # fixtures that both share, as pytest's own session would. After a test that all of them passed,
-    # with the process group as it was, they wait: for `RunTest`, for `EndTests` where the next test
-    # does not follow after all, or to be killed. What fails as those fixtures end late is no
-    # report's, and becomes a problem of the next test.
+    # Note [Kept ranks]: with scope="module" ranks run several tests. If the next one is sure to run
+    # on these ranks, or on none, they keep the fixtures that both share, as pytest would. After a
+    # test that all of them passed, with the process group as it was, they wait: for `RunTest`, for
+    # `EndTests` where the next test does not follow after all, or to be killed. What fails as those
+    # fixtures end late becomes a problem of the next test.
 
     def _begin(self, next_test: messages.NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
@@ -331,11 +330,10 @@ class Supervision:
 
     def _locate(self) -> None:
         # Note [Locating ranks]: a rank's watchdog, a thread, answers where the rank is. The first
-        # question to all is for what is quick to read, so that the positions are of one moment. The
-        # second, to those that answered or have ended the test, is for their groups, which takes
-        # processor time. The others, where Python code holds the GIL, get a signal whose handler
-        # dumps the stack; last, since it may interrupt what a rank waits in, which then goes on.
-        # One that answers after that, from the same place, was only slow.
+        # question is for what is quick to read, so that the positions are of one moment; the second
+        # for the groups, which takes processor time. Ranks that do not answer, as Python code holds
+        # the GIL, get a signal whose handler dumps the stack; last, since it may interrupt what a
+        # rank waits in. One that answers after that, from the same place, was only slow.
         results = self._results
         found = self._ask(results)
         silent = [rank for rank, one in results.items() if rank not in found and not one.is_over]

@@ -22,12 +22,11 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 
-# Note [First failure leads]: of several failures the one that happened first is the cause, and the
-# others are often only its echo ("connection closed by peer"). So failures are sorted by the time
-# at which they happened on their ranks, but echoes come after all others, since a death is noticed
-# later than its closed connections. How much later is unknown, so the text does not claim that
-# another rank failed before one that died. A rank that is lost with the process that should report
-# on it comes first, and one that only took too long comes last.
+# Note [First failure leads]: of several failures the first is the cause, and others are often only
+# its echo ("connection closed by peer"). So failures are sorted by their time on their ranks, but
+# echoes come last, since a death is noticed later than its closed connections; so the text does not
+# claim that another rank failed before one that died. A rank that is lost with the process that
+# should report on it comes first, and one that only took too long comes after all.
 
 # What gloo and NCCL say where they give up; read in torch 2.13.
 _GAVE_UP = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")

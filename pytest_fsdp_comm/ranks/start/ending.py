@@ -31,14 +31,12 @@ _CLEANED_WITHIN_S = 4.0
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
 # Note [Ending a process tree]: what a rank started may have left its process group and session, and
-# lost its parent. So the fork server adopts orphans (a subreaper), and finds whatever a rank left
-# among its own children, once the rank is dead. On other systems than Linux it can only kill the
-# ranks' process groups. Ranks are killed before that, without their groups: what cleans up after
-# others (multiprocessing's resource tracker, which removes shared memory, and torch's) does so once
-# the others are gone, and ends then; it has time for it. A process that is killed may still not go:
-# its kernel waits for a driver or a file server. Each wait is bounded, each process is waited for
-# once, and those that remain are reported. Should the server be killed itself, the kernel ends its
-# ranks, but not what these have started.
+# lost its parent. So the fork server adopts orphans (a subreaper), and finds whatever a dead rank
+# left among its own children; on other systems than Linux it can only kill the ranks' groups. Ranks
+# are killed first and alone: what cleans up after others (the resource tracker of multiprocessing,
+# and torch's) does so once these are gone, and has time for it. A killed process may still not go,
+# while a driver or a file server does not respond: each wait is bounded, and what remains is
+# reported. If the server itself is killed, the kernel ends its ranks, but not what they started.
 
 
 def kill(pids: Iterable[int]) -> None:

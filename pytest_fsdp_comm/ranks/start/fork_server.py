@@ -21,25 +21,16 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.ranks.rank.processes import flush_streams, fork_quietly
+from pytest_fsdp_comm.ranks.rank import processes
 from pytest_fsdp_comm.ranks.start import ending
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 
-# Note [Fork server]: it is forked from the pytest process after collection, before any test ran: at
-# that moment the process holds the collected items, and no test has yet started a thread, done
-# maths or touched CUDA, each of which makes a later fork hang or crash. It has to survive the
-# pytest process, and clean up after it: a terminal that is closed sends SIGHUP to the session's
-# group, Ctrl-C SIGINT, a launcher SIGTERM, and SIGKILL may be sent to a whole group. So it has a
-# group of its own and ignores these signals; the pytest process decides, and ends it by hanging up.
-#
-# What it holds lives as long as each rank. gc.freeze: without it, a rank's first full collection
-# walks through a million objects, and copies their pages. Garbage is frozen too: freed, it would
-# leave holes in pages, which ranks would write into and so copy, and its finalizers are the pytest
-# process's. The collection after that, of nothing, takes no time and empties the interpreter's free
-# lists, as each rank's first one would. While modules are imported, nothing is garbage, and looking
-# for some takes a third of the time.
+# Note [Fork server]: it is forked from the pytest process after collection, before any test could
+# start a thread, do maths or touch CUDA, each of which makes a later fork hang or crash. It has to
+# survive the pytest process, and clean up after it. So it has a group of its own and ignores what a
+# closed terminal (SIGHUP), Ctrl-C (SIGINT) and launchers (SIGTERM) send; it ends by a hang-up.
 
 # Imported once here, they cost nothing in a rank: an FSDP2 step in a fresh rank took 1.89 s without
 # and 0.18 s with them (torch 2.13, CPU).
@@ -83,7 +74,7 @@ def serve(
         if is_lazy:
             select.select([channel], [], [])
             preloaded = () if channel.is_hung_up() else preloaded
-        gc.disable()
+        gc.disable()  # nothing is garbage yet, and looking for some takes a third of the time
         for name in preloaded:
             # A test that needs one that fails says so: torch.distributed.tensor.debug, for
             # example, needs numpy, which torch does not.
@@ -91,8 +82,6 @@ def serve(
                 importlib.import_module(name)
         ranks_signals = {**before, signal.SIGINT: signal.default_int_handler}
         server = _Server(channel, prepare(), ranks_signals, adopts=adopts)
-        gc.freeze()
-        gc.collect()
         if collects:
             gc.enable()
         server.run()
@@ -157,7 +146,15 @@ class _Server:
                 request = self._channel.receive()
                 if request is None or self._channel.is_hung_up():
                     return  # before ranks start that nobody waits for
-                self._handle(request)
+                match request:
+                    case messages.RankSetSpec():
+                        # Before any fork: a child closes its copies of the slots.
+                        self._set = _RankSet(spec=request, slots=HeldSlots(request.slots))
+                    case messages.StartRank():
+                        self._start_rank(request.rank)
+                    case messages.EndSet():
+                        unended = self._end_set(within_s=request.within_s)
+                        self._channel.send(messages.SetEnded(unended=unended))
 
     def kill_all(self) -> None:
         self._end_set(within_s=ending.PATIENCE_S)
@@ -167,17 +164,6 @@ class _Server:
         """How long to wait for ends once there is no pytest process, or it waits for this one."""
         return ending.HURRIED_S if os.getppid() == self._parent else ending.PATIENCE_S
 
-    def _handle(self, request: messages.ServerRequest) -> None:
-        match request:
-            case messages.RankSetSpec():
-                # Before any fork: a child closes its copies of the slots.
-                self._set = _RankSet(spec=request, slots=HeldSlots(request.slots))
-            case messages.StartRank():
-                self._start_rank(request.rank)
-            case messages.EndSet():
-                unended = self._end_set(within_s=request.within_s)
-                self._channel.send(messages.SetEnded(unended=unended))
-
     def _start_rank(self, rank: int) -> None:
         started = self._set
         if started is None:
@@ -186,26 +172,19 @@ class _Server:
         if not byte:
             raise EOFError
         descriptors = (ends[0], ends[1])
-        try:
-            run = partial(self._run_rank, started.spec, rank, descriptors)
-            started.pids[rank] = self._fork(run)
-        finally:
-            # Before the next fork, so that a rank alone has its ends: see Note [Connections].
-            for descriptor in descriptors:
-                os.close(descriptor)
-        started.groups[rank] = started.pids[rank]
-        if len(started.groups) == len(started.spec.settings.ranks):
-            self._channel.send(messages.SetStarted(pids=dict(started.groups)))
-
-    def _fork(self, run: Callable[[], NoReturn]) -> int:
-        flush_streams()
-        pid = fork_quietly()
+        processes.flush_streams()
+        pid = processes.fork_quietly()
         if pid == 0:
-            self._run_forked(run)
+            self._run_forked(partial(self._run_rank, started.spec, rank, descriptors))
         # Also done by the child itself; whichever comes first, a kill of the group finds it.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-        return pid
+        # Before the next fork, so that a rank alone has its ends: see Note [Connections].
+        for descriptor in descriptors:
+            os.close(descriptor)
+        started.pids[rank] = started.groups[rank] = pid
+        if len(started.groups) == len(started.spec.settings.ranks):
+            self._channel.send(messages.SetStarted(pids=dict(started.groups)))
 
     def _run_forked(self, run: Callable[[], NoReturn]) -> NoReturn:
         try:
@@ -366,11 +345,8 @@ class ForkServer:
         try:
             self._channel.send(request)
             if ends:
-                connection = socket.socket(fileno=self._until_exit)
-                try:
-                    socket.send_fds(connection, [b"."], [end.fileno() for end in ends])
-                finally:
-                    connection.detach()
+                with socket.socket(fileno=os.dup(self._until_exit)) as copy:
+                    socket.send_fds(copy, [b"."], [end.fileno() for end in ends])
         except BlockingIOError:
             self.kill()  # it reads nothing
             raise ServerDiedError from None
@@ -462,7 +438,7 @@ def fork_server(
     """Fork the server from this process, to `fork_server.serve`; torch is always preloaded."""
 
     def start(ours: Connection, theirs: Connection) -> int:
-        pid = fork_quietly()
+        pid = processes.fork_quietly()
         if pid == 0:
             ours.close()
             serve(

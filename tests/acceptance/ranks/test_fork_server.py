@@ -130,7 +130,7 @@ from pytest_fsdp_comm import UpstreamChangedError
 def fail():
     raise {error}
 
-worker.forget_exit_functions = fail
+worker.processes.forget_exit_functions = fail
 """
 
 

@@ -5,7 +5,6 @@ import sys
 import time
 
 import pytest
-from running import UNSAFE_TO_FORK
 
 pexpect = pytest.importorskip("pexpect")
 
@@ -168,10 +167,11 @@ def test_a_rank_that_dies_in_its_debugger_fails_its_test_only(spawn):
     assert "1 failed, 1 passed, 1 deselected" in shown
 
 
-def test_a_breakpoint_works_in_a_spawned_rank(spawn, pytester):
-    pytester.makeconftest(UNSAFE_TO_FORK)
-    child = spawn("--pdb-rank 1 -k breakpoint")
+def test_a_breakpoint_works_in_a_spawned_rank(spawn):
+    child = spawn("--pdb-rank 1 -k breakpoint -o fsdp_comm_start=spawn")
+    child.expect("ranks are new processes")
     child.expect("PDB set_trace")
+    assert "which a fork does not survive" not in child.before.decode()
     child.expect(PROMPT)
     assert evaluated(child, "dist_info.rank") == "1"
     child.sendline("c")

@@ -80,7 +80,6 @@ def test_start():
     [
         ("", "--comm-start=auto", "not in", "fsdp-comm: world size 2, backend *gloo"),
         (UNSAFE_TO_FORK, "--comm-start=fork", "not in", "fsdp-comm: *, ranks are forked"),
-        ("", "-ofsdp_comm_start=spawn", "in", "fsdp-comm: *, ranks are new processes"),
         # A worker of xdist has no terminal.
         (UNSAFE_TO_FORK, "-n1", "in", "*: PytestWarning: fsdp-comm: threads have been running *"),
     ],

@@ -108,17 +108,16 @@ import pathlib, time
 import pytest_fsdp_comm.ranks.session.runner as runner
 import pytest_fsdp_comm.ranks.start.fork_server as server
 
-fork = server._Server._fork
+start_rank = server._Server._start_rank
 
-def fork_noted(self, run):
+def start_noted(self, rank):
     pathlib.Path("forked").touch()
-    return fork(self, run)
+    start_rank(self, rank)
 
-server._Server._fork = fork_noted
+server._Server._start_rank = start_noted
 make_template = runner.RankTemplate
 
 def make_slowly(*arguments, **more):
-    pathlib.Path("forked").unlink(missing_ok=True)  # of the server itself
     pathlib.Path("preparing").touch()
     time.sleep(8)
     return make_template(*arguments, **more)
