@@ -34,10 +34,10 @@ from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation.gpu_functions import replaced_functions
+from pytest_fsdp_comm.simulation.memory import SimulationError
 from pytest_fsdp_comm.simulation.values import (
     CPU,
     SimulatedTensors,
-    SimulationError,
     mark,
     mark_of,
 )

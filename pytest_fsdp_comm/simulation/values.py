@@ -1,16 +1,14 @@
 """Tensors without memory, and what is known of their values."""
 
 # Note [Known values]
-# A small tensor that is computed from known values alone, such as positions or the sizes of parts,
-# has its values beside it: each operation on it also runs on them, views and writes in place
-# included, so that those of all its aliases follow. What is random, empty, or computed from such is
-# unknown. A write of something unknown takes the memory of the values away, and with it those of
-# every alias.
-# A collective on known values leaves what it would if every peer held the same, and the memory of
-# these is marked, as is what is computed from them: to read them is an answer of ours, since what a
-# rank computes from its own number is another value on each.
-# In a group whose ranks run, whole numbers and truths arrive, as objects do. They are awaited where
-# their memory is first used: a rank that receives ahead of its use must not wait for the peer.
+# Integers and booleans have values, and so do floats that follow from them and from constants, such
+# as an optimizer's count of steps. Weights, activations and random floats have none. They are taken
+# to be finite, so `isfinite` and comparisons with infinity are known.
+# A collective on known values leaves what it would if every peer held the same, and these are
+# marked, as is what is computed from them: reading them is recorded as an answer, since what a rank
+# computes from its own number is another value on each.
+# In a group whose ranks run, integers and booleans arrive, as objects do. They are awaited where
+# they are first used: a rank that receives ahead of its use must not wait for the peer.
 
 # Note [Declared routing]
 # Experts are chosen by scores, which nobody knows, in one operation on their last dimension. With
@@ -20,10 +18,10 @@
 from __future__ import annotations
 
 import functools
-import sys
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -41,20 +39,16 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
+from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.kernels import set_compiler
 from pytest_fsdp_comm.recording.operations import NAMESPACES, UNKNOWN, call_of, group_of, tensors_in
 from pytest_fsdp_comm.recording.owners.stack import running
 from pytest_fsdp_comm.recording.patches import hide_from_compiler
 from pytest_fsdp_comm.recording.value_dependence import note_answer
+from pytest_fsdp_comm.simulation import memory
 from pytest_fsdp_comm.simulation.groups import RealGroups, mirrored
+from pytest_fsdp_comm.simulation.memory import SimulationError, is_known, is_mirrored, is_whole
 
-_MAX_NUMEL: Final = 2**18
-"""Of a tensor whose values are kept: 2 MiB of int64."""
-_VALUES: Final = "_fsdp_comm_values"
-_MIRRORED: Final = "_fsdp_comm_mirrored"
-"""On the memory of values: other ranks hold them only if they hold what this one does."""
 _CHOICES: Final = {
     torch.ops.aten.topk.default,
     torch.ops.aten.argmax.default,
@@ -63,16 +57,65 @@ _CHOICES: Final = {
 """The operations by which experts are chosen; the last that they return are indices."""
 _ROUNDING: Final = 1e-9
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-_DRAWS: Final = {"empty", "multinomial", "randint", "random_", "randperm"}
-"""What torch's samplers draw by, and the seeds that they draw."""
-_LOADER: Final = f"{torch.__path__[0]}/utils/data/"
+_DRAWS: Final = {
+    *("bernoulli", "bernoulli_", "geometric", "geometric_", "multinomial"),
+    *("randint", "randint_like", "random_", "randperm"),
+}
+"""Random operations whose results have values, if what they are given has."""
+_SHAPED: Final = {
+    *("full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "randint_like"),
+}
+"""Operations that read no value of the tensor that they are given."""
+_OVERWRITES: Final = {"bernoulli_", "copy_", "fill_", "random_", "zero_"}
+_CHOOSES: Final = {"argmax", "argmin", "argsort", "max", "min", "multinomial", "sort", "topk"}
+_COMPARES: Final = {"eq", "ne", "lt", "le", "gt", "ge"}
+_KEEP_STATISTICS: Final = {"native_batch_norm", "cudnn_batch_norm"}
+_STATISTICS: Final = {"running_mean", "running_var"}
+"""What these write, of which their schemas tell nothing."""
+_ASKS_FINITE: Final = {"isnan", "isinf", "isposinf", "isneginf"}
 _MARK: Final = "_fsdp_comm_device"
 """Of memory: the device that it would be on. See Note [Cuda without CUDA] in `devices.py`."""
 CPU: Final = torch.device("cpu")
 _SWAP: Final = torch.utils.swap_tensors
 _DEVICE: Final = torch.ops.prim.device.default
+_INDEX: Final = torch.ops.aten.index.Tensor
+_SIZED: Final = {
+    _INDEX,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._pack_padded_sequence.default,
+}
+"""Operations whose first argument does not decide how many elements they return."""
+_TRUTHS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 _READ: Final = torch.ops.aten._local_scalar_dense.default
 _COPY: Final = torch.ops.aten.copy_.default
+_MOST_ANSWERS: Final = 10_000
+"""The most answers to one line in one test."""
+_ADVICE: Final = {
+    "floats": (
+        "they follow from floats; let tokens, labels and counts follow from integers instead, such "
+        "as torch.randint(vocabulary, (batch, length)) for a batch of tokens, or from the "
+        "configuration"
+    ),
+    "matches": (
+        "whether predictions are right follows from floats; leave the count to code that the test "
+        "does not run, or log a mean, (a == b).float().mean(), which is a float and is answered"
+    ),
+    "scores": (
+        "they are chosen by scores, which are floats; where a router chooses experts, declare "
+        "their shares, simulation_splits='even', or let fixed numbers route, as a balanced routing "
+        "does; where a model predicts tokens, use fixed ones, such as torch.randint"
+    ),
+    "size": memory.TOO_MANY,
+    "peer": (
+        "a rank that does not run would send them, such as a stage of a pipeline its shapes; have "
+        "the ranks of that axis run, real={'pp': 4}, or send integers that this rank knows too"
+    ),
+    "strict": (
+        "use simulate=True, which answers and records it in the snapshot, or leave the line to "
+        "code that the test does not run"
+    ),
+}
+"""What to do about unknown values, by why they are unknown."""
 _awaited: Final[dict[int, list[Callable[[], None]]]] = {}
 """By the address of a storage, which these keep: what writes the values that arrive in it."""
 
@@ -84,11 +127,8 @@ _PLAIN: Final = frozenset(
     }
 )
 """Of these, two of one type that are equal do the same."""
+_PLAIN_TENSORS: Final = frozenset({FakeTensor, torch.Tensor, torch.nn.Parameter})
 _LISTS: Final = frozenset({list, tuple, torch.Size})
-
-
-class SimulationError(FsdpCommError):
-    """Code of a simulated rank needs a value that nothing knows."""
 
 
 class _OfThread:
@@ -114,6 +154,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     # torch keeps these in the mode, which threads share.
     in_kernel_invocation = _OfThread(bool)
     enter_stack = _OfThread(list)
+    _is_composing = _OfThread(bool)
     supports_higher_order_operators = True
 
     def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
@@ -131,14 +172,15 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     def begin(self, groups: RealGroups | None) -> None:
         """Begin a test; `groups` are those whose ranks run, None if this rank runs alone."""
         self._groups = groups
+        self._answered: Counter[str] = Counter()
         SimulatedTensors.has_cuda = False
         _awaited.clear()
 
     def known(self, given: torch.Tensor) -> torch.Tensor:
         """A tensor with memory as one without, whose values are known unless it is large."""
         own = self.from_tensor(given)
-        if given.numel() <= _MAX_NUMEL:
-            _write(own, given.clone())
+        with unset_fake_temporarily():
+            memory.put(own, given.clone())
         return own
 
     @staticmethod
@@ -158,6 +200,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             return args[0].fake_device
         if DTensor in types:
             return NotImplemented
+        if self._is_composing:
+            return self.dispatch(func, types, args, kwargs or {})
         compiler = set_compiler(None)
         try:
             return self._placed(func, types, args, kwargs or {})
@@ -199,13 +243,21 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         kwargs: Mapping[str, Any],
         given: Sequence[torch.Tensor],
     ) -> Any:
-        is_known = all(map(_is_known, given)) and (not _is_made_up(func) or _loads_data(func, args))
-        if func is _READ and is_known:  # torch would look for a note of its own
+        # torch has not taken it apart, as in inference mode.
+        if _is_composite(func) and all(own.__class__ in _PLAIN_TENSORS for own in given):
+            with self:
+                return func.decompose(*args, **kwargs)
+        follows = all(map(is_known, given)) and not _is_made_up(func)
+        if follows and func is _READ:  # torch would look for a note of its own
             return self._read(func, args, kwargs, given)
         try:
-            result = self.dispatch(func, types, args, kwargs)
+            result = self._shaped(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            return self._read(func, args, kwargs, given) if is_known else self._answer(func, args)
+            if follows:
+                return self._read(func, args, kwargs, given)
+            if func in _SIZED and all(map(is_known, filter(is_whole, given[1:]))):
+                return self._size(func, args)
+            return self._answer(func, args)
         except UnsupportedOperatorException:
             raise SimulationError(
                 f"{find_call_site()} calls {func.namespace}.{func._opname}, which does not say "
@@ -213,24 +265,62 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 "implementation with torch.library.register_fake, or run the test on real ranks, "
                 "without simulate="
             ) from None
-        if is_known and all(own.numel() <= _MAX_NUMEL for own in _made(result)):
-            _keep(_made(result), func(*_values(args), **_values(kwargs)), given)
-        elif given and isinstance(func, OpOverload):
-            self._follow(func, args, kwargs, result)
+        if isinstance(func, OpOverload) and result is not NotImplemented:
+            if not follows:
+                self._follow(func, args, kwargs, given, result)
+            elif _writes(func):
+                memory.write(func, args, kwargs, given, _written(func, args, kwargs))
+            else:
+                memory.note(func, args, kwargs, given, _made(result))
         return result
 
+    def _shaped(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # torch may compose an operation of others, which show it alone what they write.
+        self._is_composing = isinstance(func, OpOverload)
+        try:
+            return self.dispatch(func, types, args, kwargs)
+        finally:
+            self._is_composing = False
+
     def _follow(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[torch.Tensor],
+        result: Any,
     ) -> None:
+        """Know what follows without all values; forget what is overwritten otherwise."""
         if func.namespace in NAMESPACES:
             self._communicate(func, args, kwargs, result)
         elif _writes(func):
-            for own in _written(func, args, kwargs):
-                _write(own, None)
-            if func is _UNSCALE:
-                self._answer_unscaled(args[1])
-        elif self._shares is not None and func in _CHOICES:
-            self._choose(_named(func, args, kwargs), result)
+            self._overwrite(func, args, kwargs, given)
+        else:
+            if self._shares is not None and func in _CHOICES:
+                self._choose(_named(func, args, kwargs), result)
+            made = _made(result)
+            if made and is_whole(made[-1]):
+                _deduce(func, args, kwargs, given, made)
+
+    def _overwrite(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[torch.Tensor],
+    ) -> None:
+        is_filled = func._opname in _OVERWRITES and all(map(is_known, given[1:]))
+        if is_filled and is_whole(args[0]) and memory.covers(args[0]):
+            _zero(args[0])
+            memory.write(func, args, kwargs, given, args[:1])
+            return
+        for own in _written(func, args, kwargs):
+            memory.put(own, None)
+            memory.explain(own, _reason(func._opname, args, given))
+        if func is _UNSCALE:  # unknown gradients are finite
+            _zero(args[1])
 
     def _read(
         self,
@@ -239,12 +329,35 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         kwargs: Mapping[str, Any],
         given: Sequence[torch.Tensor],
     ) -> Any:
-        if any(map(_is_mirrored, given)):
+        if any(map(is_mirrored, given)):
             self._answer_mirrored(func, args)
-        found = func(*_values(args), **_values(kwargs))
+        found = memory.read(func, args, kwargs, given)
         result = tree_map_only(torch.Tensor, self.from_tensor, found)
-        _keep(_made(result), found, given)
+        for own, value in zip(_made(result), tensors_in(found), strict=True):
+            memory.put(own, value, is_mirrored=any(map(is_mirrored, given)))
         return result
+
+    def _size(self, func: Any, args: Sequence[Any]) -> Any:
+        """Run an operation on values that are unknown, since others alone decide its sizes."""
+        if func is _INDEX:  # by positions in place of masks, which takes no memory
+            places: list[torch.Tensor | None] = []
+            with self:
+                for index in args[1]:
+                    if index is None or not _is_mask(index):
+                        places.append(index)
+                    else:
+                        places += index.nonzero().unbind(1)
+                return torch.ops.aten.index.Tensor(args[0], places)
+        found = func(_blank(args[0], func._opname), *map(memory.real, args[1:2]), *args[2:])
+        result = tree_map_only(torch.Tensor, self.from_tensor, found)
+        for own, value in zip(_made(result)[1:], tensors_in(found)[1:], strict=True):
+            memory.put(own, value)
+        return result
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
+        """As torch's, of which jagged tensors ask for a length: without symbols."""
+        self.nt_tensor_id_counter += nt_tensor_id is None
+        return torch._C._get_nested_int(nt_tensor_id or self.nt_tensor_id_counter - 1, 1)
 
     # Read in torch 2.13; where it is called otherwise, or never, it is torch's.
     def _cache_key(
@@ -293,9 +406,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         """Know what a collective leaves, if what is sent is known. See Note [Known values]."""
         call = call_of(func)
         if call is None:  # it waits for one, or wraps its result
-            pairs = zip(_made(result), tensors_in([*args, kwargs]), strict=False)
-            for own, other in filter(lambda pair: _is_known(pair[1]), pairs):
-                _keep([own], values_of(other), [other])
+            for own, other in zip(_made(result), tensors_in([*args, kwargs]), strict=False):
+                memory.share(own, other)
             return
         bound, operation = call.bind(args, kwargs), call.operation
         group = group_of(bound)
@@ -304,14 +416,13 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         outputs = [*operation.tensors_received(bound, result), *_written(func, args, kwargs)]
         if operation.kind == "reduce" or operation.kind.startswith(UNKNOWN):
             outputs += sent
-        is_known = all(_is_known(own) and own.numel() <= _MAX_NUMEL for own in sent)
-        held = [*map(values_of, sent)] if is_known else None
+        held, reason = _held(sent, outputs)
         values: list[torch.Tensor | None] = [None] * len(outputs)
         if group is not None and self._groups is not None and self._groups.has(group):
-            arrives = None
-            dtype = next((own.dtype for own in (*sent, *outputs)), torch.float32)
-            if not (dtype.is_floating_point or dtype.is_complex):
-                arrives = self._groups.exchange(operation, group, bound, held)
+            moved = [*sent, *outputs]
+            is_exchanged = bool(moved) and is_whole(moved[0])
+            exchange = self._groups.exchange
+            arrives = exchange(operation, group, bound, held) if is_exchanged else None
             if arrives is not None:
                 fill = functools.cache(functools.partial(_fill, outputs, arrives))
                 for own in outputs:
@@ -319,34 +430,33 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 return
         elif group is not None and held:
             values = mirrored(operation.kind, group, bound, held, outputs)
+        is_shared = group is not None and group.size() > 1
         for output, value in zip(outputs, values, strict=True):
-            _write(output, value, is_mirrored=group is not None and group.size() > 1)
+            memory.put(output, value, is_mirrored=is_shared)
+            memory.explain(output, reason)
 
     def _answer(self, func: Any, args: Sequence[Any]) -> bool | float:
-        if not (self._answers and _is_answered(func, args)):
+        site, how = find_call_site(), _how(func)
+        is_answered = _is_answered(func, args)
+        if not (self._answers and is_answered):
+            reason = next(filter(None, map(memory.reason_of, tensors_in(args))), "floats")
+            advice = _ADVICE["strict" if is_answered else reason]
             raise SimulationError(
-                f"{find_call_site()} reads values of a tensor ({_how(func)}), which a simulated "
-                "rank does not have: let numbers of the configuration decide in their place, such "
-                "as a balanced routing; where scores choose experts, declare their shares, "
-                "simulation_splits='even'; where a rank that does not run should send them, as a "
-                "stage of a pipeline its shapes, have the ranks of that axis run, real={'pp': 4}; "
-                "or run the test on real ranks, without simulate="
+                f"{site} reads values of a tensor ({how}), which a simulated rank does not have: "
+                f"{advice}; or run the test on real ranks, without simulate="
             ) from None
-        is_number = args[0].dtype != torch.bool and func is not torch.ops.aten.equal.default
+        is_number = args[0].dtype != torch.bool and func not in _TRUTHS
         answer = 1.0 if is_number else False
-        note_answer(answer, _how(func))
-        return answer
-
-    def _answer_unscaled(self, found: torch.Tensor) -> None:
-        """Have a scaler of gradients find none that is infinite: otherwise it leaves steps out."""
-        if not self._answers:
+        self._answered[site] += 1
+        if self._answered[site] > _MOST_ANSWERS:
             raise SimulationError(
-                f"{find_call_site()} has a GradScaler look for infinite gradients, of which a "
-                "simulated rank has no values: use GradScaler(enabled=False), or simulate=True"
-            )
-        note_answer("False", "GradScaler")
-        with unset_fake_temporarily():
-            _write(found, torch.zeros(found.shape, device="cpu"))
+                f"{site} has read unknown values ({how}) {_MOST_ANSWERS:_} times in this test, and "
+                f"got {answer} each time, so that a loop which waits for another value does not "
+                "end: bound the loop by a number of the configuration, leave it to code that the "
+                "test does not run, or run the test on real ranks, without simulate="
+            ) from None
+        note_answer(answer, how)
+        return answer
 
     def _answer_mirrored(self, func: Any, args: Sequence[Any]) -> None:
         """Note that values are read which are right only if other ranks hold the same."""
@@ -368,7 +478,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         num_experts, k = scores.shape[-1] if scores.dim() else 0, named.get("k", 1)
         shares = self._shares or (1.0,) * num_experts
         is_last = named.get("dim", -1 if "k" in named else None) in {-1, scores.dim() - 1}
-        fits = len(shares) == num_experts and 0 < indices.numel() <= _MAX_NUMEL
+        fits = len(shares) == num_experts and 0 < indices.numel() <= memory.MAX_NUMEL
         if not (is_last and fits and scores.is_floating_point()):
             return
         most = max(shares) / sum(shares)
@@ -383,12 +493,12 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         places = torch.arange(total, device="cpu").view(k, -1).T.flatten()
         limits = torch.tensor(shares, device="cpu", dtype=torch.float64).cumsum(0)
         chosen = torch.searchsorted(limits, (places + 0.5) / total * limits[-1], right=True)
-        _write(indices, chosen.clamp_(max=num_experts - 1).view(indices.shape))
+        memory.put(indices, chosen.clamp_(max=num_experts - 1).view(indices.shape))
 
 
 def _is_answered(func: Any, args: Sequence[Any]) -> bool:
     # A made-up count would decide shapes. A number or a truth rarely decides what is sent.
-    if func is torch.ops.aten.equal.default:
+    if func in _TRUTHS:
         return True
     dtype = args[0].dtype
     is_number = func is _READ
@@ -397,7 +507,7 @@ def _is_answered(func: Any, args: Sequence[Any]) -> bool:
 
 def _how(func: Any) -> str:
     name = str(func.overloadpacket.__name__)
-    return "item" if name == "_local_scalar_dense" else name
+    return {"_local_scalar_dense": "item", "index": "a boolean mask"}.get(name, name)
 
 
 def mark(tensor: torch.Tensor, device: torch.device) -> None:
@@ -433,6 +543,25 @@ def _made(result: Any) -> list[FakeTensor]:
     return [own for own in tensors_in(result) if isinstance(own, FakeTensor)]
 
 
+def _held(
+    sent: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor] | None, str]:
+    """The values that a collective sends, None if unknown; and why those that it leaves are."""
+    if not all(map(is_known, sent)):
+        return None, next(filter(None, map(memory.reason_of, sent)), "peer")
+    if memory.are_too_many([*sent, *outputs]):
+        return None, "size"
+    return [*map(memory.real, sent)], "peer"
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    # Some that ask for sizes are not registered at all.
+    if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func._schema.name):
+        return False
+    return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 @functools.cache
 def _custom_function(func: Any) -> Callable[..., Any] | None:
     """The function of a custom operator, whose fake sends nothing."""
@@ -447,92 +576,86 @@ def _names_group(given: Iterable[Any]) -> bool:
 
 @functools.cache
 def _is_made_up(func: Any) -> bool:
+    """Whether results have no values even if those of all arguments are known."""
     if not isinstance(func, OpOverload) or func.namespace in NAMESPACES:
         return True
-    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._opname
-
-
-def _loads_data(func: Any, args: Sequence[Any]) -> bool:
-    """Whether torch's own loading of data draws numbers: of samples, not of values."""
-    name = func._opname if isinstance(func, OpOverload) else ""
-    if name not in _DRAWS or (name == "empty" and args[0]):
-        return False
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not is_outside_torch(frame):
-        if frame.f_code.co_filename.startswith(_LOADER):
-            return True
-        frame = frame.f_back
-    return False
+    is_drawn = torch.Tag.nondeterministic_seeded in func.tags and func._opname not in _DRAWS
+    return is_drawn or "empty" in func._opname
 
 
 @functools.cache
 def _writes(func: Any) -> bool:
     # The schemas of those that communicate tell of no writes.
     return isinstance(func, OpOverload) and (
-        func._schema.is_mutable or func.namespace in NAMESPACES
+        func._schema.is_mutable or func.namespace in NAMESPACES or func._opname in _KEEP_STATISTICS
     )
 
 
-def _is_known(tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, FakeTensor):
-        return tensor.numel() <= _MAX_NUMEL and type(tensor) is torch.Tensor
-    values = tensor.__dict__.get(_VALUES)
-    return values is not None and (not values.numel() or values.untyped_storage().nbytes() > 0)
+def _deduce(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Sequence[torch.Tensor],
+    made: Sequence[FakeTensor],
+) -> None:
+    """Know the integers or booleans that an operation makes, if it needs no unknown value."""
+    name = func._opname
+    if "empty" in name:  # what it holds on a real rank is left to chance
+        _zero(made[0])
+    elif name in _SHAPED:
+        blanks = [_blank(own, name) for own in args]
+        memory.note(func, blanks, kwargs, (), made)
+    elif name in _ASKS_FINITE or (name in _COMPARES and _is_bound(*args)):
+        zero = torch.zeros((), device="cpu")
+        truth = func(*(zero if isinstance(own, torch.Tensor) else own for own in args))
+        memory.note(truth.expand, [made[0].shape], {}, (), made)
+    else:
+        for own in made:
+            memory.explain(own, _reason(name, args, given))
+
+
+def _is_bound(one: Any, other: Any) -> bool:
+    """Whether a comparison has one result for all finite numbers."""
+    return one is other or (isinstance(other, float) and not math.isfinite(other))
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in {torch.bool, torch.uint8}
+
+
+def _zero(own: torch.Tensor) -> None:
+    if isinstance(own, FakeTensor):
+        memory.put(own, None)
+        zeros = functools.partial(torch.zeros, dtype=own.dtype, device="cpu")
+        memory.note(zeros, [own.shape], {}, (), [own])
+
+
+def _blank(own: Any, name: str) -> Any:
+    """Stand in for a tensor of which only type and shape are read."""
+    if not isinstance(own, torch.Tensor):
+        return own
+    shape = () if name.startswith("new_") else own.shape
+    return torch.zeros((), dtype=own.dtype, device="cpu").expand(shape)
+
+
+def _reason(name: str, args: Sequence[Any], given: Sequence[torch.Tensor]) -> str:
+    """Why the integers or booleans that an operation makes are unknown: a key of `_ADVICE`."""
+    if name in {"eq", "ne"} and isinstance(args[1], torch.Tensor):
+        return "matches"
+    known = next(filter(None, map(memory.reason_of, given)), None)
+    return known or ("scores" if name in _CHOOSES else "floats")
 
 
 def is_own(tensor: torch.Tensor) -> bool:
     """Whether values are known that other ranks have no part in, or have truly sent."""
     _await([tensor])
-    return _is_known(tensor) and not _is_mirrored(tensor)
+    return is_known(tensor) and not is_mirrored(tensor)
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor that is known; the tensor itself if they are not."""
     _await([tensor])
-    if isinstance(tensor, FakeTensor):
-        return tensor.__dict__[_VALUES] if _is_known(tensor) else tensor
-    return tensor
-
-
-def _values(given: Any) -> Any:
-    # Of a tensor with memory a copy: what is written to a simulated one must not reach it.
-    return tree_map_only(
-        torch.Tensor,
-        lambda own: own.__dict__[_VALUES] if isinstance(own, FakeTensor) else own.clone(),
-        given,
-    )
-
-
-def _keep(made: Sequence[FakeTensor], found: Any, given: Sequence[torch.Tensor]) -> None:
-    is_mirrored = any(map(_is_mirrored, given))
-    for own, value in zip(made, tensors_in(found), strict=True):
-        setattr(own, _VALUES, value)
-        # torch's own note of a value, with which it computes once more
-        own.constant = None
-        if is_mirrored:
-            setattr(value.untyped_storage(), _MIRRORED, True)
-
-
-def _is_mirrored(tensor: torch.Tensor) -> bool:
-    values = tensor.__dict__.get(_VALUES)
-    return values is not None and hasattr(values.untyped_storage(), _MIRRORED)
-
-
-def _write(own: Any, value: torch.Tensor | None, *, is_mirrored: bool = False) -> None:
-    if not isinstance(own, FakeTensor):
-        return
-    # torch's own note of a value, which it drops where a schema tells of writes
-    own.constant = None
-    values = own.__dict__.pop(_VALUES, None)
-    if value is None:
-        if values is not None:
-            values.untyped_storage().resize_(0)
-        return
-    if values is not None and values.untyped_storage().nbytes():
-        value = values.copy_(value)
-    if is_mirrored:
-        setattr(value.untyped_storage(), _MIRRORED, True)
-    setattr(own, _VALUES, value)
+    return memory.real(tensor)
 
 
 def _fill(
@@ -545,7 +668,8 @@ def _fill(
             value = None
             if parts is not None:
                 value, parts = parts[: own.numel()].view(own.shape), parts[own.numel() :]
-            _write(own, None if value is None else value.clone())
+            memory.put(own, None if value is None else value.clone())
+            memory.explain(own, "peer")
 
 
 def _await(tensors: Sequence[torch.Tensor]) -> None:
@@ -561,9 +685,11 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     named = _named(func, args, kwargs)
+    statistics = _STATISTICS if func._opname in _KEEP_STATISTICS else ()
     return [
         own
         for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.name in statistics
+        or (argument.alias_info is not None and argument.alias_info.is_write)
         for own in tensors_in(named.get(argument.name))
     ]

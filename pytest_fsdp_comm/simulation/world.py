@@ -26,9 +26,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
@@ -39,12 +37,12 @@ from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import told_of_values
 from pytest_fsdp_comm.simulation.devices import cuda_on_cpu, is_cuda_used
 from pytest_fsdp_comm.simulation.groups import RealGroups
-from pytest_fsdp_comm.simulation.values import SimulatedTensors, SimulationError, is_own, values_of
+from pytest_fsdp_comm.simulation.memory import SimulationError
+from pytest_fsdp_comm.simulation.values import SimulatedTensors, is_own, values_of
 
 _MESHES_OF = frozenset({"__getitem__", "_concatenate"})
 _CHUNKS = "_chunk_with_empty"
 _LEARN = "_propagate_tensor_meta_non_cached"  # read in torch 2.13
-_STRIDED = "_propagate_use_strided_shard_flag"  # read in torch 2.13 and 2.15
 _GROUPED = "_meta_grouped_mm_common"  # read in torch 2.13 and 2.15
 _GATHERS = {"all_gather_object", "gather_object"}
 _OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13 and 2.15
@@ -113,7 +111,15 @@ def _attributes(
             real = _checked(real, groups)
         if real is not None:
             yield mesh, name, _made_once(real) if name in _MESHES_OF else real
-    yield from _of_sharding()
+    if hasattr(_fsdp_param, _CHUNKS):  # otherwise only slower
+        yield _fsdp_param, _CHUNKS, LazyChunks
+    # DTensor runs operations of whole tensors to learn what they return: on tensors of its own, as
+    # without a simulation, so that nothing counts them as this rank's.
+    learn = getattr(ShardingPropagator, _LEARN, None)
+    if learn is not None:  # otherwise estimates alone are too large
+        yield ShardingPropagator, _LEARN, _on_real(learn)
+    if hasattr(_meta_registrations, _GROUPED):
+        yield _meta_registrations, _GROUPED, _of_any_dtype(getattr(_meta_registrations, _GROUPED))
     yield DistributedDataParallel, "__init__", _refuse_ddp
     for name in _OBJECTS:
         real = _on_real(getattr(distributed_c10d, name), tensors.known)
@@ -132,20 +138,6 @@ def _attributes(
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
     yield DataLoader, "__iter__", _in_this_process
     yield from _of_memory(tensors)
-
-
-def _of_sharding() -> Iterator[tuple[Any, str, Any]]:
-    if hasattr(_fsdp_param, _CHUNKS):  # otherwise only slower
-        yield _fsdp_param, _CHUNKS, LazyChunks
-    # DTensor runs operations of whole tensors to learn what they return: on tensors of its own, as
-    # without a simulation, so that nothing counts them as this rank's.
-    learn = getattr(ShardingPropagator, _LEARN, None)
-    if learn is not None:  # otherwise estimates alone are too large
-        yield ShardingPropagator, _LEARN, _on_real(learn)
-    if hasattr(_sharding_prop, _STRIDED):  # otherwise only slower
-        yield _sharding_prop, _STRIDED, _looked_for_once(getattr(_sharding_prop, _STRIDED))
-    if hasattr(_meta_registrations, _GROUPED):
-        yield _meta_registrations, _GROUPED, _of_any_dtype(getattr(_meta_registrations, _GROUPED))
 
 
 def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
@@ -167,6 +159,12 @@ def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
         yield ctypes, name, _reading(getattr(ctypes, name))
     yield torch, "asarray", _of_storage(torch.asarray, tensors)
     yield FakeTensor, "numpy", _array
+    yield FakeTensor, "tolist", lambda own: _array(own).tolist()
+    # These read memory before any operation runs.
+    for make in (torch.tensor, torch.as_tensor):
+        yield torch, make.__name__, _joined(make)
+    for place in (torch, torch.Tensor):
+        yield place, "tensor_split", _split(place.tensor_split)
 
 
 def of_user(error: FsdpCommError) -> FsdpCommError:
@@ -181,23 +179,6 @@ def of_user(error: FsdpCommError) -> FsdpCommError:
     for one in reversed(kept):
         shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return error.with_traceback(shown)
-
-
-def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:
-    """Look through the tensors of an operation once, not for each that it returns."""
-    schema: Any = None
-    is_needed = False
-
-    def run(strategy: Any, given: Any) -> None:
-        nonlocal schema, is_needed
-        if schema is not given:
-            placements = (placement for spec in given.args_spec for placement in spec.placements)
-            schema = given
-            is_needed = any(isinstance(each, _StridedShard) for each in placements)
-        if is_needed:
-            propagate(strategy, given)
-
-    return run
 
 
 def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -391,12 +372,11 @@ def _formatted(own: FakeTensor, spec: str) -> str:
 
 def _array(own: FakeTensor, *, force: bool = False) -> Any:
     del force
-    values = values_of(own.detach())
-    if isinstance(values, FakeTensor):
-        filler = values.flatten()[0].item() if values.numel() else 0  # answered, or refused
-        with unset_fake_temporarily():
-            values = torch.full(own.shape, filler, dtype=own.dtype, device="cpu")
+    first = own[(0,) * own.dim()].item() if own.numel() else 0  # noted, answered, or refused
+    values: torch.Tensor = values_of(own.detach())
     with unset_fake_temporarily():
+        if isinstance(values, FakeTensor):
+            values = torch.full(own.shape, first, dtype=own.dtype, device="cpu")
         return values.numpy()
 
 
@@ -451,6 +431,38 @@ def _of_storage(
         return tensors.known(result)
 
     return asarray
+
+
+def _joined(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As ``torch.tensor``, also of lists that hold simulated tensors."""
+
+    @functools.wraps(make)
+    def run(
+        data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **how: Any
+    ) -> torch.Tensor:
+        if not _holds_simulated(data):
+            given = {"dtype": dtype, "device": device, "requires_grad": requires_grad, **how}
+            return make(data, **{name: own for name, own in given.items() if own})
+        parts = [own if isinstance(own, torch.Tensor) else run(own) for own in data]
+        with torch.no_grad():
+            return torch.stack(parts).to(device, dtype).requires_grad_(requires_grad)
+
+    return run
+
+
+def _holds_simulated(data: Any) -> bool:
+    return isinstance(data, (list, tuple)) and any(
+        isinstance(own, FakeTensor) or _holds_simulated(own) for own in data
+    )
+
+
+def _split(split: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(split)
+    def run(own: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, **how: Any) -> Any:
+        places = how.get("indices", indices_or_sections)
+        return split(own, places.tolist() if isinstance(places, FakeTensor) else places, dim)
+
+    return run
 
 
 def _refuse(*_: Any) -> Any:

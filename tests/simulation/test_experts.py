@@ -148,7 +148,7 @@ def test_routing_by_scores_is_refused_with_its_line_and_ways_out(comm_mode, devi
     text = str(refused.value)
     line = Experts.forward.__code__.co_firstlineno + 3
     assert f"tests/simulation/test_experts.py:{line} reads values of a tensor (bincount)" in text
-    assert "numbers of the configuration decide" in text
+    assert "let fixed numbers route" in text
     assert "simulation_splits='even'" in text
     assert "real ranks, without simulate=" in text
 
@@ -263,8 +263,8 @@ def test_a_collective_leaves_what_it_does_where_all_ranks_hold_the_same(dist_inf
 @pytest.mark.parametrize(
     "exchange",
     [
-        lambda out: dist.all_reduce(out.add_(torch.randint(8, (8,)))),
-        lambda out: dist.all_to_all_single(out, torch.randint(8, (8,))),
+        lambda out: dist.all_reduce(out.add_(torch.rand(8).long())),
+        lambda out: dist.all_to_all_single(out, torch.rand(8).long()),
         lambda out: dist.all_to_all_single(out, torch.arange(8), [1, 1, 2, 4], [2] * 4),
         lambda out: dist.reduce(out, 0),
         lambda out: dist.recv(out, 1),

@@ -9,7 +9,6 @@ from torch.distributed import _functional_collectives as functional
 from torch_facts import needs_pipelines_on_gloo
 
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.simulation import groups
 from pytest_fsdp_comm.simulation.values import SimulationError
 
 # torch tells which of its own functions the stages call.
@@ -92,7 +91,7 @@ def test_objects_and_whole_numbers_arrive(device_mesh, dist_info):
         assert functional.all_reduce(torch.tensor(5 - rank), how, group).item() == expected
     # What nobody knows stays unknown, on both ends, and what follows it is told apart.
     chosen = torch.zeros(1, dtype=torch.int64)
-    dist.all_gather([chosen, chosen.clone()], torch.randint(8, (1,)), group=group)
+    dist.all_gather([chosen, chosen.clone()], torch.rand(1).long(), group=group)
     with pytest.raises(SimulationError):
         chosen.item()
     # Ahead of their use, in the order in which they were sent.
@@ -109,7 +108,7 @@ def test_what_does_not_run_sends_nothing(device_mesh, dist_info):
     mesh = device_mesh(pp=2, dp=8)
     kept = torch.zeros(1, dtype=torch.int64)
     dist.recv(kept, dist_info.rank + 1, mesh["dp"].get_group())
-    with pytest.raises(SimulationError, match="rank that does not run should send"):
+    with pytest.raises(SimulationError, match="a rank that does not run would send"):
         kept.item()
     with pytest.raises(FsdpCommError, match=r"receives from any rank.*: name the rank that sends"):
         dist.recv(kept, None, mesh["pp"].get_group())
@@ -156,18 +155,3 @@ def test_an_axis_that_no_mesh_has_is_reported(pytester):
             "name it in real= as the mesh does, or drop it there"
         ]
     )
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        # Into one tensor for each that is sent, which has it of all ranks.
-        ({"inputs": None}, [0, 2, 1, 3]),
-        # A list of the tensors of each rank.
-        ({"input_list": None}, [0, 1, 2, 3]),
-    ],
-)
-def test_several_gathered_at_once_arrive_in_order(names, expected):
-    parts = [[torch.tensor([0]), torch.tensor([1])], [torch.tensor([2]), torch.tensor([3])]]
-    received = groups._received("all_gather", names, 0, parts)
-    assert [int(each) for each in received] == expected

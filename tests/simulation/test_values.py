@@ -2,11 +2,15 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pytest_fsdp_comm.simulation import memory
 from pytest_fsdp_comm.simulation.values import SimulatedTensors, SimulationError, values_of
+from pytest_fsdp_comm.simulation.world import simulated as simulation
 
 OUTSIDE = torch.arange(4)
 
@@ -34,7 +38,7 @@ def test_a_write_reaches_all_that_share_the_memory():
     row = table[1]
     row += 7
     assert table.tolist() == [[0, 0, 0], [7, 7, 7]]
-    table[0].copy_(torch.empty(3, dtype=torch.int64))
+    table[0].copy_(torch.rand(3).long())
     for own in (table, row, table.T):
         with pytest.raises(SimulationError):
             own.flatten()[0].item()
@@ -43,10 +47,10 @@ def test_a_write_reaches_all_that_share_the_memory():
 
 
 @pytest.mark.usefixtures("simulated")
-def test_what_a_module_has_made_before_is_known_and_stays_as_it_is():
+def test_outer_tensors_are_known_and_written_as_on_a_rank():
     doubled = OUTSIDE.view(2, 2).mul_(2)
     assert doubled.tolist() == [[0, 2], [4, 6]]
-    assert values_of(OUTSIDE).tolist() == [0, 1, 2, 3]
+    assert values_of(OUTSIDE).tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.usefixtures("simulated")
@@ -56,7 +60,6 @@ def test_what_a_module_has_made_before_is_known_and_stays_as_it_is():
         lambda: torch.rand(2),
         lambda: torch.empty(2),
         lambda: torch.zeros(2) + torch.randn(2),
-        lambda: torch.zeros(2**18 + 1)[:2],
         lambda: torch.nn.Linear(2, 1)(torch.ones(2)),
     ],
 )
@@ -73,12 +76,12 @@ def test_an_unknown_number_or_truth_is_answered(make):
         (lambda routed: routed.tolist(), "item"),
         (lambda routed: range(routed[0]), "item"),
         (lambda routed: (routed > 1).nonzero(), "nonzero"),
-        (lambda routed: routed[routed > 1], "nonzero"),
+        (lambda routed: routed[routed > 1], "a boolean mask"),
         (lambda routed: routed.unique(), "_unique2"),
     ],
 )
 def test_an_unknown_count_is_refused_with_the_line(read, how):
-    routed = torch.randint(8, (4,))
+    routed = torch.rand(4).mul(8).long()
     with pytest.raises(SimulationError) as refused:
         read(routed)
     text = str(refused.value)
@@ -149,3 +152,144 @@ def test_a_number_that_is_computed_in_steps_is_known():
         step += 1
     assert step.item() == 3.0
     assert step.constant is None
+
+
+def packed():
+    sequences = nn.utils.rnn.pack_padded_sequence(
+        torch.rand(2, 5, 3), torch.tensor([5, 2]), batch_first=True
+    )
+    return sequences.batch_sizes.tolist(), sequences.data.shape
+
+
+def jagged():
+    nested = torch.nested.nested_tensor_from_jagged(torch.rand(5, 4), torch.tensor([0, 3, 5]))
+    padded = torch.nested.to_padded_tensor(nn.Linear(4, 2)(nested), 0.0)
+    return nested.offsets().tolist(), padded.shape
+
+
+def written_numpy():
+    array = np.arange(4)
+    torch.from_numpy(array)[1:].add_(1)
+    return array.tolist()
+
+
+def masked():
+    labels = torch.tensor([1, -100, 2])
+    logits = torch.rand(3, 4, requires_grad=True)
+    logits[labels != -100].sum().backward()
+    return logits.grad.shape, torch.rand(3, 4).masked_select(labels[:, None] > 0).shape
+
+
+def replaced():
+    own = torch.arange(3)
+    own.data = torch.arange(5, 8)
+    return own.tolist()
+
+
+def drawn():
+    torch.manual_seed(0)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    mask = torch.bernoulli(torch.full((8, 512), 0.5)).bool()
+    choice = torch.multinomial(torch.tensor([0.2, 0.8]), 4, replacement=True)
+    return order.tolist(), mask.sum().item(), choice.tolist(), torch.randint(9, (3,)).tolist()
+
+
+def refilled():
+    own = torch.rand(3).long()
+    own.copy_(torch.arange(3))
+    other = torch.rand(2, 2).new_zeros(3, dtype=torch.int64)
+    return own.tolist(), other.tolist(), torch.ones_like(torch.rand(2), dtype=torch.bool).tolist()
+
+
+REAL = {
+    "all of many": lambda: torch.ones(8, 65536).all().item(),
+    "count of many": lambda: (torch.zeros(8, 65536, dtype=torch.int64) != -100).sum().item(),
+    "count of drawn": lambda: (torch.randint(0, 100, (4, 32)) != -100).sum().item(),
+    "float between": lambda: torch.tensor([3, 5]).float().max().int().item(),
+    "mean of a mask": lambda: bool(torch.ones(3).bool().float().mean() > 0.5),
+    "list of tensors": lambda: torch.tensor([[torch.tensor(3), 1], [2, torch.tensor(4)]]).tolist(),
+    "indices": lambda: [len(part) for part in torch.tensor_split(torch.rand(6), torch.tensor([2]))],
+    "conversions": lambda: (
+        torch.tensor([2, 0]).bool().tolist(),
+        torch.tensor([2.5]).byte().tolist(),
+    ),
+    "written twice": lambda: (
+        torch.zeros(1).long().index_add_(0, torch.tensor([0]), torch.tensor([4])).item()
+    ),
+    "an array": lambda: np.asarray(torch.arange(3)).tolist(),
+    "an array that is written": written_numpy,
+    "replaced data": replaced,
+    "refilled": refilled,
+    "masks of floats": masked,
+    "random integers": drawn,
+    "packed": packed,
+    "jagged": jagged,
+}
+
+
+@pytest.mark.parametrize("small", [0, memory._SMALL])
+@pytest.mark.parametrize("name", REAL)
+def test_integers_are_those_of_a_real_rank(name, small, monkeypatch):
+    """Computed at once, or when they are read."""
+    monkeypatch.setattr(memory, "_SMALL", small)
+    expected = REAL[name]()
+    with simulation(answers=False):
+        assert REAL[name]() == expected
+
+
+@pytest.mark.usefixtures("simulated")
+def test_write_keeps_values_that_were_computed_before():
+    own = torch.arange(memory._SMALL + 1)
+    doubled, row = own * 2, own[3:]
+    row.zero_()
+    assert (doubled[5].item(), own[2].item(), own[3].item()) == (10, 2, 0)
+
+
+def test_unknown_floats_are_finite_without_an_answer():
+    with SimulatedTensors(answers=False):
+        x = torch.rand(3)
+        assert torch.isfinite(x).tolist() == [True] * 3
+        assert not (torch.isnan(x) | torch.isinf(x)).any()
+        assert torch.eq(x, x).all()
+        assert (x == float("-inf")).sum().item() == 0
+        with torch.inference_mode():
+            assert torch.isfinite(torch.rand(2)).all()
+        with pytest.raises(SimulationError, match=r"use simulate=True, which answers"):
+            bool(x[0] < 2)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_value_of_a_larger_tensor_names_the_limit():
+    assert torch.ones(2**24, dtype=torch.bool).all()
+    large = torch.ones(2**24 + 1, dtype=torch.bool)
+    large[0] = False
+    for read in (lambda: bool(large.all()), lambda: int(large[0]), large.nonzero):
+        with pytest.raises(SimulationError, match=r"more than 16_777_216 elements \(2\*\*24\)"):
+            read()
+
+
+@pytest.mark.usefixtures("simulated")
+def test_loop_that_waits_for_a_value_is_an_error():
+    def wait():
+        while not (torch.rand(3) > 0).any():
+            pass
+
+    with pytest.raises(SimulationError, match=r"values\.py:\d+ has read .* 10_000 times"):
+        wait()
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    ("make", "cure"),
+    [
+        (lambda: torch.rand(4).mul(9).long().sum(), "torch.randint"),
+        (lambda: torch.bincount(torch.rand(4, 8).topk(2).indices.flatten()), "simulation_splits"),
+        (lambda: (torch.rand(4, 8).argmax(-1) == torch.arange(4)).sum() + 0, "log a mean"),
+    ],
+)
+def test_unknown_count_gets_the_cure_of_its_origin(make, cure):
+    with pytest.raises(SimulationError) as refused:
+        make().item()
+    others = {"torch.randint(", "simulation_splits", "log a mean", "real="} - {cure, cure + "("}
+    assert cure in str(refused.value)
+    assert not [other for other in others if other in str(refused.value)]
