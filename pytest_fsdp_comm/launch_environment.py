@@ -56,12 +56,13 @@ class LaunchedRank:
 
 
 def simulated_variables(rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
-    """The variables that torchrun would set for a rank of hosts with, by default, 8 ranks each."""
+    """The variables that torchrun would set on a host of, by default, 8 ranks; GPUs are hidden."""
     local_size = local_size or _HOST_SIZE
     local_rank = rank % local_size
     here = min(local_size, size - rank + local_rank)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return dict(zip(names, map(str, (rank, size, local_rank, here)), strict=True))
+    numbers = zip(names, map(str, (rank, size, local_rank, here)), strict=True)
+    return {**dict(numbers), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def is_spawned_rank() -> bool:

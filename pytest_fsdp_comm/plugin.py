@@ -257,15 +257,6 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter,
-) -> Generator[None, None, None]:
-    """Have failed comparisons printed in colour: outermost, as pytest prints in a wrapper too."""
-    with failed_comparison.painted(terminalreporter):
-        yield
-
-
 def _is_any(values: Iterable[object], module: str, name: str) -> bool:
     """Whether one of some values is of a class of this package, without importing the class."""
     loaded = sys.modules.get(f"pytest_fsdp_comm.{module}")

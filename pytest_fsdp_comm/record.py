@@ -117,6 +117,10 @@ def _status_of(run: Callable[[], None]) -> int:
         raise
     except Exception as error:  # noqa: BLE001  # the script's
         error.__traceback__ = _of_script(error.__traceback__)
+        if isinstance(error, FsdpCommError):  # of a simulated rank
+            from pytest_fsdp_comm.simulation.world import of_user  # noqa: PLC0415  # loads torch
+
+            of_user(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return SAME
@@ -164,7 +168,9 @@ class _Hook:
         problem, rank = self._problem, os.environ.get("RANK", "0")
         if self._recorded is not None:
             ended = self._recorded.finish()
-            problem = problem or ended
+            # A script that failed before that step has said why.
+            if status == SAME or self._recorded.recorder.is_done:
+                problem = problem or ended
         elif problem is None and status == SAME:
             problem = too_short(0, self._given[0].last_step)
         if self._has_ended_script:

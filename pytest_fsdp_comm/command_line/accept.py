@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_fsdp_comm.command_line.diff import Pair, print_stories
 from pytest_fsdp_comm.command_line.documents import describe_problem, find_project, read_document
-from pytest_fsdp_comm.command_line.terminal import Printer, print_problems
+from pytest_fsdp_comm.command_line.terminal import print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.documents import RECEIVED, read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.names import SUFFIX
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
             refused.append(f"refused: {describe_problem(problem)}")
         else:
             changed += [pair] if pair.old != pair.new else []
-    print_stories(changed, Printer())
+    print_stories(changed)
     rest = f", {len(refused)} refused" if refused else ""
     print(f"{counted(len(changed), 'file')} accepted{rest}")  # noqa: T201  # a program's output
     return print_problems(refused)

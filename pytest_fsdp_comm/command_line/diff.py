@@ -14,7 +14,7 @@ from typing import Final, cast
 from pytest_fsdp_comm.comm.explanation.steps import Evidence
 from pytest_fsdp_comm.comm.profile import CommProfile, restrict
 from pytest_fsdp_comm.command_line.documents import describe_problem, read_document, summary_lines
-from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer, print_problems
+from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, print_lines, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.reports.explanation import FailureText
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
@@ -57,7 +57,7 @@ class Pair:
 def run_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm diff``."""
     pairs, problems = _pairs_of(options.old, options.new)
-    differs = print_stories(pairs, Printer(), with_lines=options.lines)
+    differs = print_stories(pairs, with_lines=options.lines)
     return print_problems(problems) or (DIFFERENT if differs else SAME)
 
 
@@ -66,10 +66,10 @@ def run_git_diff(options: argparse.Namespace) -> int:
     # git gives a path, then file, hash and mode of the old side and of the new one; after a rename
     # the new path and a header; a path alone if it is unmerged. Any exit status but 0 ends git's
     # own work, so a broken file is shown as lines.
-    printer, arguments = Printer(), options.arguments
+    arguments = options.arguments
     old_path = arguments[0]
     if len(arguments) < _GIT_ARGUMENTS:
-        printer.lines([f"{old_path}: unmerged; resolve the conflict, or take a side"])
+        print_lines([f"{old_path}: unmerged; resolve the conflict, or take a side"])
         return SAME
     new_path = arguments[_GIT_ARGUMENTS] if len(arguments) > _GIT_ARGUMENTS else old_path
     old, new = (None if name == _NOWHERE else Path(name) for name in (arguments[1], arguments[4]))
@@ -82,13 +82,13 @@ def run_git_diff(options: argparse.Namespace) -> int:
             is_rename=old_path != new_path,
         )
     except FsdpCommError as problem:
-        printer.lines([f"no story: {describe_problem(problem)}"])
+        print_lines([f"no story: {describe_problem(problem)}"])
         was, now = (
             file.read_bytes().decode("utf-8", "replace") if file else None for file in (old, new)
         )
-        printer.patch(_patch_lines(was, now, old_path, new_path))
+        print_lines(_patch_lines(was, now, old_path, new_path))
     else:
-        print_stories([pair], printer, with_lines=True)
+        print_stories([pair], with_lines=True)
     return SAME
 
 
@@ -150,7 +150,7 @@ def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
     return pairs, problems
 
 
-def print_stories(pairs: Sequence[Pair], printer: Printer, *, with_lines: bool = False) -> bool:
+def print_stories(pairs: Sequence[Pair], *, with_lines: bool = False) -> bool:
     """Print what differs; return whether anything that is compared does."""
     # The comm and tree snapshots of one test explain each other.
     groups: defaultdict[object, list[Pair]] = defaultdict(list)
@@ -167,9 +167,9 @@ def print_stories(pairs: Sequence[Pair], printer: Printer, *, with_lines: bool =
         text, is_change = _tell(pair, evidence[_test_of(pair)])
         differs |= is_change
         if text is not None:
-            printer.lines([*([] if is_first else [""]), text.head, *text.body])
+            print_lines([*([] if is_first else [""]), text.head, *text.body])
             if with_lines:
-                printer.patch(_patch_lines(pair.old, pair.new, pair.old_path, pair.new_path))
+                print_lines(_patch_lines(pair.old, pair.new, pair.old_path, pair.new_path))
             is_first = False
     return differs
 

@@ -60,28 +60,22 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
     try:
         if kind_of_document(text) == "tree":
             return load_tree(text)
-        recordings = load_recordings(text)
+        recordings = sorted(load_recordings(text), key=lambda recording: recording.rank)
     except CodecError as problem:
         raise FsdpCommError(f"{where}: {problem}") from None
-    return sort_ranks(recordings, where=where)
-
-
-def sort_ranks(recordings: Sequence[Recording], *, where: str) -> list[Recording]:
-    """Sort recordings of one block by rank; refuse any others."""
     if not recordings:
         raise FsdpCommError(
             f"{where}: expected recordings, got a file that holds none; save one after a block: "
             "comm_mode.save(path)"
         )
-    ordered = sorted(recordings, key=lambda recording: recording.rank)
-    ranks = [recording.rank for recording in ordered]
-    sizes = {recording.world_size for recording in ordered}
+    ranks = [recording.rank for recording in recordings]
+    sizes = {recording.world_size for recording in recordings}
     if len(sizes) > 1 or len(set(ranks)) < len(ranks):
         raise FsdpCommError(
             f"{where}: expected recordings of different ranks of one world, got ranks "
             f"{', '.join(map(str, ranks))} of world sizes {', '.join(map(str, sorted(sizes)))}"
         )
-    return ordered
+    return recordings
 
 
 def describe_problem(problem: FsdpCommError) -> str:

@@ -97,18 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     accept.add_argument("directory", metavar="DIR", help="the artifacts, unpacked")
 
-    trace = command(
-        "trace",
-        "trace",
-        "make a trace of recordings that Perfetto opens",
-        description="Reads what comm_mode.save(...json) wrote. A trace shows the order in which "
-        "each rank issued what it sent, and which parameters are gathered when; it has no times.",
-    )
-    trace.add_argument("files", nargs="+", metavar="RECORDING", help="of one or several ranks")
-    trace.add_argument(
-        "-o", "--output", metavar="FILE", help="default: beside the first one, with .trace.json"
-    )
-
     record = command(
         "..record",
         "record",

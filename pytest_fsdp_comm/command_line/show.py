@@ -15,7 +15,7 @@ from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import CommProfile, Total
 from pytest_fsdp_comm.command_line.documents import read_document
-from pytest_fsdp_comm.command_line.terminal import SAME, Printer
+from pytest_fsdp_comm.command_line.terminal import SAME, print_lines
 from pytest_fsdp_comm.reports.html.tables import cost_rows
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -32,22 +32,21 @@ _AMOUNT: Final = re.compile(r"[0-9.]+( [KMGTP]?i?B)?")
 
 def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm show``."""
-    printer = Printer(is_plain=True)
     texts = {name: read_document(Path(name)) for name in options.files}
     for number, (name, text) in enumerate(texts.items()):
         several = [*([""] if number else []), f"{name}:"] if len(texts) > 1 else []
-        printer.lines(several)
+        print_lines(several)
         if isinstance(text.profile, CommProfile):
-            printer.lines(_show_comm(text, text.profile))
+            print_lines(_show_comm(text, text.profile))
         else:
-            printer.lines(_show_tree(text, text.profile))
+            print_lines(_show_tree(text, text.profile))
     profiles = [
         (Path(name).name, text.profile)
         for name, text in texts.items()
         if isinstance(text.profile, CommProfile)
     ]
     if len(profiles) > 1:
-        printer.lines(["", "side by side, of one rank", *_side_by_side(profiles)])
+        print_lines(["", "side by side, of one rank", *_side_by_side(profiles)])
     return SAME
 
 

@@ -307,8 +307,8 @@ class CommMode(CommDebugAnswers):
         """Write what all ranks recorded in the last block to one file. Every rank must call it.
 
         Args:
-            path: Ends with ``.trace.json`` for a trace that Perfetto opens, or with ``.json`` for
-                what ``fsdp-comm show``, ``diff`` and ``trace`` read. One process writes it.
+            path: Ends with ``.json``, as ``fsdp-comm show`` and ``diff`` read it. One process
+                writes it.
 
         Raises:
             FsdpCommError: The path ends otherwise.
@@ -316,10 +316,7 @@ class CommMode(CommDebugAnswers):
         """
         name = os.fspath(path)
         if not name.endswith(".json"):
-            raise FsdpCommError(
-                f"comm_mode.save writes .trace.json and .json files, got {name!r}; use one of "
-                "these extensions"
-            )
+            raise FsdpCommError(f"comm_mode.save writes .json files, got {name!r}")
         if self._running is not None:
             raise RecordingError(
                 "comm_mode was saved while it still records, so that the rest of the block would "
@@ -327,10 +324,7 @@ class CommMode(CommDebugAnswers):
             )
         recordings = gather_alike(self._gather, "comm_mode.save", self.recording)
         if self.recording.rank == min(recording.rank for recording in recordings):
-            from pytest_fsdp_comm.reports.trace import dump_trace  # noqa: PLC0415  # one rank alone
-
-            write = dump_trace if name.endswith(".trace.json") else dump_recordings
-            Path(name).write_text(write(recordings), encoding="utf-8")
+            Path(name).write_text(dump_recordings(recordings), encoding="utf-8")
 
     @contextlib.contextmanager
     def saving(

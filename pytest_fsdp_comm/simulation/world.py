@@ -26,7 +26,9 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
@@ -43,6 +45,7 @@ from pytest_fsdp_comm.simulation.values import SimulatedTensors, is_own, values_
 _MESHES_OF = frozenset({"__getitem__", "_concatenate"})
 _CHUNKS = "_chunk_with_empty"
 _LEARN = "_propagate_tensor_meta_non_cached"  # read in torch 2.13
+_STRIDED = "_propagate_use_strided_shard_flag"  # read in torch 2.13 and 2.15
 _GROUPED = "_meta_grouped_mm_common"  # read in torch 2.13 and 2.15
 _GATHERS = {"all_gather_object", "gather_object"}
 _OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13 and 2.15
@@ -111,15 +114,7 @@ def _attributes(
             real = _checked(real, groups)
         if real is not None:
             yield mesh, name, _made_once(real) if name in _MESHES_OF else real
-    if hasattr(_fsdp_param, _CHUNKS):  # otherwise only slower
-        yield _fsdp_param, _CHUNKS, LazyChunks
-    # DTensor runs operations of whole tensors to learn what they return: on tensors of its own, as
-    # without a simulation, so that nothing counts them as this rank's.
-    learn = getattr(ShardingPropagator, _LEARN, None)
-    if learn is not None:  # otherwise estimates alone are too large
-        yield ShardingPropagator, _LEARN, _on_real(learn)
-    if hasattr(_meta_registrations, _GROUPED):
-        yield _meta_registrations, _GROUPED, _of_any_dtype(getattr(_meta_registrations, _GROUPED))
+    yield from _of_sharding()
     yield DistributedDataParallel, "__init__", _refuse_ddp
     for name in _OBJECTS:
         real = _on_real(getattr(distributed_c10d, name), tensors.known)
@@ -138,6 +133,20 @@ def _attributes(
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
     yield DataLoader, "__iter__", _in_this_process
     yield from _of_memory(tensors)
+
+
+def _of_sharding() -> Iterator[tuple[Any, str, Any]]:
+    if hasattr(_fsdp_param, _CHUNKS):  # otherwise only slower
+        yield _fsdp_param, _CHUNKS, LazyChunks
+    # DTensor runs operations of whole tensors to learn what they return: on tensors of its own, as
+    # without a simulation, so that nothing counts them as this rank's.
+    learn = getattr(ShardingPropagator, _LEARN, None)
+    if learn is not None:  # otherwise estimates alone are too large
+        yield ShardingPropagator, _LEARN, _on_real(learn)
+    if hasattr(_sharding_prop, _STRIDED):  # otherwise only slower
+        yield _sharding_prop, _STRIDED, _looked_for_once(getattr(_sharding_prop, _STRIDED))
+    if hasattr(_meta_registrations, _GROUPED):
+        yield _meta_registrations, _GROUPED, _of_any_dtype(getattr(_meta_registrations, _GROUPED))
 
 
 def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
@@ -179,6 +188,23 @@ def of_user(error: FsdpCommError) -> FsdpCommError:
     for one in reversed(kept):
         shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return error.with_traceback(shown)
+
+
+def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:
+    """Look through the tensors of an operation once, not for each that it returns."""
+    schema: Any = None
+    is_needed = False
+
+    def run(strategy: Any, given: Any) -> None:
+        nonlocal schema, is_needed
+        if schema is not given:
+            placements = (placement for spec in given.args_spec for placement in spec.placements)
+            schema = given
+            is_needed = any(isinstance(each, _StridedShard) for each in placements)
+        if is_needed:
+            propagate(strategy, given)
+
+    return run
 
 
 def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.reports.coloring import Painter
 from pytest_fsdp_comm.reports.explanation import SECTION
 from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.words import first_of
@@ -144,22 +142,6 @@ def comparisons_of(report: object) -> Comparisons | None:
 def has_headline(report: object) -> bool:
     """Whether the crash's message is a headline, rather than an exception's name and text."""
     return bool(getattr(report, _HEADLINE, ""))
-
-
-@contextmanager
-def painted(reporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Print failed comparisons in colour meanwhile, if the terminal has any."""
-    # Only here and now: other plugins write the same reports to files.
-    with pytest.MonkeyPatch.context() as patch:
-        for report in chain.from_iterable(reporter.stats.values()):
-            if hasattr(report, _HEADLINE):
-                print_report = report.toterminal
-                patch.setitem(
-                    vars(report),
-                    "toterminal",
-                    lambda writer, print_report=print_report: print_report(Painter(writer)),
-                )
-        yield
 
 
 def print_shared_changes(

@@ -48,3 +48,28 @@ def test_the_tests_of_installed_frameworks_record_the_lines_shown_and_pass_again
         files = pytester.path.glob(f"snapshots/test_{name}/*.comm")
         lines = {line for file in files for line in file.read_text().splitlines()}
         assert lines.issuperset(block(name, "text").splitlines())
+    simulate(pytester, arguments, [name for name in installed if name != "megatron"])
+
+
+def simulate(pytester, arguments, names):
+    """Each page records the same of simulated ranks."""
+    for name in names:
+        how = "simulate=True"
+        if name == "pipelines":  # whose ranks differ
+            how += ", ranks='all', real={'pp': (2, 2)}"
+        source = block(name, "python").replace("distributed(", f"distributed({how}, ")
+        (pytester.path / f"test_simulated_{name}.py").write_text(source)
+    recorded = pytester.runpytest_subprocess(
+        *arguments, "--snapshot-update", *sorted(pytester.path.glob("test_simulated_*.py"))
+    ).parseoutcomes()
+    assert recorded.keys() <= {"passed", "warning", "warnings"}
+    for name in names:
+        for file in pytester.path.glob(f"snapshots/test_{name}/*.comm"):
+            simulated = pytester.path / f"snapshots/test_simulated_{name}" / file.name
+            assert sent(simulated) == sent(file)
+
+
+def sent(file):
+    """Without the header, and without what a snapshot says of simulated ranks alone."""
+    lines = file.read_text().splitlines()[1:]
+    return [line for line in lines if not line.startswith(("answered ", "ranks "))]

@@ -299,3 +299,16 @@ def test_gpu_script_is_recorded_and_guarded(tmp_path):
     assert passed.returncode == 0, passed.stdout
     refused = run(tmp_path, *RECORD, "--world-size", "64", "train.py")
     assert (refused.returncode, refused.stderr) == (1, "needs two GPUs\n")
+
+
+def test_refused_line_of_simulated_script_is_shown(tmp_path):
+    script = GPU_SCRIPT.replace("!= 2", "!= 8").replace("    scaler.update()", "    save()")
+    save = "def save():\n    torch.save(model.state_dict(), 'file')\n"
+    (tmp_path / "train.py").write_text(script.replace("for _ in", f"{save}for _ in"))
+    done = run(tmp_path, *RECORD, "--world-size", "64", "train.py")
+    assert done.returncode == 1
+    # torch puts the rank before each line.
+    frames = re.findall(r'File "(.*)", line \d+, in (\S+)', done.stderr)
+    path = str(tmp_path / "train.py")
+    assert frames == [(path, "<module>"), (path, "save")]
+    assert "SimulationError: train.py:" in done.stderr.splitlines()[-1]

@@ -154,7 +154,7 @@ def recorded(comm_mode, comm_snapshot):
     assert comm_mode == comm_snapshot
 
 def test_asks_itself(comm_mode, comm_snapshot):
-    assert torch.cuda.device_count() == 4
+    assert torch.cuda.memory_allocated() == 0
     assert total() == 12
     recorded(comm_mode, comm_snapshot)
 
@@ -179,7 +179,7 @@ def test_a_snapshot_holds_what_its_test_and_fixtures_asked_in_any_order(pytester
     }
     memory = f"({80 * 2**30},{80 * 2**30})"
     assert answered == {
-        "asks_itself": ["4", "mirrored"],
+        "asks_itself": ["0", "mirrored"],
         "uses_the_fixture[memory]": [memory],
         "uses_the_fixture[name]": ["NVIDIAH10080GBHBM3"],
         "uses_the_fixture_too[memory]": [memory],

@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from pytest_fsdp_comm import CommMode
 from pytest_fsdp_comm.simulation.world import LazyChunks
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 4096, 14336, 128256, 3
@@ -147,3 +149,37 @@ def test_chunks_that_are_cut_when_looked_at_are_those_of_torch(size, num):
     for one, other in zip(theirs, ours, strict=True):
         assert one.shape == other.shape
         assert torch.equal(one, other)
+
+
+@pytest.mark.distributed(world_size=64, simulate=True)
+def test_cost_of_a_layer_does_not_grow_with_the_layers(device_mesh, monkeypatch):
+    seen = {"modules listed": 0, "tensors looked through": 0}
+    named_modules, args_spec = nn.Module.named_modules, OpSchema.args_spec.fget
+
+    def list_modules(module, *args, **kwargs):
+        for each in named_modules(module, *args, **kwargs):
+            seen["modules listed"] += 1
+            yield each
+
+    def look_through(schema):
+        found = args_spec(schema)
+        seen["tensors looked through"] += len(found)
+        return found
+
+    def cost(num_layers):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(num_layers)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        seen.update(dict.fromkeys(seen, 0))
+        with CommMode()(model):
+            model(torch.zeros(1, 64)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return dict(seen)
+
+    mesh = device_mesh()
+    monkeypatch.setattr(nn.Module, "named_modules", list_modules)
+    monkeypatch.setattr(OpSchema, "args_spec", property(look_through))
+    few, many = cost(8), cost(32)
+    for what in seen:
+        assert many[what] <= 5 * few[what], (what, few, many)

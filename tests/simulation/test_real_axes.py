@@ -9,6 +9,7 @@ from torch.distributed import _functional_collectives as functional
 from torch_facts import needs_pipelines_on_gloo
 
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.simulation import groups
 from pytest_fsdp_comm.simulation.values import SimulationError
 
 # torch tells which of its own functions the stages call.
@@ -155,3 +156,18 @@ def test_an_axis_that_no_mesh_has_is_reported(pytester):
             "name it in real= as the mesh does, or drop it there"
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        # Into one tensor for each that is sent, which has it of all ranks.
+        ({"inputs": None}, [0, 2, 1, 3]),
+        # A list of the tensors of each rank.
+        ({"input_list": None}, [0, 1, 2, 3]),
+    ],
+)
+def test_several_gathered_at_once_arrive_in_order(names, expected):
+    parts = [[torch.tensor([0]), torch.tensor([1])], [torch.tensor([2]), torch.tensor([3])]]
+    received = groups._received("all_gather", names, 0, parts)
+    assert [int(each) for each in received] == expected

@@ -66,6 +66,7 @@ def test_simulated_rank_is_on_a_host(rank, size, local_size, *, local_rank, host
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(host_size),
+        "CUDA_VISIBLE_DEVICES": "",
     }
 
 

@@ -345,8 +345,11 @@ class ForkServer:
         try:
             self._channel.send(request)
             if ends:
-                with socket.socket(fileno=os.dup(self._until_exit)) as copy:
-                    socket.send_fds(copy, [b"."], [end.fileno() for end in ends])
+                connection = socket.socket(fileno=self._until_exit)
+                try:
+                    socket.send_fds(connection, [b"."], [end.fileno() for end in ends])
+                finally:
+                    connection.detach()  # no copy: the last descriptors may be in use
         except BlockingIOError:
             self.kill()  # it reads nothing
             raise ServerDiedError from None

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
-from pytest_fsdp_comm.recording.owners.fsdp import Gather, UnitWatch
+from pytest_fsdp_comm.recording.owners.fsdp import Gather, UnitWatch, own_parameters
 from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, compiled_module, is_graph, running
 from pytest_fsdp_comm.upstream import look_up
@@ -100,6 +100,7 @@ class BackwardMap:
         self._roots: list[nn.Module] = []
         # By identity of a parameter, the first module that registered it; None if none did.
         self._registering: dict[int, nn.Module | None] = {}
+        self._holders: list[nn.Module] = []
         # What is under way, outermost first: modules, and None for the engine.
         self._running: list[nn.Module | None] = []
         self._thread = 0
@@ -110,7 +111,7 @@ class BackwardMap:
 
     def begin(self, roots: list[nn.Module]) -> None:
         """Begin a block, whose roots may still grow: what made nodes before was not recorded."""
-        self._roots, self._registering = roots, {}
+        self._roots, self._registering, self._holders = roots, {}, []
         thread = threading.get_ident()
         if thread != self._thread:
             self._thread = thread
@@ -122,7 +123,7 @@ class BackwardMap:
         self._makers.append(Maker.UNSEEN)
 
     def end(self) -> None:
-        self._roots, self._registering, self._running = [], {}, []
+        self._roots, self._registering, self._holders, self._running = [], {}, [], []
 
     @property
     def innermost(self) -> nn.Module | None:
@@ -204,12 +205,20 @@ class BackwardMap:
 
     def _module_of_parameter(self, parameter: torch.Tensor) -> nn.Module | None:
         if id(parameter) not in self._registering:
-            for module in (module for root in self._roots for module in root.modules()):
-                for own in module.parameters(recurse=False):
-                    self._registering.setdefault(id(own), module)
+            self._register()
+        if id(parameter) not in self._registering:
+            # To list them takes long, and each unit has new parameters once it is gathered.
+            modules = (module for root in self._roots for module in root.modules())
+            self._holders = [module for module in modules if module._parameters]
+            self._register()
             # So that a foreign parameter costs one search only.
             self._registering.setdefault(id(parameter), None)
         return self._registering[id(parameter)]
+
+    def _register(self) -> None:
+        for module in self._holders:
+            for own in own_parameters(module):
+                self._registering.setdefault(id(own), module)
 
 
 def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:

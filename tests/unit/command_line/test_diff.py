@@ -1,6 +1,5 @@
 """What ``fsdp-comm diff`` prints about files and directories, and the driver in ``git diff``."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -30,28 +29,6 @@ def test_diff_explains_two_snapshots_as_a_failed_test_does(write, fsdp_comm):
     assert lines[: len(told.lines)] == told.lines
     assert "--- a/old.comm" in lines
     assert any(line.startswith("+forward layers.{0..3} all_gather[dp]") for line in lines)
-
-
-def test_colours_are_those_of_the_story_and_of_a_patch(write, fsdp_comm, monkeypatch):
-    write("old.comm", OLD)
-    write("new.comm", NEW)
-    plain = fsdp_comm("diff", "old.comm", "new.comm", "--lines")
-    monkeypatch.setenv("GIT_PAGER_IN_USE", "true")
-    colored = fsdp_comm("diff", "old.comm", "new.comm", "--lines")
-    assert re.sub(r"\x1b\[[\d;]*m", "", colored.out) == plain.out
-    assert "\x1b" not in plain.out
-    codes = {
-        line[line.index("m") + 1 :][:3]: line[: line.index("m") + 1]
-        for line in colored.lines
-        if line.startswith("\x1b")
-    }
-    assert codes["  +"] == "\x1b[33;1m"
-    assert [codes[start] for start in ("---", "@@ ", "+fo", "-fo")] == [
-        "\x1b[1m",
-        "\x1b[36m",
-        "\x1b[32m",
-        "\x1b[31m",
-    ]
 
 
 def test_equal_files_and_those_that_differ_in_what_is_not_compared_exit_with_0(write, fsdp_comm):

@@ -21,7 +21,6 @@ def commands(monkeypatch):
         "command_line.show.run",
         "command_line.diff.run_diff",
         "command_line.accept.run",
-        "command_line.trace.run",
         "command_line.write_test.run",
         "record.run",
     ):
@@ -43,7 +42,6 @@ def test_every_command_has_its_place_on_the_page(capsys):
         "show",
         "diff",
         "accept",
-        "trace",
         "record",
         "test",
         "git-diff",
