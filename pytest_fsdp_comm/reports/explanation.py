@@ -18,7 +18,6 @@ NOTE: Final = "  note: "
 CURE: Final = "  or "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
-BESIDE: Final = "  not compared: "
 READ: Final = "  then read the file, and commit it with the test"
 """How lines begin that name no change: causes, cures and commands."""
 
@@ -102,14 +101,13 @@ class FailureText:
 
 
 def failure_lines(
-    texts: Mapping[str, FailureText], *, accept: str, beside: str = "", everything: bool = False
+    texts: Mapping[str, FailureText], *, accept: str, everything: bool = False
 ) -> tuple[str, ...]:
     """Explain the failed comparisons of one assertion in 8 lines, or with everything.
 
     Args:
         texts: By the names of values; by "" where a single value was compared.
         accept: The command that accepts what differs; may be empty.
-        beside: What was not compared; may be empty.
         everything: Show all lines, where pytest does not cut them either.
     """
     head = _head(texts)
@@ -130,7 +128,6 @@ def failure_lines(
         for name in ("causes", "notes", "cures")
     )
     tail = [f"{CURE}{cure}" for cure in cures]
-    tail += [f"{BESIDE}{beside}"] if beside else []
     if accept and all(text.is_missing for text in texts.values()):
         tail += [f"{RECORD}{accept}", READ]
     elif accept:

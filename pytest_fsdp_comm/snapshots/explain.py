@@ -15,7 +15,6 @@ from syrupy.assertion import AssertionResult
 from syrupy.terminal import disable_color
 
 from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
-from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 from pytest_fsdp_comm.reports.explanation import (
     ACCEPT,
@@ -38,7 +37,6 @@ from pytest_fsdp_comm.snapshots.failed_comparison import (
     UNEXPLAINED,
     FailedComparison,
 )
-from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.snapshots.unused import describe_neighbour
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
@@ -66,11 +64,11 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
                 expected=None if result.recalled_data is None else str(result.recalled_data),
             )
     texts = {name: one.explanation for name, one in differences.items()}
-    accept, beside = _accept_command(item, list(results.values())), _unreached(assertion)
-    everything = failure_lines(texts, accept=accept, beside=beside, everything=True)
+    accept = _accept_command(item, list(results.values()))
+    everything = failure_lines(texts, accept=accept, everything=True)
     is_ci = any(os.environ.get(name) for name in ("CI", "BUILD_NUMBER"))
     is_verbose = is_ci or item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS) > 1
-    shown = everything if is_verbose else failure_lines(texts, accept=accept, beside=beside)
+    shown = everything if is_verbose else failure_lines(texts, accept=accept)
     item.stash[FAILED_COMPARISON] = FailedComparison(
         first_line=shown[0],
         below="\n".join(_file_lines(assertion, results)) if is_verbose else "",
@@ -205,26 +203,6 @@ def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]
     if result.exception is not None or old is None or new is None:
         return []
     return [(cast("SnapshotText", old).profile, cast("SnapshotText", new).profile)]
-
-
-def _unreached(assertion: CommSnapshot) -> str:
-    """Name the reviewed files of the test that were not compared; empty if all were."""
-    item = assertion.test_location.item
-    own = (written_test(snapshot_test_name(item)), snapshot_variant(item))
-    compared = {Path(done.snapshot_location) for done in assertion.executions.values()}
-    directory = Path(assertion.extension.dirname(test_location=assertion.test_location))
-    left = [
-        path.name
-        for path in sorted(directory.glob(f"*{SUFFIX}"))
-        if read_basename(path.stem) == own and path not in compared
-    ]
-    if not left:
-        return ""
-    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    return (
-        f"{left[0]}{more}; "
-        'assert {"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once'
-    )
 
 
 def describe_problem(error: BaseException, *, where: str) -> str:

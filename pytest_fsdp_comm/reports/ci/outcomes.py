@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from pytest_fsdp_comm.reports.explanation import BESIDE, CURE, NOTE
+from pytest_fsdp_comm.reports.explanation import CURE, NOTE
 from pytest_fsdp_comm.text.words import without_amounts
 
 # A command names so many tests one by one, and their functions or modules otherwise.
@@ -54,7 +54,7 @@ class Comparisons:
     def change(self, nodeid: str) -> tuple[str, ...]:
         """What differs, without amounts and what names this test: files, lines of its module."""
         module = re.escape(Path(nodeid.partition("::")[0]).name)
-        lines = [line for line in self.story[1:] if not line.startswith((BESIDE, CURE, NOTE))]
+        lines = [line for line in self.story[1:] if not line.startswith((CURE, NOTE))]
         # The cost is amounts, which count where nothing else differs.
         changes = [line for line in lines if not line.endswith(self.cost)] or lines
         site = rf"(?<![^ ,])[^ ,]*\b{module}:\d+"

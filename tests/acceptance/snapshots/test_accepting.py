@@ -235,29 +235,6 @@ def test_one_assertion_reports_and_keeps_all_its_comparisons(changed):
     assert changed.run("tests/test_other.py").returncode == 0
 
 
-def test_the_first_of_two_assertions_says_that_the_second_was_not_reached(changed):
-    first = "    assert comm_mode == comm_snapshot\n"
-    source = OTHER.replace(
-        '    assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot\n',
-        f"{first}    assert fsdp_tree(model) == comm_snapshot(name='tree')\n",
-    )
-    # The same files as those of one assertion of both.
-    (changed.path / "tests/test_other.py").write_text(source)
-    result = changed.run("tests/test_other.py")
-    assert result.returncode == 1
-    assert (
-        "not compared: test_step.ws2.tree.comm; assert "
-        '{"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once' in result.stdout
-    )
-    # The last one has none after it.
-    source = source.replace(first, "    comm_mode == comm_snapshot\n")
-    (changed.path / "tests/test_other.py").write_text(source)
-    result = changed.run("tests/test_other.py")
-    assert result.returncode == 1
-    assert "fsdp_tree differs from" in result.stdout
-    assert "not compared:" not in result.stdout
-
-
 NOT_COMPARABLE = {
     "{}": "got an empty dict",
     "{1: comm_mode}": "got a dict with the keys [1]",
