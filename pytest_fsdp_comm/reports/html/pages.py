@@ -21,7 +21,6 @@ from pytest_fsdp_comm.reports.html.tables import (
     CostRow,
     cost_rows,
     differing_modules,
-    line_rows,
     module_table,
     side_rows,
 )
@@ -45,9 +44,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 # Each bounds a page; what is beyond it is counted.
-_MAX_ENTRIES: Final = 12_000
-"""Entries of timelines on a page, shared by all of its charts."""
-_MAX_CHARTS: Final = 8
+_MAX_CHARTS: Final = 4
 _MAX_SECTIONS: Final = 12
 _MAX_TESTS: Final = 1_500
 _MAX_TREE_ROWS: Final = 2_500
@@ -163,9 +160,6 @@ def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
 
 def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]) -> str:
     shown = sections[:_MAX_SECTIONS]
-    share = _MAX_ENTRIES // max(1, sum(len(section["timelines"]) for section in shown))
-    for section in shown:
-        section["timelines"] = [one.first(share) for one in section["timelines"]]
     return _render(
         "test.html.jinja",
         result=result,
@@ -217,8 +211,6 @@ def _section(
             "cost": cost_of_change(*sides),
             "modules": module_table(*sides),
         }
-    elif one.kind == "tree" and one.old and one.new and one.old != one.new:
-        section["rows"] = line_rows(one.old, one.new)
     section["differing"] = differing_modules(section["rows"])
     return section
 
@@ -291,8 +283,7 @@ def _with_change_first(line: str) -> str:
 # the same entries. A page has them once as JSON, whatever number of ranks and values share them,
 # and an order of indices for each timeline: a step of 126 layers is some thousand entries.
 # Positions, intervals from unshard to reshard and bytes that are gathered are worked out where they
-# are drawn. A timeline keeps its first entries (`values.MAX_ENTRIES`), and those of a page share
-# `_MAX_ENTRIES`.
+# are drawn. A timeline keeps its first entries (`values.MAX_ENTRIES`).
 
 
 def _data(sections: Sequence[dict[str, Any]]) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
-from itertools import zip_longest
 from typing import Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
@@ -31,16 +29,15 @@ _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRow:
-    """What one side or both have, for all modules that have it alike, or a line of a text."""
+    """What one side or both have, for all modules that have it alike."""
 
     before: str
     """Empty if the snapshot has nothing of it."""
     after: str
     """Empty if nothing of it was recorded."""
-    key: RowKey | None = None
-    """None for a line."""
-    owners: tuple[str | None, ...] = ()
-    """In natural order; empty for a line."""
+    key: RowKey
+    owners: tuple[str | None, ...]
+    """In natural order."""
 
     @property
     def mark(self) -> Mark:
@@ -68,26 +65,12 @@ def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
         rows.append(SideRow(before=was, after=now, key=key, owners=tuple(owners)))
     rows.sort(
         key=lambda row: (
-            (_PHASES[row.key.phase], row.mark == "same", SUBJECTS.index(row.key.subject))
-            if row.key
-            else (0, False, 0)
+            _PHASES[row.key.phase],
+            row.mark == "same",
+            SUBJECTS.index(row.key.subject),
         )
     )
     return rows
-
-
-def line_rows(old: str, new: str) -> list[SideRow]:
-    """Put the lines of two snapshots side by side, without those that frame them."""
-    before, after = (
-        [line for line in text.splitlines() if not line.startswith("#") and line != "end"]
-        for text in (old, new)
-    )
-    matcher = SequenceMatcher(a=before, b=after, autojunk=False)
-    return [
-        SideRow(before=was, after=now)
-        for _, i, to_i, j, to_j in matcher.get_opcodes()
-        for was, now in zip_longest(before[i:to_i], after[j:to_j], fillvalue="")
-    ]
 
 
 def differing_modules(rows: Iterable[SideRow]) -> set[str | None]:
@@ -95,7 +78,7 @@ def differing_modules(rows: Iterable[SideRow]) -> set[str | None]:
     return {
         owner
         for row in rows
-        if row.mark != "same" and row.key and row.key.subject != "redistribution"
+        if row.mark != "same" and row.key.subject != "redistribution"
         for owner in row.owners
     }
 

@@ -51,16 +51,6 @@ class Timeline:
     left_out: int = 0
     """Later entries that are not kept."""
 
-    def first(self, count: int) -> Timeline:
-        """Drop what happened after the first `count` entries."""
-        order = self.order[:count]
-        return replace(
-            self,
-            entries=self.entries[: max(order, default=-1) + 1],
-            order=order,
-            left_out=self.left_out + len(self.order) - len(order),
-        )
-
 
 def timeline_of(recording: Recording) -> Timeline:
     """Put a recording in order; the first `MAX_ENTRIES` are kept."""

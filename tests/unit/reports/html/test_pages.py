@@ -15,7 +15,6 @@ from pytest_fsdp_comm.reports.html.pages import page_name, render_pages, status_
 from pytest_fsdp_comm.reports.html.tables import (
     cost_rows,
     differing_modules,
-    line_rows,
     module_table,
     side_rows,
 )
@@ -201,18 +200,15 @@ def test_a_timeline_keeps_the_first_entries_and_counts_the_others():
     (page,) = tests.values()
     check_page(page)
     assert len(page.encode()) < 1_000_000
-    assert page.count("<figure") == 8
+    assert page.count("<figure") == 4
     assert "later entries are left out" in page
-    assert "The timelines of ranks 8-9 differ from these" in page
+    assert "The timelines of ranks 4-9 differ from these" in page
 
 
 def test_ranks_that_recorded_the_same_share_a_timeline():
     timelines = [timeline_of(record_step(2, extra=rank == 2, rank=rank)) for rank in range(4)]
     shared = share_timelines(timelines)
     assert [timeline.ranks for timeline in shared] == [(0, 1, 3), (2,)]
-    assert shared[0].first(2).order == (0, 1)
-    assert shared[0].first(2).entries == timelines[0].entries[:2]
-    assert shared[0].first(2).left_out == len(timelines[0].order) - 2
 
 
 def test_modules_add_up_by_axis_and_phase():
@@ -244,11 +240,6 @@ def test_before_and_after_are_marked_in_words():
     assert ("new", "(no-module)", "all_reduce[dp]") in marks
     gone = side_rows(profile_of(record_step(4)), profile_of(record_step(2)))
     assert {row.mark for row in gone} == {"gone", "same"}
-    lines = line_rows("# a\nworld_size 2\nunit x\nend\n", "# b\nworld_size 2\nunit y\nend\n")
-    assert [(row.mark, row.before, row.after) for row in lines] == [
-        ("same", "world_size 2", "world_size 2"),
-        ("changed", "unit x", "unit y"),
-    ]
 
 
 def test_only_modules_that_differ_are_marked():
