@@ -52,8 +52,10 @@ def accept(session: nox.Session) -> None:
 
 @nox.session
 def layouts(session: nox.Session) -> None:
-    """The examples of real models on simulated ranks, the largest too."""
-    session.run("pytest", "-m", "", *(session.posargs or ("examples",)))
+    """The examples and the zoo of real models on simulated ranks, the largest too."""
+    session.run(
+        "pytest", "-m", "", *(session.posargs or ("examples", "tests/simulation/test_zoo.py"))
+    )
 
 
 @nox.session
