@@ -11,6 +11,7 @@ PAGES = {
     page.stem.replace("-", "_"): page.read_text() for page in sorted((DOCS / "how-to").glob("*.md"))
 }
 NOT_RUN = {
+    "gpu_script": "test_record.py runs it, as a script",
     "reading_a_hang": "it hangs on purpose, for as long as its deadline",
     "record": "test_write_test.py compares it, and test_record.py runs its like, with a script",
 }
