@@ -11,12 +11,13 @@ import pathlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from models import WIDTH, Block, Model, step
 from oracle import gloo_and_fake, lines, witnessed
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -51,6 +52,8 @@ PLANS = st.fixed_dictionaries(
         "axes": st.sampled_from(["dp", "replicate,shard", "dp,tp"]),
         "prefetch": st.booleans(),
         "micro_batches": st.integers(1, 2),
+        "accumulated": st.booleans(),
+        "counted": st.booleans(),
         "clipped": st.booleans(),
     }
 )
@@ -97,6 +100,16 @@ def clipped(model):
     return [weight for weight, kind in zip(trained, kinds, strict=True) if kind == kinds[0]]
 
 
+def counted_step(model):
+    """A step whose loss is divided by the labels of all ranks."""
+    labels = torch.randint(0, 4, (2, WIDTH))
+    count = (labels > 0).sum()
+    dist.all_reduce(count)
+    loss = model(torch.ones(2, WIDTH, requires_grad=True))[labels > 0].sum() / count
+    if count.item() >= 0:
+        loss.backward()
+
+
 def run(*, plan, comm_mode, device_mesh, dist_info, found, is_simulated):
     # An axis of one rank sends nothing, and nothing would prove nothing.
     has_tensor_parallelism = any(block["tensor_parallel"] for block in plan["blocks"])
@@ -104,10 +117,18 @@ def run(*, plan, comm_mode, device_mesh, dist_info, found, is_simulated):
     model = build(plan, device_mesh, dist_info.world_size)
 
     def train():
-        for _ in range(plan["micro_batches"]):
-            step(model)
+        for rest in reversed(range(plan["micro_batches"])):
+            for unit in model.modules() if plan["accumulated"] else ():
+                if isinstance(unit, FSDPModule):
+                    unit.set_requires_gradient_sync(rest == 0)
+            if plan["counted"]:
+                counted_step(model)
+            else:
+                step(model)
         if plan["clipped"]:
-            nn.utils.clip_grad_norm_(clipped(model), 1.0)
+            norm = nn.utils.clip_grad_norm_(clipped(model), 1.0)
+            if torch.isfinite(norm):
+                dist.barrier()
 
     # The second step finds roots unsharded or not, as the first does, from the second on.
     if is_simulated:
