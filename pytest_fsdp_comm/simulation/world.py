@@ -129,6 +129,8 @@ def _attributes(
     yield distributed_c10d, _MAKE_GROUP, _made_fake(getattr(distributed_c10d, _MAKE_GROUP))
     timeout = distributed_c10d.default_pg_timeout
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout
+    # As PYTORCH_JIT=0: the compiler of scripts does not know what stands for torch's functions.
+    yield torch.jit._state._enabled, "enabled", False
     yield torch.utils, "swap_tensors", tensors.swap
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
     yield DataLoader, "__iter__", _in_this_process

@@ -66,6 +66,8 @@ def check_world():
         source = inspect.getsource(inspect.unwrap(getattr(distributed_c10d, name)))
         assert all(f" {converts}(" in source for converts in world._OBJECTS), name
     assert distributed_c10d.GroupMember.WORLD is None
+    assert vars(torch.jit._state._enabled).keys() == {"enabled"}
+    assert "_enabled" in inspect.getsource(torch.jit._script)
     # Their works are numbered by it, and a grouped matrix product gets its size.
     assert callable(torch.distributed._meta_registrations.generate_unique_id)
     sizes = inspect.getsource(_meta_registrations.meta_grouped_mm)

@@ -378,3 +378,13 @@ def test_strict_simulation_finds_finite_gradients(device_mesh):
     loop.backward()
     norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0, error_if_nonfinite=True)
     assert torch.isfinite(norm)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.distributed(world_size=4, simulate=True)
+def test_scripts_run_as_they_are_written():
+    @torch.jit.script
+    def padded(x: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.cat([x, torch.zeros(size - x.size(0), x.size(1))])
+
+    assert padded(torch.rand(3, WIDTH), 5).shape == (5, WIDTH)
