@@ -37,7 +37,6 @@ VARIABLES = {
     "annotated, and told in the step's summary; the report names and links the commit",
     "CI_PROJECT_URL, CI_PROJECT_DIR, CI_COMMIT_SHA, CI_COMMIT_REF_NAME": "set by GitLab: summaries "
     "and the report link lines of the commit",
-    "NO_COLOR": "if set, `fsdp_tree.show` prints no colours",
     "TORCH_FR_BUFFER_SIZE": "torch's: how many collectives its flight recorder keeps. With 0, "
     "recordings are not checked against it",
     "PYTEST_FSDP_COMM_KEEP": "a directory in which ranks leave their output and state, to find out "

@@ -97,13 +97,10 @@ class TreeFactory:
         return expect_units(model, policy)
 
     def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
-        """Print a tree in columns, coloured on a terminal only."""
+        """Print a tree in columns."""
         __tracebackhide__ = True  # the error is the caller's
         _check_tree(tree, "fsdp_tree.show", "fsdp_tree.show(fsdp_tree(model))")
-        target = file or sys.stdout
-        # https://no-color.org: the variable's presence counts, unless it is empty.
-        color = target.isatty() and not os.environ.get("NO_COLOR")
-        target.write(render_tree(tree, color=color) + "\n")
+        (file or sys.stdout).write(render_tree(tree) + "\n")
 
     def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
         """Write a tree to a file: as a page to look at, or as JSON for other tools.

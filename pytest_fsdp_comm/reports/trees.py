@@ -32,8 +32,6 @@ class TreeRow:
     """Of one of the modules, without its children's."""
     same_as: str
     """FQN of the module that it repeats; empty for most."""
-    inside_as: str
-    """The sibling, alike but for the policy, that draws the inside of both; empty if none."""
 
     @property
     def has_parameter_rows(self) -> bool:
@@ -43,8 +41,7 @@ class TreeRow:
 
 # Note [Rows that are alike]: numbered siblings, such as the layers of a stack, share a row if they
 # look the same with all that is below them. `_likeness` numbers what looks alike, from the leaves
-# to the root, so that no subtree is compared with another. Where only the policy differs, as for a
-# last layer that stays unsharded, each has a row, and one refers to the contents of the other.
+# to the root, so that no subtree is compared with another.
 
 
 def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
@@ -57,8 +54,7 @@ def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
     for parameter in tree.parameters:
         parameters[parameter.module].append(parameter)
     units = tree.units_of()
-    likeness, inner = _likeness(tree, children, parameters, units)
-    drawn: dict[tuple[int | None, int], str] = {}
+    likeness = _likeness(tree, children, parameters, units)
     pending: list[list[int]] = [[index] for index in reversed(children[None])]
     while pending:
         alike = pending.pop()
@@ -66,21 +62,17 @@ def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
         node = tree.modules[index]
         names = [tree.modules[i].name for i in alike]
         name = escape(names[0]) if len(names) == 1 else ",".join(fold_fqns(names))
-        is_numbered = node.name.isdecimal() and (children[index] or parameters[index])
-        first = drawn.setdefault((node.parent, inner[index]), name) if is_numbered else name
         yield TreeRow(
             name=name,
             count=len(alike),
             depth=node.depth,
             class_name=node.class_name,
             units=units.get(index, ()),
-            parameters=tuple(parameters[index] if first == name else ()),
+            parameters=tuple(parameters[index]),
             same_as="" if node.alias_of is None else escape(tree.module_fqn(node.alias_of)),
-            inside_as="" if first == name else first,
         )
-        if first == name:
-            groups = groupby(children[index], key=lambda i: _group_key(tree, i, likeness))
-            pending += reversed([list(group) for _, group in groups])
+        groups = groupby(children[index], key=lambda i: _group_key(tree, i, likeness))
+        pending += reversed([list(group) for _, group in groups])
 
 
 def _group_key(tree: ShardTree, index: int, likeness: Sequence[int]) -> tuple[bool, int]:
@@ -93,11 +85,10 @@ def _likeness(
     children: Mapping[int | None, Sequence[int]],
     parameters: Mapping[int, Sequence[ParameterNode]],
     units: dict[int, tuple[ShardUnit, ...]],
-) -> tuple[list[int], list[int]]:
-    """Two numbers for each module: equal where all of it looks alike, and where its inside does."""
+) -> list[int]:
+    """A number for each module, equal where all of it looks alike."""
     numbers: dict[Hashable, int] = {}
     likeness = [0] * len(tree.modules)
-    inner = [0] * len(tree.modules)
     # Children come after their parents: from the end, each finds its children numbered.
     for index in reversed(range(len(tree.modules))):
         node = tree.modules[index]
@@ -112,10 +103,9 @@ def _likeness(
             replace(unit, modules=(), parameters=(), forward_prefetch=(), backward_prefetch=())
             for unit in units.get(index, ())
         )
-        inside = (node.class_name, node.wrappers, node.alias_of, own, below)
-        inner[index] = numbers.setdefault(inside, len(numbers))
-        likeness[index] = numbers.setdefault((inside, policies), len(numbers))
-    return likeness, inner
+        looks = (node.class_name, node.wrappers, node.alias_of, own, below, policies)
+        likeness[index] = numbers.setdefault(looks, len(numbers))
+    return likeness
 
 
 def summary_words(tree: ShardTree) -> str:
@@ -130,9 +120,8 @@ def summary_words(tree: ShardTree) -> str:
 
 
 def relation_words(row: TreeRow) -> str:
-    """`` is layers.0``, `` same contents as {0..6}``, to follow the class; empty for most."""
-    repeated = f" is {row.same_as}" if row.same_as else ""
-    return repeated + (f" same contents as {row.inside_as}" if row.inside_as else "")
+    """`` is layers.0``, to follow the class; empty for most."""
+    return f" is {row.same_as}" if row.same_as else ""
 
 
 def mark(unit: ShardUnit) -> str:
@@ -176,37 +165,22 @@ def parameter_words(parameter: ParameterNode) -> str:
     return f"{escape(parameter.name)} {list(parameter.shape)} {parameter.dtype}{frozen}"
 
 
-# Module or parameter, policy or placement, gathered, kept, and a style.
-_Line = tuple[str, str, str, str, str]
+# Module or parameter, policy or placement, gathered, kept.
+_Line = tuple[str, str, str, str]
 
-_HEADINGS: Final[_Line] = ("module", "policy or placement", "gathered", "kept", "dim")
-_STYLES: Final = {
-    "": "",
-    "dim": "2",
-    "unit": "1;32",
-    "loose": "33",
-    "error": "1;31",
-    "warning": "33",
-}
-"""SGR codes: a unit bold green, what no unit shards yellow."""
+_HEADINGS: Final[_Line] = ("module", "policy or placement", "gathered", "kept")
 
 
-def render_tree(tree: ShardTree, *, color: bool = False) -> str:
+def render_tree(tree: ShardTree) -> str:
     """Draw modules and parameters in columns: policy or placement, bytes of each unit."""
-
-    def painted(text: str, style: str) -> str:
-        code = _STYLES[style]
-        return f"\x1b[{code}m{text}\x1b[0m" if color and code and text else text
-
     lines = [_HEADINGS, *(line for row in tree_rows(tree) for line in _row_lines(row))]
     first, second, third, fourth = (max(len(line[at]) for line in lines) for at in range(4))
     drawn = []
-    for module, policy, gathered, kept, style in lines:
+    for module, policy, gathered, kept in lines:
         row = f"{module:{first}}  {policy:{second}}  {gathered:>{third}}  {kept:>{fourth}}"
-        drawn.append(painted(row.rstrip(), style))
+        drawn.append(row.rstrip())
     for finding in tree.findings:
-        head, *below = str(finding).splitlines()
-        drawn += ["", painted(head, finding.level), *below]
+        drawn += ["", str(finding)]
     return "\n".join([summary_words(tree), "", *drawn])
 
 
@@ -217,17 +191,16 @@ def _row_lines(row: TreeRow) -> Iterator[_Line]:
     for unit in row.units:
         gathered = show_nbytes(unit.nbytes_gathered) if unit.nbytes_gathered else ""
         policy = f"{mark(unit)} {policy_words(unit)}"
-        yield (label, policy, gathered, show_nbytes(unit.nbytes_kept), "unit")
+        yield (label, policy, gathered, show_nbytes(unit.nbytes_kept))
         label = indent
     if not row.has_parameter_rows and row.parameters:
         yield _parameter_line(f"{label} ", row.parameters[0])
         return
     if not row.units:
-        yield (label, "", "", "", "")
+        yield (label, "", "", "")
     for parameter in row.parameters:
         yield _parameter_line(f"{indent}  . ", parameter)
 
 
 def _parameter_line(label: str, parameter: ParameterNode) -> _Line:
-    style = "" if parameter.is_sharded else "loose"
-    return (label + parameter_words(parameter), placement_words(parameter), "", "", style)
+    return (label + parameter_words(parameter), placement_words(parameter), "", "")

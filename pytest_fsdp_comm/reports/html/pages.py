@@ -74,9 +74,8 @@ class Status:
     """The class that colours it: ``bad``, ``note``, ``good`` or ``dim``."""
 
 
-_DIFFERS: Final = Status(rank=0, sign="≠", word="differs", tone="bad")
 _STATUS: Final = {
-    "differs": _DIFFERS,
+    "differs": Status(rank=0, sign="≠", word="differs", tone="bad"),
     "broken": Status(rank=1, sign="!", word="not comparable", tone="bad"),
     "missing": Status(rank=2, sign="?", word="no snapshot", tone="bad"),
     "failed": Status(rank=3, sign="✕", word="failed", tone="bad"),
@@ -133,7 +132,6 @@ def _index_page(run: Run, rows: Sequence[_TestRow]) -> str:
     return _render(
         "index.html.jinja",
         run=run,
-        title=_index_title(rows),
         rows=rows[:_MAX_TESTS],
         left_out=max(0, len(rows) - _MAX_TESTS),
         counts=Counter(row.status for row in rows),
@@ -240,22 +238,6 @@ def page_name(nodeid: str) -> str:
     slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{module}-{name}")[:_MAX_SLUG].strip("-")
     digest = hashlib.sha256(nodeid.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     return f"{slug}-{digest}.html"
-
-
-def _index_title(rows: Sequence[_TestRow]) -> str:
-    tests = counted(len(rows), "test")
-    words = Counter(row.status.word for row in rows)
-    differing = words[_DIFFERS.word]
-    bad = sum(row.status.tone == "bad" for row in rows) - differing
-    reviewed = words["as reviewed"] + words["snapshot written"]
-    if not rows:
-        return "No test used pytest-fsdp-comm"
-    if differing:
-        differ = "differs from its snapshots" if differing == 1 else "differ from their snapshots"
-        return f"{differing} of {tests} {differ}"
-    if bad:
-        return f"{bad} of {tests} failed"
-    return f"{reviewed} of {tests} as reviewed"
 
 
 def _cut(text: str) -> str:
