@@ -380,7 +380,7 @@ def test_strict_simulation_finds_finite_gradients(device_mesh):
     assert torch.isfinite(norm)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.distributed(world_size=4, simulate=True)
 def test_scripts_run_as_they_are_written():
     @torch.jit.script
