@@ -35,13 +35,15 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 
 # Note [Native threads]: polars, torch's inter-op pool and others start threads that `threading`
 # does not list. A fork loses them, and a rank that waits for one hangs. Linux lists all threads in
-# _TASKS; those without Python code are native. Four kinds do no harm: OpenMP's threads are ended
+# _TASKS; those without Python code are native. Five kinds do no harm: OpenMP's threads are ended
 # here; OpenBLAS ends its own before a fork, so a child is forked that ends at once; jemalloc, which
 # comes with pyarrow, and the pool that torch.set_num_threads makes (pthreadpool-cpp.cc in torch 2.6
 # to 2.15) are made anew in the child. That pool's threads have no names, and are known by their
-# number. Where _TASKS is missing, as on macOS, native threads are not noticed.
+# number. NVML, which torch.cuda.device_count asks, starts one that is named as those of CUDA are
+# (driver 580); whether CUDA itself runs, is_driver_started tells. Where _TASKS is missing, as on
+# macOS, native threads are not noticed.
 _TASKS = Path("/proc/self/task")
-_HARMLESS_NATIVE = "jemalloc_bg_thd"
+_HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")
 # Threads that were told to end take a moment, longer on a busy machine. Where others stay, ranks
 # are new processes anyway, which takes seconds.
 _THREADS_END_WITHIN_S = 2.0
@@ -114,7 +116,7 @@ def _native_threads() -> tuple[int, set[str]]:
         for task in _TASKS.iterdir():
             with contextlib.suppress(OSError):  # it has ended
                 names[task.name] = (task / "comm").read_text().strip()
-    names = {task: name for task, name in names.items() if name != _HARMLESS_NATIVE}
+    names = {task: name for task, name in names.items() if not _HARMLESS_NATIVE.fullmatch(name)}
     # Not those of `threading`, which does not list execnet's.
     count = len(names) - len(sys._current_frames())  # noqa: SLF001  # documented for debuggers
     known = {str(thread.native_id) for thread in threading.enumerate()}

@@ -76,6 +76,11 @@ def reason(tmp_path, code):
             "native threads (2) have been running since collection: 'pool-1'",
         ),
         ("start_native(b'jemalloc_bg_thd')", ""),
+        ("start_native(b'cuda00001800007')", ""),
+        (
+            "start_native(b'cuda-pool')",
+            "native threads (1) have been running since collection: 'cuda-pool'",
+        ),
         ("", ""),
     ],
 )
