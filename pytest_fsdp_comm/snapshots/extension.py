@@ -127,7 +127,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     def serialize(self, data: _Comparison, **_: Any) -> SnapshotText:
         """Merge what the ranks have and write it as text; refuse what is empty or incomplete."""
-        profile = self._profile(data.value, allow_empty="empty" in data.allowed)
+        profile = self._profile(data)
         if isinstance(profile, CommProfile):
             check_completeness(profile, allowed=data.allowed)
             if not data.activation_nbytes:
@@ -150,10 +150,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             )
         return text
 
-    def _profile(self, value: object, *, allow_empty: bool) -> Profile:
+    def _profile(self, data: _Comparison) -> Profile:
+        value, allow_empty = data.value, "empty" in data.allowed
         if hasattr(value, "merged_profile"):
             profile: CommProfile = value.merged_profile()
-            if not (profile.collectives or allow_empty):
+            if not (profile.collectives or allow_empty or self._had_collectives(data.location)):
                 raise EmptyRecordingError(
                     "the recording has no collectives, so a snapshot of it would guard nothing: is "
                     "the model sharded, and does it run inside `with comm_mode(model):`? If the "
@@ -168,9 +169,8 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                     "test expects a plain model, use comm_snapshot(allow_empty=True)"
                 )
             trees = gather_alike(self._gather, "fsdp_tree", tree_facts(value))
-            ranks = self._ranks or range(len(trees))
             return merge(
-                dict(zip(ranks, trees, strict=True)),
+                dict(zip(self._ranks or range(len(trees)), trees, strict=True)),
                 backend=value.backend,
                 torch_version=value.torch_version,
             )
@@ -182,6 +182,12 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             'such as {"comm": comm_mode, "tree": fsdp_tree(model)}, got '
             f"{shown}; for other values use syrupy's plain `snapshot` fixture"
         )
+
+    def _had_collectives(self, location: str) -> bool:
+        """Whether a comparison can report what is no longer sent, which an update refuses."""
+        reviewed = read_snapshot(Path(location), where=self._shown(location))
+        profile = reviewed.profile if reviewed and not self._updates else None
+        return isinstance(profile, CommProfile) and bool(profile.collectives)
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
         """Compare what counts; exactly when updating, so that an update also refreshes a file."""
@@ -251,22 +257,18 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """`dirname` and `get_file_basename` decide; syrupy's own guess does not know them."""
         return True
 
-    def discover_snapshots(
-        self, *, test_location: PyTestLocation, ignore_extensions: list[str] | None = None
-    ) -> SnapshotCollections:
+    def discover_snapshots(self, **_: Any) -> SnapshotCollections:
         """Find none: syrupy must not count them as unused, which `unused` decides."""
-        del test_location, ignore_extensions
         return SnapshotCollections()
 
     def keep_artifacts(self, location: str, *, received: str | None, expected: str | None) -> None:
         """Keep for ``--comm-artifacts`` what a comparison was about; None removes a file."""
         if (directory := self._options.artifacts_dir) is None:
             return
-        snapshot = Path(location).relative_to(self._options.snapshot_dir)
         try:
             # Where the received file is, the other one is complete.
             for side, text in ((EXPECTED, expected), (RECEIVED, received)):
-                path = directory / side / snapshot
+                path = directory / side / Path(location).relative_to(self._options.snapshot_dir)
                 if text is None:
                     path.unlink(missing_ok=True)
                 else:

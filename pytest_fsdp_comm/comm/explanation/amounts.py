@@ -294,7 +294,10 @@ def propose_dtypes(between: Between) -> Iterator[Step]:
                 sole((call.dtype for call in calls_of(rows)), "") for rows in (before, after)
             )
             is_changed = role and role == role_of(after) and old and new and old != new
-            if is_changed and sizes and all(sizes) and _follows(sizes, old, new):
+            if not (is_changed and sizes and all(sizes)):
+                continue
+            # Bytes change as the element type does; of several types, nobody knows.
+            if "+" in old + new or sizes[1] * itemsize(old) == sizes[0] * itemsize(new):
                 parts = found.setdefault((old, new, Fraction(sizes[1], sizes[0])), {})
                 parts.setdefault((role, key.axis), set()).update(alike.owners)
     for (old, new, factor), owners in found.items():
@@ -306,8 +309,3 @@ def propose_dtypes(between: Between) -> Iterator[Step]:
                 step = Dtype(parts=chosen, old=old, new=new, factor=factor, owners=some)
                 if step.fits(between.state):
                     yield step
-
-
-def _follows(sizes: tuple[int, int], old: str, new: str) -> bool:
-    """Whether bytes change as the element type does; of several types, nobody knows."""
-    return "+" in old + new or sizes[1] * itemsize(old) == sizes[0] * itemsize(new)

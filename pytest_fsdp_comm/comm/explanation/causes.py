@@ -172,7 +172,7 @@ def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
     norms, calls = Counter[Phase](), Counter[int]()
     rows = [row for row in profile.rows if row.owner is None]
     for row in rows:
-        norms[row.phase] += row.count * row.what.startswith(NORM)
+        norms[row.phase] += row.count * (NORM in row.what)
     for row in rows:
         for call in row.calls if row.what == "all_reduce" and norms[row.phase] else ():
             calls[call.nbytes] += call.count

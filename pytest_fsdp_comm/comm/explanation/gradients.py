@@ -112,12 +112,13 @@ def _reductions(between: Between, keys: Keys, *, came: bool) -> Iterator[Step]:
         if not less[owner].reductions
     }
     # Where the side that has less reduces something still, other kinds of reductions do.
-    is_by_more = any(less[owner].reductions for owner in keys)
+    places = {(key.phase, key.axis) for owner in keys for key in less[owner].reductions}
     yield from replaced(
         between,
-        "reduced by more" if is_by_more else "reduced",
+        "reduced by more" if places else "reduced",
         {owner: [*held, *freed.get(owner, ())] for owner, held in keys.items()},
         came=came,
+        is_again=all((key.phase, key.axis) in places for held in keys.values() for key in held),
     )
 
 

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
 from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
-NORM: Final = "(_NormPartial"
+NORM: Final = "_NormPartial("
 """DTensor's placement of a norm before it is reduced (read in torch 2.7 to 2.15)."""
 
 
@@ -175,7 +175,7 @@ def _phase(
         any(content.reductions for content in state.values())
         for state in (between.origin, between.target)
     )
-    has_norms = any(key.what.startswith(NORM) for held in keys.values() for key in held)
+    has_norms = any(NORM in key.what for held in keys.values() for key in held)
     yield from replaced(
         between,
         "phase",

@@ -91,9 +91,8 @@ def find_training_changes(
         # Other modules may reduce the gradients instead, or forward runs as often.
         is_real = named not in _LOST or any(map(step.includes, lost))
         if isinstance(step, Replaced) and named == "times":
-            is_real = step.facts["times"] not in training.ratios
-        is_told = step in of_torch or says(changes, step)
-        if named is not None and is_real and not is_told:
+            is_real = step.facts.get("times") not in training.ratios
+        if named is not None and is_real and not (step in of_torch or says(changes, step)):
             # That a phase is gone comes before whose gradients those were.
             told.insert(0 if step.kind == "phase" else len(told), (_PROBLEMS.index(named), step))
     return tuple(one for _, one in sorted(told, key=lambda one: one[0]))
@@ -125,7 +124,7 @@ def _problem_of(step: Step) -> Problem | None:
             return "unreduced"
         case Replaced(kind="phase", came=False) if Phase.BACKWARD in step.facts["phases"]:
             return "unreduced"
-        case Replaced(kind="reduced times"):
+        case Replaced(kind="reduced times") | Replaced(facts={"is_again": True}):
             return "times"
         case Dtype() if Role.GRADIENTS in step.roles:
             return "dtype"

@@ -498,6 +498,18 @@ def test_an_empty_recording_refuses_to_become_a_snapshot(project):
     project.run().assert_outcomes(passed=1)
 
 
+def test_lost_collectives_of_a_snapshot_are_compared(project):
+    project.edit("assert fsdp_tree", "assert True or fsdp_tree")
+    project.update().assert_outcomes(passed=1)
+    reviewed = project.read(COMM)
+    project.edit("model(torch.randn(2, WIDTH)).sum().backward()", "pass")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    explained(result, "their gradients are no longer reduced over dp", "accept: pytest")
+    explained(project.update(), "the recording has no collectives")
+    assert project.read(COMM) == reviewed
+
+
 def test_an_unsharded_tree_refuses_to_become_a_snapshot(project):
     project.edit("fsdp_tree(model)", "fsdp_tree(nn.Linear(2, 2))")
     result = project.update()

@@ -409,6 +409,11 @@ def logged(old):
             clipped(profile()),
             ["norms of gradients or weights are computed, as by clip_grad_norm_"],
         ),
+        (
+            clipped(profile(), "(Replicate(),_NormPartial(2.0))->(Replicate(),Replicate())"),
+            profile(),
+            ["norms of gradients or weights are no longer computed: is clip_grad_norm_"],
+        ),
         # They may be computed of gradients that are gathered whole.
         (clipped(profile()), logged(profile()), [OTHERWISE, GATHERED]),
         # An optimizer that gathers for another reason clips nothing.

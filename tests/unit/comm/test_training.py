@@ -263,6 +263,12 @@ LAYERS = [f"layers.{n}" for n in range(3)]
             without(often(profile(), 4, forward=2), "layers.2"),
             "gradients of layers.2 are no longer reduced over dp: 1 call, 10.0 KiB per rank",
         ),
+        (
+            profile(),
+            over(profile(), "dp", "dp"),
+            "gradients of (root), layers.{0..2} reduced by all_reduce[dp] too now, all else as "
+            "before",
+        ),
         # Each rank reduces those of its own stage.
         (
             made([*on_ranks(unit("layers.0"), 0, 1), *on_ranks(unit("layers.1"), 2, 3)]),
@@ -390,6 +396,7 @@ HEAD = unit("head", 1_024)
         ),
         # A layer whose last module is gone.
         (made([*GATES, *ATTENTION]), made([*GATES[:1], *ATTENTION])),
+        (profile(), over(profile(), "dp", "replicate")),
         # Another number of ranks.
         (over(profile(), "world"), replace(over(profile(), "shard"), world_size=4)),
     ],
