@@ -115,7 +115,7 @@ class CiSession:
 
     def _read_outcomes(self, session: pytest.Session, exitstatus: int) -> Outcomes:
         unused: UnusedSnapshots | None = self._config.pluginmanager.get_plugin("fsdp-comm-unused")
-        found, all_failed = (unused.found, unused.all_failed) if unused is not None else ((), None)
+        found = unused.found if unused is not None else ()
         why = str(session.shouldfail or session.shouldstop or "")
         if not why and exitstatus not in _TO_ITS_END:
             why = f"exit status {int(exitstatus)}"
@@ -124,7 +124,6 @@ class CiSession:
             compared_files=len({file for files in self._compared.values() for file in files}),
             failed=tuple(self._failed.values()),
             unused=tuple(show_path(path, self._config.rootpath) for path in found),
-            all_failed=all_failed,
             annotates_all=self._annotator is None,
             ended_early=f"The session ended early ({why}): not all tests ran." if why else "",
         )

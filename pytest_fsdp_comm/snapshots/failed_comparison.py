@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -144,15 +143,8 @@ def has_headline(report: object) -> bool:
     return bool(getattr(report, _HEADLINE, ""))
 
 
-def print_shared_changes(
-    reporter: pytest.TerminalReporter, all_failed: Collection[str] | None
-) -> None:
-    """Print each change that failed several tests once, with one command that accepts it.
-
-    Args:
-        reporter: Has printed each of them.
-        all_failed: All tests that did not pass; None if not all tests ran.
-    """
+def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
+    """Print each change that failed several tests once, with one command that accepts it."""
     found = ((report.nodeid, comparisons_of(report)) for report in reporter.stats.get("failed", ()))
     differing = {nodeid: one for nodeid, one in found if one and one.headline}
     if not differing:
@@ -175,5 +167,5 @@ def print_shared_changes(
         shown, more = first_of(nodeids, _MOST_TESTS)
         for line in (*map(printable, shown), *[f"and {more} more"] * bool(more)):
             reporter.write_line(f"  {line}")
-        accept = accept_all({nodeid: differing[nodeid] for nodeid in nodeids}, all_failed)
+        accept = accept_all([differing[nodeid] for nodeid in nodeids])
         reporter.write_line(f"accept all: {accept}")

@@ -52,8 +52,6 @@ class UnusedSnapshots:
     def __init__(self, config: pytest.Config) -> None:
         self.found: Sequence[Path] = ()
         """The unused files, known from the end of the session on."""
-        self.all_failed: AbstractSet[str] | None = None
-        """All tests that did not pass, known from then on; None if not all tests ran."""
         self._config = config
         self._options = config.stash[OPTIONS]
         # Whether a module was collected without an error.
@@ -180,11 +178,10 @@ class UnusedSnapshots:
             session.shouldstop or session.shouldfail or has_lost
         )
         option = self._config.option
-        if has_ended and self._whole is not None:
-            self.all_failed = self._unpassed
-            # A run such as --setup-plan runs none.
-            if (passed or self._unpassed) and not option.disable_unused_snapshots:
-                self.found = [*self._find(self._whole, passed, compared)]
+        # A run such as --setup-plan runs none.
+        is_told = (passed or self._unpassed) and not option.disable_unused_snapshots
+        if has_ended and is_told and self._whole is not None:
+            self.found = [*self._find(self._whole, passed, compared)]
         # As syrupy has it.
         if self.found and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
@@ -220,7 +217,7 @@ class UnusedSnapshots:
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Name shared changes and every unused file, and print what accepts or removes them."""
-        print_shared_changes(terminalreporter, self.all_failed)
+        print_shared_changes(terminalreporter)
         if not self.found:
             return
         write = terminalreporter.write_line

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 from urllib.parse import quote
 
 from pytest_fsdp_comm.reports.explanation import CURE, NOTE
 from pytest_fsdp_comm.text.words import without_amounts
-
-# A command names so many tests one by one, and their functions or modules otherwise.
-_MOST_WORDS: Final = 4
-_ENDS: Final = (re.compile(r"(?<=.)\[[^:]*$", re.DOTALL), re.compile("::.*", re.DOTALL))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,32 +69,9 @@ def has_other_amounts(tests: Iterable[Comparisons]) -> bool:
     return len({(one.told, one.cost) for one in tests}) > 1
 
 
-def accept_all(tests: Mapping[str, Comparisons], all_failed: Collection[str] | None = None) -> str:
-    """Join the commands that accept the same change of some tests, by their node ids.
-
-    A function or module is named in place of its tests if no other test of it is in `all_failed`,
-    and all tests ran.
-    """
-    words = {nodeid: one.test for nodeid, one in tests.items()}
-    others = set(all_failed or ()).difference(words)
-    for end in () if all_failed is None else _ENDS:
-        if len(words) > _MOST_WORDS:
-            words = dict(_cut_ends(words, end, others))
-    return next(iter(tests.values())).command + " ".join(words.values())
-
-
-def _cut_ends(
-    words: Mapping[str, str], end: re.Pattern[str], others: Collection[str]
-) -> Iterator[tuple[str, str]]:
-    """Cut the ends of node ids off where the rest stands for no other test."""
-    for nodeid, word in words.items():
-        short = end.sub("", nodeid)
-        cut = len(nodeid) - len(short)
-        is_other = any(other.startswith((f"{short}[", f"{short}::")) for other in others)
-        if cut and not is_other and word.startswith('"'):
-            yield short, f'{word[: -cut - 1]}"'
-        else:
-            yield nodeid, word
+def accept_all(tests: Sequence[Comparisons]) -> str:
+    """Join the commands that accept the same change of some tests."""
+    return tests[0].command + " ".join(one.test for one in tests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +112,6 @@ class Outcomes:
     """Snapshot files that no test compared, as the user would type each path."""
     ended_early: str = ""
     """Why not all tests ran; empty if all did."""
-    all_failed: Collection[str] | None = None
-    """The node ids of all tests that did not pass; None if not all tests ran."""
     annotates_all: bool = True
     """Whether failed comparisons without a known call site are annotated too."""
 
@@ -151,10 +121,6 @@ class Outcomes:
         tests = {test.nodeid: test for test in self.failed}
         groups = group_changes({nodeid: test.comparisons for nodeid, test in tests.items()})
         return [[tests[nodeid] for nodeid in group] for group in groups]
-
-    def accept(self, tests: Sequence[FailedTest]) -> str:
-        """Write the one command that accepts the same change of some tests."""
-        return accept_all({test.nodeid: test.comparisons for test in tests}, self.all_failed)
 
     @property
     def has_news(self) -> bool:

@@ -13,6 +13,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
     Origin,
     Outcomes,
     Place,
+    accept_all,
     has_other_amounts,
 )
 from pytest_fsdp_comm.text.words import counted, cut, first_of, shorten, without_amounts
@@ -58,7 +59,7 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
         parts += [f"| {more} more | | |\n"] * bool(more) + ["\n"]
         told = [tests for tests in changes if tests[0].comparisons.story]
         shown, more = first_of(told, _MAX_STORIES)
-        parts += [_story(tests, outcomes) for tests in shown]
+        parts += [_story(tests) for tests in shown]
         parts += [f"{more} more stories are in the log.\n\n"] * bool(more)
         if any(tests[0].comparisons.accept for tests in told):
             parts += [_ACCEPT]
@@ -112,7 +113,7 @@ def _has_other_amounts(tests: Sequence[FailedTest]) -> bool:
     return has_other_amounts(test.comparisons for test in tests)
 
 
-def _story(tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
+def _story(tests: Sequence[FailedTest]) -> str:
     """Tell a change once, with all tests that it failed and one command that accepts it."""
     comparisons = tests[0].comparisons
     summary, names, story = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.story
@@ -124,7 +125,7 @@ def _story(tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
         # The first line names the file of one of them.
         story = tuple(line.removeprefix("  ") for line in comparisons.story[1:])
         names += f"{_AMOUNTS}:\n\n" if _has_other_amounts(tests) else ""
-    accept = outcomes.accept(tests)
+    accept = accept_all([test.comparisons for test in tests])
     # A part of a long command would accept something else.
     is_shown = comparisons.accept and len(accept) < _MAX_STORY
     accept = f"\n\nTo accept it:\n\n{fenced(accept)}" if is_shown else ""
@@ -166,9 +167,7 @@ def annotate(outcomes: Outcomes) -> list[str]:
         is_unsent = first.comparisons.headline and not any(test.sent for test in tests)
         if outcomes.annotates_all and first.place and is_unsent:
             causes.setdefault((first.place, first.reason), (first.reason, []))[1].extend(tests)
-    commands = [
-        _annotation(place, text, tests, outcomes) for (place, _), (text, tests) in causes.items()
-    ]
+    commands = [_annotation(place, text, tests) for (place, _), (text, tests) in causes.items()]
     more = len(commands) - _MAX_ANNOTATIONS
     if more <= 1:
         return commands
@@ -176,16 +175,18 @@ def annotate(outcomes: Outcomes) -> list[str]:
     return [*commands[:_MAX_ANNOTATIONS], rest]
 
 
-def _annotation(place: Place, text: str, tests: Sequence[FailedTest], outcomes: Outcomes) -> str:
+def _annotation(place: Place, text: str, tests: Sequence[FailedTest]) -> str:
     first, more = tests[0], len(tests) - 1
     where = f"{first.nodeid} and {counted(more, 'more test')}" if more else first.nodeid
     # One for all tests, unless they need other options.
     commands = defaultdict(list)
     for test in tests:
         if test.comparisons.accept:
-            commands[test.comparisons.command].append(test)
-    accepts = [f"accept: {outcomes.accept(alike)}" for alike in commands.values()]
-    message = cut("\n".join((text, f"fails {where}", *accepts)), _MAX_MESSAGE)
+            commands[test.comparisons.command].append(test.comparisons)
+    accepts = [f"accept: {accept_all(alike)}" for alike in commands.values()]
+    # A part of a long command would accept something else.
+    is_short = sum(map(len, accepts)) < _MAX_MESSAGE // 2
+    message = cut("\n".join((text, f"fails {where}", *accepts * is_short)), _MAX_MESSAGE)
     title = _property(shorten(text.partition("\n")[0], _MAX_TITLE))
     at = f"file={_property(place.path)},line={place.line}"
     return f"::error {at},title={title}::{_data(message)}"

@@ -13,7 +13,6 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
     Origin,
     Outcomes,
     Place,
-    accept_all,
 )
 from pytest_fsdp_comm.reports.ci.review import annotate, fenced, plain, render_summary
 
@@ -148,13 +147,14 @@ def test_a_change_of_six_tests_is_told_once():
         )
         for n, nodeid in enumerate(SIX)
     ]
-    text = shown(render_summary(outcomes(*tests, all_failed=SIX), ORIGIN))
+    text = shown(render_summary(outcomes(*tests), ORIGIN))
     assert "in 6 tests by 1 change" in text
     assert text.count("a: +1, at") == 1
     assert text.count("To accept it: ") == 1
-    both = 'pytest --snapshot-update "tests/test_a.py::test_x" "tests/test_b.py::test_x"'
-    assert both in text
-    assert [text.count(nodeid) for nodeid in SIX] == [2, 2, 2, 1, 1, 1]
+    six = " ".join(f'"{nodeid}"' for nodeid in SIX)
+    assert f"pytest --snapshot-update {six}" in text
+    # In the table, in the list and in the command.
+    assert [text.count(nodeid) for nodeid in SIX] == [3, 3, 3, 2, 2, 2]
     assert "and 3 more" in text
     # A line for one more would be as long as its name.
     four = shown(render_summary(outcomes(*tests[:4]), ORIGIN))
@@ -203,36 +203,6 @@ def test_group_of_tests_ignores_their_amounts(before, after, is_same):
     said = shown(render_summary(outcomes(*tests), ORIGIN))
     # Once in the table, once above the story.
     assert said.count("Amounts of the first test; the others have other amounts") == 2 * is_same
-
-
-PARAMETERS = " ".join(f'"tests/test_a.py::test_x[{number}]"' for number in range(5))
-
-
-@pytest.mark.parametrize(
-    ("others", "words"),
-    [
-        ([], '"tests/test_a.py::test_x"'),
-        (["tests/test_a.py::test_y", "tests/test_a.py::test_x2[0]"], '"tests/test_a.py::test_x"'),
-        # It changed in another way, or failed otherwise.
-        (["tests/test_a.py::test_x[7]"], PARAMETERS),
-        # Some may not have run.
-        (None, PARAMETERS),
-    ],
-)
-def test_accept_all_names_nothing_but_its_tests(others, words):
-    nodeids = [f"tests/test_a.py::test_x[{number}]" for number in range(5)]
-    tests = {nodeid: failed(nodeid).comparisons for nodeid in nodeids}
-    all_failed = None if others is None else [*nodeids, *others]
-    assert accept_all(tests, all_failed) == f"pytest --snapshot-update {words}"
-
-
-def test_accept_all_names_modules_of_many_tests():
-    nodeids = [f"tests/test_{name}.py::test_{number}" for name in "ab" for number in range(3)]
-    tests = {nodeid: failed(nodeid).comparisons for nodeid in nodeids}
-    command = 'pytest --snapshot-update "tests/test_a.py" '
-    assert accept_all(tests, nodeids) == f'{command}"tests/test_b.py"'
-    kept = " ".join(f'"{nodeid}"' for nodeid in nodeids[3:])
-    assert accept_all(tests, [*nodeids, "tests/test_b.py::test_y"]) == f"{command}{kept}"
 
 
 def test_changes_that_other_commands_accept_are_told_apart():
@@ -285,6 +255,15 @@ def test_annotate_without_a_call_site_is_at_the_assertion():
     # What has failed for another reason is not about communication.
     other = FailedTest(nodeid="t.py::test_y", reason="died", place=Place(path="t.py", line=1))
     assert annotate(outcomes(other)) == []
+
+
+def test_annotate_many_tests_has_no_part_of_a_command():
+    tests = [
+        dataclasses.replace(failed(f"tests/test_a.py::test_{n}"), sent=sent((7, "a")).sent)
+        for n in range(200)
+    ]
+    (line,) = annotate(outcomes(*tests))
+    assert line.endswith("fails tests/test_a.py::test_0 and 199 more tests")
 
 
 def test_annotate_eleven_causes_counts_the_rest():
