@@ -25,12 +25,8 @@ from pytest_fsdp_comm.simulation.world import simulated
 
 RANKS, SEQUENCE = 1024, 256
 BF16, FLOAT = 2, 4
-GATHERED, GATHERED_AGAIN, REDUCED, CLIPPED = (
-    ("all_gather", "forward"),
-    ("all_gather", "backward"),
-    ("reduce_scatter", "backward"),
-    ("all_reduce", "optimizer"),
-)
+FORWARD, GATHERED = ("all_gather", "forward"), ("all_gather", None)
+REDUCED, CLIPPED = ("reduce_scatter", None), ("all_reduce", None)
 ZOO = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 OURS = {"class", "billions", "inputs", "without_gradient"}
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "simulate.md"
@@ -45,7 +41,8 @@ def text(_):
 
 
 def image(config):
-    pixels = torch.rand(1, 3, config.image_size, config.image_size)
+    size = getattr(config, "image_size", 512)
+    pixels = torch.rand(1, 3, size, size)
     return {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.int64)}
 
 
@@ -117,7 +114,7 @@ def sharded_dim(parameter):
 
 
 def derive(name, model):
-    """The bytes by kind and phase, from the shapes of parameters before they are sharded."""
+    """The bytes by kind and phase, or None: from the shapes of whole parameters."""
     unused = ZOO[name].get("without_gradient", "$^")
     sums, num_reduced, num_tensors = dict.fromkeys(units(model), 0), 0, 0
     for path, parameter in model.named_parameters():
@@ -127,10 +124,12 @@ def derive(name, model):
         sums[owner] += numel
         if parameter.requires_grad and not re.search(unused, path):
             num_reduced, num_tensors = num_reduced + numel, num_tensors + 1
+    forward = sum(sums.values()) * BF16
     return {
-        GATHERED: sum(sums.values()) * BF16,
-        # The root stays gathered. A unit without gradients is prefetched like the others.
-        GATHERED_AGAIN: sum(numel for unit, numel in sums.items() if unit) * BF16,
+        FORWARD: forward,
+        # Again in backward, but the root, which stays gathered. A unit without gradients is
+        # prefetched like the others.
+        GATHERED: 2 * forward - sums[""] * BF16,
         REDUCED: num_reduced * FLOAT,
         # The norms of all gradients, in one call.
         CLIPPED: num_tensors * FLOAT,
@@ -162,12 +161,11 @@ def step(name, mesh, comm_mode):
     optimizer = shard(model, mesh)
     with comm_mode(model):
         train(name, model, optimizer)
-    gathered = sum(nbytes for (kind, _), nbytes in derived.items() if kind == "all_gather")
     cells = (
         name,
         f"`{ZOO[name]['class']}`",
         f"{num_parameters / 1e9:.3g} B",
-        f"{gathered / 1e9:,.2f} GB",
+        f"{derived[GATHERED] / 1e9:,.2f} GB",
         f"{derived[REDUCED] / 1e9:,.2f} GB",
         f"{len(comm_mode.events)}",
     )
