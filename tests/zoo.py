@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pytest_fsdp_comm import CommMode
 from pytest_fsdp_comm.simulation.world import simulated
 
-RANKS, SEQUENCE = 1024, 256
+RANKS, SEQUENCE = 1024, 64
 BF16, FLOAT = 2, 4
 FORWARD, GATHERED = ("all_gather", "forward"), ("all_gather", None)
 REDUCED, CLIPPED = ("reduce_scatter", None), ("all_reduce", None)

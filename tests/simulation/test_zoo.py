@@ -10,11 +10,12 @@ QUICK = {"Llama 3.2 1B", "OLMoE 7B", "ModernBERT large"}
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.large) for name in zoo.ZOO],
 )
-@pytest.mark.filterwarnings(
-    "ignore:FSDP2-wrapped module"
-)  # by torch, about heads that end in views
-@pytest.mark.distributed(world_size=zoo.RANKS, simulate=True, simulation_splits="even")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of torch, about heads' views
+@pytest.mark.distributed(
+    world_size=zoo.RANKS, simulate=True, simulation_splits="even", timeout_s=600
+)
 def test_step_sends_the_derived_bytes(name, device_mesh, comm_mode):
+    pytest.importorskip("transformers", minversion="5.23")  # older ones checkpoint otherwise
     num_parameters, derived, row = zoo.step(name, device_mesh(), comm_mode)
     assert num_parameters == pytest.approx(zoo.ZOO[name]["billions"] * 1e9, rel=0.01)
     recorded = {way: comm_mode.nbytes(way[0], phase=way[1]) for way in derived}
