@@ -94,11 +94,15 @@ def _simulated(options: argparse.Namespace) -> Iterator[None]:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     from pytest_fsdp_comm.ranks.rank.process_group import join_fake_group  # noqa: PLC0415  # loads torch
     from pytest_fsdp_comm.recording.steps import keeping_group  # noqa: PLC0415  # as above
-    from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # as above
+    from pytest_fsdp_comm.simulation.world import note_memory, simulated  # noqa: PLC0415  # as above
 
     join_fake_group(rank, size)
-    with keeping_group(), simulated(answers=True):
-        yield
+    try:
+        with keeping_group(), simulated(answers=True):
+            yield
+    except RuntimeError as error:
+        note_memory(error)
+        raise
 
 
 def _status_of(run: Callable[[], None]) -> int:

@@ -59,6 +59,8 @@ _ITERATE: Final[Callable[..., Any]] = DataLoader.__iter__
 _ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
 _ADDRESSES: Final = 2**60
 """Where those of simulated storages begin: no process can have such a one."""
+_NO_MEMORY: Final = "its data is not allocated yet"
+"""What c10's TensorImpl says, in torch 2.7 to 2.15."""
 _PLACE: Final = "_fsdp_comm_address"
 _addresses: Final = itertools.count(_ADDRESSES, 2**42)
 
@@ -190,6 +192,16 @@ def of_user(error: FsdpCommError) -> FsdpCommError:
     for one in reversed(kept):
         shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return error.with_traceback(shown)
+
+
+def note_memory(error: RuntimeError) -> None:
+    """Say what torch's error about memory that is missing means in a simulation."""
+    if _NO_MEMORY in str(error):
+        error.add_note(
+            "fsdp-comm: C++ code read the memory of a simulated tensor, which has none: call what "
+            "does not (torch.tensor([t]) for torch.LongTensor([t]), padded for packed sequences in "
+            "nn.LSTM), or run the test on real ranks, without simulate="
+        )
 
 
 def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:

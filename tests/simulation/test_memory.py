@@ -71,6 +71,32 @@ def test_reading_memory_is_refused_with_its_line():
 FILE = safetensors.torch.save({"weight": torch.ones(3, 4), "step": torch.tensor([7])})
 
 
+def test_memory_read_in_cpp_is_explained(pytester):
+    pytester.makepyfile(
+        """
+        import pytest, torch
+        from torch.nn.utils.rnn import pack_padded_sequence
+
+        pytestmark = pytest.mark.distributed(world_size=4, simulate=True)
+
+        def test_packed():
+            packed = pack_padded_sequence(torch.rand(5, 2, 4), torch.tensor([5, 3]))
+            torch.nn.LSTM(4, 4)(packed)
+
+        def test_made_of_tensors():
+            torch.LongTensor([torch.tensor(3)])
+
+        def test_another_error():
+            raise RuntimeError("no memory")
+        """
+    )
+    result = pytester.runpytest_inprocess("-q")
+    result.assert_outcomes(failed=3)
+    said = result.stdout.str()
+    assert said.count("fsdp-comm: C++ code ") == 2
+    assert "read the memory of a simulated tensor, which has none: call what does not" in said
+
+
 @simulated
 def test_safetensors_are_loaded(tmp_path):
     path = tmp_path / "model.safetensors"

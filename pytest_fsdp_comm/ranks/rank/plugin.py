@@ -62,6 +62,12 @@ def _takes_output(when: str) -> Any:
                 from pytest_fsdp_comm.simulation.world import of_user  # noqa: PLC0415  # as below
 
                 raise of_user(error) from None
+            except RuntimeError as error:
+                if self._answers is not None:
+                    from pytest_fsdp_comm.simulation.world import note_memory  # noqa: PLC0415  # as below
+
+                    note_memory(error)
+                raise
             if when == "call" and self._real is not None:
                 self._real.check_used()
             return result
