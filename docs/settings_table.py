@@ -28,8 +28,8 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES": "the GPUs that tests may use; set in each rank to "
     "those of its test",
     "OMP_NUM_THREADS": "set to 1 in each rank, unless it is set",
-    "GLOO_SOCKET_IFNAME": "set in each rank to the loopback interface, or under a launcher to the "
-    "interface towards the first rank, unless it is set",
+    "GLOO_SOCKET_IFNAME": "set in each rank to the loopback interface if all ranks are on one "
+    "machine and this plugin or torchrun started them, unless it is set",
     "PYTEST_ADDOPTS": "pytest's: arguments before those of the command line",
     "CI, BUILD_NUMBER": "if one is set, a failed comparison shows everything, as with `-vv`",
     "GITHUB_ACTIONS, GITHUB_STEP_SUMMARY, GITHUB_WORKSPACE, GITHUB_SERVER_URL, GITHUB_REPOSITORY, "

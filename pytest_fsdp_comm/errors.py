@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
-
-NO_SPACE: Final = "no space is left in {}; make room there, or set TMPDIR to another directory"
 
 
 def printable(text: str, keep: str = "") -> str:

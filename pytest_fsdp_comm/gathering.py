@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pytest_fsdp_comm.errors import NO_SPACE, FsdpCommError, RanksDivergedError, RecordingError
+from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError, RecordingError
 from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
@@ -30,43 +29,29 @@ _LONGEST_WAIT_S: Final = 1.0
 class TextStore:
     """Texts of any length under names, on a store of torch; each is written once."""
 
-    def __init__(self, store: Any, directory: Path | None = None) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
-        self._directory = directory
 
     def put(self, name: str, text: str) -> None:
         """Make a whole text visible, in one step for readers."""
-        self._check_directory()
         data = text.encode("utf-8", "surrogatepass")
         chunks = [
             data[offset : offset + _CHUNK_NBYTES]
             for offset in range(0, max(len(data), 1), _CHUNK_NBYTES)
         ]
-        try:
-            for number, chunk in enumerate(chunks[1:], 1):
-                self._store.set(f"{name}@{number}", chunk)
-            self._store.set(name, b"%d " % len(chunks) + chunks[0])
-        except RuntimeError as problem:
-            if self._directory is None or os.strerror(errno.ENOSPC) not in str(problem):
-                raise
-            raise FsdpCommError(NO_SPACE.format(self._directory)) from None
+        for number, chunk in enumerate(chunks[1:], 1):
+            self._store.set(f"{name}@{number}", chunk)
+        self._store.set(name, b"%d " % len(chunks) + chunks[0])
 
     def has(self, name: str) -> bool:
         """Whether there is a text; never waits."""
-        self._check_directory()
         return bool(self._store.check([name]))
 
     def get(self, name: str) -> str:
         """Wait for a text, as long as the store's own timeout."""
-        self._check_directory()
         num_chunks, _, data = self._store.get(name).partition(b" ")
         rest = [self._store.get(f"{name}@{number}") for number in range(1, int(num_chunks))]
         return b"".join([data, *rest]).decode("utf-8", "surrogatepass")
-
-    def _check_directory(self) -> None:
-        # A `FileStore` would wait for it until its timeout.
-        if self._directory is not None and not self._directory.exists():
-            raise FsdpCommError(f"the directory of the ranks is gone: {self._directory}")
 
 
 class Exchange:

@@ -367,6 +367,8 @@ class DistributedSettings:
 
 # On an item's stash: present exactly if the test is distributed.
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
+# On an item's stash: pytest-timeout's limit, if it has one for the whole test.
+PLUGIN_TIMEOUT_S: Final = pytest.StashKey[float]()
 # On the config's stash, from `pytest_configure` on.
 OPTIONS: Final = pytest.StashKey[SessionOptions]()
 # On the config's stash, exactly if a report is written: the `run_report.Notes`, to which

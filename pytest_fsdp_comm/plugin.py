@@ -141,16 +141,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _prepare_ranks(
     session: pytest.Session, ours: Iterable[pytest.Item], launched: LaunchedRank | None
 ) -> None:
-    from pytest_fsdp_comm.ranks.session import recorded, runner  # noqa: PLC0415  # few need them
+    from pytest_fsdp_comm.ranks.session import runner  # noqa: PLC0415  # few need them
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # as above
 
     config = session.config
     if upstream.missing_torch():
         return
-    extensions: list[RankExtension[Any]] = [
-        replay.RankSnapshots(),
-        recorded.SuitePropertiesOfRanks(),
-    ]
+    extensions: list[RankExtension[Any]] = [replay.RankSnapshots()]
     if options.OBSERVER in config.stash:
         extensions.append(config.stash[options.OBSERVER])
     if is_spawned_rank():
@@ -196,10 +193,14 @@ class _Protocol:
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
-def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
-    """Leave a distributed test's timeout of pytest-timeout to its ranks."""
-    # Here it would end the session, or count the wait for other tests' ranks.
-    return True if options.SETTINGS in item.stash else None
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """Leave a distributed test's timeout of pytest-timeout to the supervisor of its ranks."""
+    # Here it would end the session, or count the wait for other tests' ranks; in a rank its signals
+    # find no Python code to interrupt.
+    if options.SETTINGS not in item.stash:
+        return None
+    item.stash[options.PLUGIN_TIMEOUT_S] = settings.timeout
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

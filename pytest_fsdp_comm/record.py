@@ -73,8 +73,6 @@ def _check_simulation(options: argparse.Namespace) -> None:
     size = options.world_size
     if options.nproc and size:
         raise FsdpCommError("expected --nproc for real ranks or --world-size for one, got both")
-    if options.backend and not size:
-        raise FsdpCommError("--backend fake: expected --world-size, which simulates without it too")
     for name, least, most in (
         ("world_size", 1, MAX_SIMULATED),
         ("rank", 0, (size or 1) - 1),

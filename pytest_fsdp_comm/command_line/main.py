@@ -115,9 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         "--local-world-size", type=int, metavar="L", help="ranks of each simulated host, 8 if unset"
     )
     record.add_argument(
-        "--backend", choices=["fake"], help=argparse.SUPPRESS
-    )  # --world-size says it
-    record.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is a module, as of python -m"
     )
     record.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

@@ -42,7 +42,6 @@ from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
 _MEET_TIMEOUT_S: Final = 300.0
 _ADDRESS: Final = "address"
 """On the launcher's store: port and token of rank 0's pytest process, while ranks may join it."""
-_EXPLAIN_AFTER_S: Final = 10.0
 _JOINS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.01
@@ -320,7 +319,6 @@ class LaunchedRanks:
         # By rank, and whether it is the connection of its watchdog.
         joined: dict[tuple[int, bool], tuple[Connection, messages.Joined]] = {}
         began_at = time.monotonic()
-        has_explained = False
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         with socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual) as listener:
@@ -342,10 +340,6 @@ class LaunchedRanks:
                         f"process is rank 0 of {launched.world_size}: has every rank been started, "
                         "with the same tests? If there is no launcher, unset RANK and WORLD_SIZE"
                     )
-                if after_s > _EXPLAIN_AFTER_S and not has_explained:
-                    has_explained = True
-                    names = name_ranks(sorted(missing))
-                    self._write_line(f"fsdp-comm: waiting for {names} to collect tests")
                 with contextlib.suppress(TimeoutError):
                     self._accept(listener.accept()[0], token, joined)
             # Another session of this launch must not find it.

@@ -43,11 +43,6 @@ def test_capfd(capfd):
     os.write(1, b"raw")
     assert capfd.readouterr().out == "raw"
 
-@pytest.fixture(scope="session", autouse=True)
-def recorded_by_each_test(record_testsuite_property, dist_info):
-    record_testsuite_property("suite", "all")
-    record_testsuite_property("suite of one", dist_info.rank)
-
 def test_failing(record_property, dist_info):
     record_property("ranks", dist_info.world_size)
     record_property("rank", dist_info.rank)
@@ -108,9 +103,6 @@ def test_reports_durations_and_last_failed_work_in_one_session(run, pytester):
 
     assert properties(cases["test_failing"]) == {
         "ranks": "2", "rank (rank 0)": "0", "rank (rank 1)": "1", "of rank 1": "alone"
-    }  # fmt: skip
-    assert properties(root.find("testsuite")) == {
-        "suite": "all", "suite of one (rank 0)": "0", "suite of one (rank 1)": "1"
     }  # fmt: skip
 
     result = run("--lf")

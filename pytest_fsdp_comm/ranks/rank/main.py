@@ -101,7 +101,6 @@ class RankTemplate:
         stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
         process_group.set_environment(spec.settings, rank, spec.gpus, launched)
-        processes.put_sockets_below(spec.directory)
         basetemp = spec.basetemp / f"rank{rank}-{spec.directory.name}"
         isolate_session(session.config, basetemp=basetemp)
         if "terminal" in spec.echoes:
@@ -182,8 +181,7 @@ def _context(
     timeout_s = settings.timeout_s + process_group.BEYOND_DEADLINE_S
     # Two clients: the test's process group may use its own on another thread.
     texts = TextStore(
-        PrefixStore(f"test{number}", process_group.open_store(spec, launched, timeout_s=timeout_s)),
-        None if launched else spec.directory,
+        PrefixStore(f"test{number}", process_group.open_store(spec, launched, timeout_s=timeout_s))
     )
     local_rank = launched.local_rank if launched else rank
     return RankContext(

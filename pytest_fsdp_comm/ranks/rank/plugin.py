@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import sys
 import time
@@ -25,12 +24,7 @@ from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.isolation import require
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened, shortened_texts
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.messages import (
-    Debugging,
-    RankCommand,
-    RankSetSpec,
-    TimerSet,
-)
+from pytest_fsdp_comm.ranks.wire.messages import Debugging, RankCommand, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
@@ -38,9 +32,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.value_dependence import KeptAnswers
     from pytest_fsdp_comm.simulation.groups import DistinctRanks, RealGroups
 
-
-# A fixture that takes longer, in each rank of each test, is worth a warning.
-_SLOW_S = 1
 
 # What reports hold of any length: of an error or a skip, of output, logs and subtests. What plugins
 # add, such as images, stays whole.
@@ -193,31 +184,13 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
-        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+        self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Keep what a fixture of several tests asks, and say that it runs in all of their ranks."""
-        name, answers = fixturedef.argname, self._answers
-        if fixturedef.scope == "function":
+        """Keep what a fixture of several tests asks."""
+        if self._answers is None or fixturedef.scope == "function":
             return (yield)
-        began_at = time.monotonic()
-        try:
-            with answers.by(name) if answers else contextlib.nullcontext():
-                return (yield)
-        finally:
-            tests = (
-                item for item in request.session.items if name in getattr(item, "fixturenames", ())
-            )
-            is_slow = time.monotonic() - began_at > _SLOW_S and not self._keeps_random_states
-            code = getattr(fixturedef.func, "__code__", None)
-            if is_slow and code and len([*tests]) > 1:
-                text = (
-                    f"the {fixturedef.scope} fixture {name} takes more than {_SLOW_S} s, in each "
-                    "rank of each test; @pytest.mark.distributed(scope='module') keeps the ranks "
-                    "and their fixtures for the tests of a module"
-                )
-                place = (code.co_filename, code.co_firstlineno)
-                warning = warnings.WarningMessage(text, pytest.PytestWarning, *place)
-                self.pytest_warning_recorded(warning, "runtest", "", (*place, name))
+        with self._answers.by(fixturedef.argname):
+            return (yield)
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         if self._answers is not None:
@@ -288,21 +261,6 @@ class RankPlugin:
                 nbytes_reported={log.name: log.nbytes_reported for log in self._logs},
             )
         )
-
-    # A rank waits in collectives, where the signals of pytest-timeout find no Python code to
-    # interrupt, and its threads end the process without a word about the other ranks.
-    @pytest.hookimpl(tryfirst=True, optionalhook=True)
-    def pytest_timeout_set_timer(self, settings: Any) -> bool:
-        """Leave the timeout of pytest-timeout to the supervisor, which knows every rank."""
-        self._channel.send(
-            TimerSet(timeout_s=settings.timeout, runs_out_at=time.monotonic() + settings.timeout)
-        )
-        return True
-
-    @pytest.hookimpl(tryfirst=True, optionalhook=True)
-    def pytest_timeout_cancel_timer(self) -> bool:
-        self._channel.send(TimerSet(timeout_s=0.0, runs_out_at=math.inf))
-        return True
 
     def pytest_enter_pdb(self) -> None:
         self._channel.send(Debugging(has_begun=True))

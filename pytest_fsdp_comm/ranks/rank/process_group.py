@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import fcntl
 import gc
 import importlib
-import ipaddress
 import os
 import re
-import socket
-import struct
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from operator import methodcaller
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -77,12 +72,11 @@ def set_environment(
     # for the machine that they share. Also, OpenMP's pool does not survive a fork: a forked child
     # that used the parent's pool hung 9 of 9 times, and never with one thread (torch 2.13, CPU).
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if sys.platform == "linux":
-        # Otherwise gloo looks up the host's name, which fails or waits on many laptops, and which
-        # many machines of a cluster give an address that only they themselves can reach.
-        interface = interface_towards(launched.host, launched.port) if launched else "lo"
-        if interface:
-            os.environ.setdefault(INTERFACE_VARIABLE, interface)
+    # Other launchers may not say how many ranks each machine has.
+    is_sure = launched is None or launched.launcher == "torchrun"
+    if sys.platform == "linux" and is_sure and local_size == settings.world_size:
+        # Otherwise gloo looks up the host's name, which fails or waits on many laptops.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch  # noqa: PLC0415  # not in the pytest process
 
     torch.set_num_threads(1)
@@ -215,40 +209,6 @@ def join_fake_group(rank: int, world_size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.init_process_group("fake", store=store(), rank=rank, world_size=world_size)
-
-
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
-_IF_INET6 = Path("/proc/net/if_inet6")
-
-
-def interface_towards(host: str, port: int) -> str | None:
-    """The interface, such as ``eth0``, through which packets to a host leave; None if unknown."""
-    # Connecting a UDP socket chooses its address, and sends nothing.
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return _interface_with(probe.getsockname()[0])
-    return None
-
-
-def _interface_with(address: str) -> str | None:
-    wanted = ipaddress.ip_address(address.partition("%")[0])
-    if wanted.is_loopback:
-        return "lo"
-    if wanted.version == 4:  # noqa: PLR2004  # IPv4
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])  # `struct ifreq`
-            with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if answer[20:24] == wanted.packed:
-                    return name
-        return None
-    lines = _IF_INET6.read_text().splitlines() if _IF_INET6.exists() else []
-    owners = {line.split()[0]: line.split()[-1] for line in lines}
-    return owners.get(wanted.packed.hex())
 
 
 # Parts of torch's texts (read in 2.6, 2.13 and 2.15).

@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import pytest
-from _pytest.junitxml import xml_key
 
-from pytest_fsdp_comm.ranks.rank.kept_output import shortened
 from pytest_fsdp_comm.ranks.wire.results import RankResult, WarningSeen
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
@@ -47,44 +44,6 @@ def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Prope
             label = name if len(folded) == 1 else f"{name} ({name_ranks(ranks)})"
             merged += [(label, value) for value in values[ranks[0]]]
     return merged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SuiteProperties:
-    """The properties of the session that one rank recorded in a test."""
-
-    recorded: tuple[tuple[str, str], ...]
-
-
-class SuitePropertiesOfRanks:
-    """Carries properties of the session out of ranks, where no report has them."""
-
-    payload_type: Final = SuiteProperties
-
-    def enter_rank(self, config: pytest.Config) -> None:
-        _recorded(config).clear()
-
-    def rank_payload(self, item: pytest.Item) -> SuiteProperties:
-        recorded = _recorded(item.config)
-        texts = tuple((name, shortened(value)) for name, value in recorded)
-        recorded.clear()
-        return SuiteProperties(recorded=texts)
-
-    def merge(
-        self, item: pytest.Item, payloads: Mapping[int, SuiteProperties], **_: bool
-    ) -> list[str]:
-        # A fixture of the session runs in the ranks of each test.
-        known = _recorded(item.config)
-        for found in merged_properties({rank: sent.recorded for rank, sent in payloads.items()}):
-            if found not in known:
-                known.append(found)
-        return []
-
-
-def _recorded(config: pytest.Config) -> list[tuple[str, str]]:
-    """The list of pytest's JUnit report; without a report, a new one."""
-    xml: Any = config.stash.get(xml_key, None)
-    return [] if xml is None else xml.global_properties
 
 
 def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
+import math
 import os
 import random
 import sys
@@ -17,11 +17,12 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_fsdp_comm.errors import NO_SPACE, printable
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.marker import with_further_ranks
 from pytest_fsdp_comm.options import (
     MARKER_NAME,
     OPTIONS,
+    PLUGIN_TIMEOUT_S,
     SETTINGS,
     BadValueError,
     DistributedSettings,
@@ -39,7 +40,6 @@ from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.start.ending import (
     HURRIED_S,
     PATIENCE_S,
-    has_vanished,
     make_session_directory,
     remove_directory,
 )
@@ -181,14 +181,13 @@ class RankRunner:
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
 
     def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-        settings = item.stash[SETTINGS]
         results = self._run_ranks(item, nextitem)
         load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
         reports = merge_reports(
             item,
             results,
             lambda data: load(data=data),
-            timeout_s=settings.timeout_s,
+            limit=_limit_of(item)[1],
             are_forked=not (self._launched or self._fallback_reason),
         )
         replay_warnings(item.config, results.values())
@@ -224,11 +223,9 @@ class RankRunner:
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
         """What follows a test on its ranks, given the session's next; see Note [Kept ranks]."""
         settings = item.stash[SETTINGS]
-        if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
-            # Launched ranks always go on, and ranks that hold slots are kept only for a test that
-            # follows at once.
-            return NextTest(is_none=False)
-        if settings.scope == "test":
+        if self._launched:
+            return NextTest(is_none=False)  # its ranks always go on
+        if not self._keeps(settings):
             return NextTest()
         items = self._session.items
         while candidate is not None and _module(candidate) is _module(item):
@@ -262,16 +259,13 @@ class RankRunner:
                 ranks = self._begin(item, nextitem)
                 # From here on: waiting for slots was not the test's fault.
                 started_at = time.monotonic()
-                try:
-                    with kept_foreground(self._terminal):
-                        results = ranks.run(
-                            started_at=started_at,
-                            progress_after_s=item.config.stash[OPTIONS].progress_s,
-                            nodeid=item.nodeid,
-                        )
-                except KeyboardInterrupt:
-                    ranks.show_interrupt(item.nodeid, time.monotonic() - started_at)
-                    raise
+                with kept_foreground(self._terminal):
+                    results = ranks.run(
+                        started_at=started_at,
+                        timeout_s=_limit_of(item)[0],
+                        progress_after_s=item.config.stash[OPTIONS].progress_s,
+                        nodeid=item.nodeid,
+                    )
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
@@ -279,17 +273,11 @@ class RankRunner:
                 # this one as its context.
                 results = self._lose_ranks(item, died, began_at)
             keeps = (
-                item.stash[SETTINGS].scope == "module"
+                self._keeps(item.stash[SETTINGS])
                 # A new process collects one test.
                 and not self._fallback_reason
                 and self._kept is not None
                 and self._kept.is_reusable
-                # Other processes could use the slots of ranks that are kept; see Note [Slots].
-                and (
-                    self._shared_slots is None
-                    or not self._is_bounded(self._kept.spec.settings)
-                    or (self._suits(self._kept, nextitem) and not self._slots.are_wanted())
-                )
             )
         except BaseException:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
@@ -306,8 +294,10 @@ class RankRunner:
             and _module(self._session.items[kept.spec.item_index]) is _module(item)
         )
 
-    def _is_bounded(self, settings: DistributedSettings) -> bool:
-        return self._session.config.stash[OPTIONS].rank_slots is not None or gpus_of(settings) > 0
+    def _keeps(self, settings: DistributedSettings) -> bool:
+        # Other processes could use the slots of ranks that are kept; see Note [Slots].
+        is_bounded = self._session.config.stash[OPTIONS].rank_slots is not None or gpus_of(settings)
+        return settings.scope == "module" and not (self._shared_slots and is_bounded)
 
     def _begin(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
         index = self._indices[item]
@@ -318,7 +308,6 @@ class RankRunner:
             kept is not None
             and self._suits(kept, item)
             and kept.can_run(index)
-            and not has_vanished(kept.spec.directory)
             and not kept.server.has_died
         ):
             kept.begin_next(index, self._next_test(nextitem, item))
@@ -335,9 +324,7 @@ class RankRunner:
             # A server that cannot prepare ranks says why, and removes the directory.
             if self._server is not None:
                 self._server.exit_statuses()
-            is_full = error.errno == errno.ENOSPC
-            text = NO_SPACE.format(self._directory) if is_full else str(error)
-            raise _NotStartedError(text) from None
+            raise _NotStartedError(str(error)) from None
         return self._kept
 
     def _lose_ranks(
@@ -360,8 +347,6 @@ class RankRunner:
         if self._server is None:
             raise RuntimeError("start() comes before run()")
         directory = self._directory / str(next(_SET_NUMBERS))
-        # A test, or a cleaner of the temporary directory, may have removed it.
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir()
         config, settings = self._session.config, item.stash[SETTINGS]
         debugged = config.stash[OPTIONS].pdb_rank
@@ -448,6 +433,14 @@ def _show_remark(config: pytest.Config, text: str) -> None:
         config.hook.pytest_warning_recorded.call_historic(kwargs=sent)
     elif reporter := config.pluginmanager.get_plugin("terminalreporter"):
         reporter.write_line(text, yellow=True)
+
+
+def _limit_of(item: pytest.Item) -> tuple[float, str]:
+    """How many seconds a test may take, and that in words."""
+    own, of_plugin = item.stash[SETTINGS].timeout_s, item.stash.get(PLUGIN_TIMEOUT_S, math.inf)
+    return min(own, of_plugin), (
+        f"{own:g} s" if own <= of_plugin else f"{of_plugin:g} s (pytest-timeout)"
+    )
 
 
 def _module(item: pytest.Item) -> pytest.Module | None:

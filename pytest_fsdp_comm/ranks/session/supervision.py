@@ -22,7 +22,6 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack, with_code
 from pytest_fsdp_comm.ranks.hangs.waiting import Stranded, find_stranded
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
-from pytest_fsdp_comm.ranks.session.verdict import describe_positions
 from pytest_fsdp_comm.ranks.start.ending import remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
@@ -94,7 +93,6 @@ class Supervision:
 
     def _begin(self, next_test: messages.NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
-        self._timers: dict[int, messages.TimerSet] = {}
         self._have_ended_tests: set[int] = set()
         self._stranded: Stranded = {}
         self._look_at, self._look_after_s = 0.0, GRACE_S
@@ -114,16 +112,17 @@ class Supervision:
         self,
         *,
         started_at: float,
+        timeout_s: float,
         progress_after_s: float = math.inf,
         nodeid: str = "",
     ) -> dict[int, RankResult]:
         """Return what each rank did, once all finished, one failed a while ago, or time ran out.
 
-        The test began at `started_at` (`time.monotonic`). Progress is shown after a while, and then
-        at each doubling.
+        Time runs out `timeout_s` after `started_at` (`time.monotonic`). Progress is shown after a
+        while, and then at each doubling.
         """
         results = self._results.values()
-        deadline = started_at + self.spec.settings.timeout_s
+        deadline = started_at + timeout_s
         grace_ends_at: float | None = None
         was_debugged = False
         while not all(result.is_over for result in results):
@@ -136,9 +135,8 @@ class Supervision:
                 continue
             if grace_ends_at is None and any(result.has_failed for result in results):
                 grace_ends_at = now + GRACE_S
-            ends_at = min([deadline, *(timer.runs_out_at for timer in self._running_timers())])
             # Time in a debugger is not the test's, and how much it was no longer matters.
-            if now > ends_at and not was_debugged:
+            if now > deadline and not was_debugged:
                 has_failed = grace_ends_at is not None
                 self._stop(Stopped.AFTER_FAILURE if has_failed else Stopped.AT_DEADLINE)
                 break
@@ -155,7 +153,7 @@ class Supervision:
             if self._reporter is not None and after_s > progress_after_s:
                 self._show_progress(nodeid, after_s)
                 progress_after_s = 2 * after_s
-            self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
+            self._wait(min(_POLL_S, max(deadline - now, 0.001)))
         self._finish()
         return dict(self._results)
 
@@ -240,9 +238,6 @@ class Supervision:
             with contextlib.suppress(OSError):  # it has died, which will be noticed
                 self._channels[rank].send(message)
 
-    def _running_timers(self) -> list[messages.TimerSet]:
-        return [timer for rank, timer in self._timers.items() if not self._results[rank].is_over]
-
     def _wait(self, timeout_s: float) -> None:
         events = self._selector.select(timeout_s)
         for key, _ in events:
@@ -297,8 +292,6 @@ class Supervision:
                 result.is_debugging = message.precedes_debugger
             case WarningSeen():
                 result.warnings += (message,)
-            case messages.TimerSet():
-                self._timers[result.rank] = message
             case messages.Debugging():
                 result.is_debugging = message.has_begun
             case messages.TestEnded():
@@ -424,15 +417,6 @@ class Supervision:
             f"(deadline {self.spec.settings.timeout_s:g} s): {where or 'no rank responds'}"
         )
 
-    def show_interrupt(self, nodeid: str, after_s: float) -> None:
-        """Write which test Ctrl-C interrupted, and where its ranks are."""
-        if self._reporter is not None:
-            self._locate()
-            self._reporter.ensure_newline()
-            title = f"fsdp-comm: {nodeid} was interrupted after {after_s:.0f} s"
-            for line in (title, *describe_positions(self._results)):
-                self._reporter.write_line(printable(line))
-
     def _echo(self) -> None:
         """Show what ranks have added to the logs that are followed."""
         for rank, stream in itertools.product(self.spec.settings.ranks, self.spec.echoes):
@@ -452,10 +436,7 @@ class Supervision:
                 sys.stdout.flush()
 
     def _note_what_was_left(self) -> None:
-        now = time.monotonic()
-        limits = [one.timeout_s for one in self._running_timers() if one.runs_out_at < now]
         for rank, result in self._results.items():
-            result.timeout_s = min(limits, default=None)
             for stream in () if result.is_done else _STREAMS:
                 with (
                     contextlib.suppress(FileNotFoundError),

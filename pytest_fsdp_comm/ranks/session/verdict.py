@@ -96,10 +96,13 @@ def merge_reports(
     results: Mapping[int, RankResult],
     load: LoadReport,
     *,
-    timeout_s: float,
+    limit: str,
     are_forked: bool,
 ) -> list[pytest.TestReport]:
-    """Make reports to log: set-up, call unless set-up ended the test, teardown; subtests first."""
+    """Make reports to log: set-up, call unless set-up ended the test, teardown; subtests first.
+
+    `limit` is how long the test may take, in words.
+    """
     ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
     subtests = _merged_subtests(ranks)
     raised = [
@@ -113,7 +116,7 @@ def merge_reports(
         [
             *_deaths(ranks),
             *raised,
-            *_timeouts(ranks, timeout_s, are_forked=are_forked),
+            *_timeouts(ranks, limit, are_forked=are_forked),
         ],
         key=lambda one: (
             one.at == math.inf,
@@ -314,12 +317,10 @@ def _uncaught(result: RankResult) -> str:
     return f": {uncaught[1]}: {uncaught[2]}"
 
 
-def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[_Failure]:
+def _timeouts(ranks: _Ranks, limit: str, *, are_forked: bool) -> Iterable[_Failure]:
     late = _stopped(ranks, Stopped.AT_DEADLINE)
     if not late:
         return
-    limit = ranks[late[0]].result.timeout_s
-    within = f"{timeout_s:g} s" if limit is None else f"{limit:g} s (pytest-timeout)"
     finished = [rank for rank in ranks if rank not in late]
     unlike = {rank: ranks[rank].outcome for rank in finished}
     late_at = [ranks[rank].result.position for rank in late]
@@ -336,7 +337,7 @@ def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[
     is_cut = any(ranks[rank].result.waited_for for rank in late)
     for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
         who = _left(ranks, ranks[rank].result.waited_for)
-        title = f"did not finish within {within}, and every rank was ended."
+        title = f"did not finish within {limit}, and every rank was ended."
         if is_cut:
             title = f"waited for {who}; every rank was ended." if who else "had not finished."
         yield _Failure(
@@ -346,18 +347,6 @@ def _timeouts(ranks: _Ranks, timeout_s: float, *, are_forked: bool) -> Iterable[
             text=f"{title}\n{told}",
             hangs_at=first.rpartition(" in ")[0],
         )
-
-
-def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
-    """Say who waits for whom, and where each rank is, as in the report of a hang."""
-    ranks = {rank: _Ran(result=result) for rank, result in sorted(results.items())}
-    running = [rank for rank, ran in ranks.items() if not ran.result.is_over]
-    finished = [rank for rank, ran in ranks.items() if ran.result.is_done]
-    return [
-        *_waiting(ranks, blamed=()),
-        *list_stacks(_stacks(ranks, running), _IS_AT),
-        *([f"{name_ranks(finished)} had finished."] if finished else []),
-    ]
 
 
 def _left(ranks: _Ranks, absent: Iterable[int]) -> str:

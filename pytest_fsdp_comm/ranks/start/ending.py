@@ -145,18 +145,7 @@ def remove_directory(directory: Path) -> None:
     until = time.monotonic() + _REMOVED_WITHIN_S
     while True:
         shutil.rmtree(directory, ignore_errors=True)
-        if has_vanished(directory) or time.monotonic() > until:
+        if not directory.exists() or time.monotonic() > until:
             return
         # A process that was killed on a busy machine has written there meanwhile.
         time.sleep(_PAUSE_S)
-
-
-def has_vanished(directory: Path) -> bool:
-    """Whether there is no such directory any more; not where it only cannot be seen."""
-    try:
-        directory.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        pass
-    return False

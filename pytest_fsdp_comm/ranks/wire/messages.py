@@ -65,15 +65,6 @@ class RankSetSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimerSet:
-    """pytest-timeout began to limit something, or what it limited has ended."""
-
-    timeout_s: float
-    runs_out_at: float
-    """`time.monotonic`, which all processes of a machine share; inf if there is no limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Debugging:
     """A human began or ended work in a debugger, in which time does not count."""
 
@@ -108,9 +99,7 @@ class PositionAnswer:
     position: Position
 
 
-RankMessage = (
-    PhaseReport | WarningSeen | TimerSet | Debugging | TestEnded | TestsEnded | PositionAnswer
-)
+RankMessage = PhaseReport | WarningSeen | Debugging | TestEnded | TestsEnded | PositionAnswer
 
 # From the supervisor to a rank, or to its watchdog.
 

@@ -169,8 +169,6 @@ class RankResult:
     """`time.time` at which it died or was stopped; None if it finished the test."""
     stopped: Stopped | None = None
     """Why the supervisor ended it; None if it did not."""
-    timeout_s: float | None = None
-    """The timeout of pytest-timeout that ran out; None if it was the test's deadline or none."""
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
     """What its unfinished phase printed, by ``stdout`` and ``stderr``; empty if it finished."""
     waited_for: tuple[int, ...] = ()

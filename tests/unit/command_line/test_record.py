@@ -14,10 +14,6 @@ import pytest
             ["--world-size", "8", "--nproc", "2", "train.py"],
             "expected --nproc for real ranks or --world-size for one, got both",
         ),
-        (
-            ["--backend", "fake", "train.py"],
-            "--backend fake: expected --world-size, which simulates without it too",
-        ),
         (["--world-size", "0", "train.py"], "--world-size: expected 1 to 131072, got 0"),
         (
             ["--world-size", "8", "--rank", "8", "train.py"],

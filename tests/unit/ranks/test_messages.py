@@ -99,8 +99,8 @@ def test_a_value_that_json_cannot_hold_does_not_lose_the_report(channels):
     [
         (b"no json", "expected a message as JSON, but it does not parse: Expecting value"),
         (b"\xff", "expected a message as JSON, but it does not parse: 'utf-8' codec"),
-        (b"[1]", "message: expected one of PhaseReport, WarningSeen, TimerSet,"),
-        (b"{}", "message: expected one of PhaseReport, WarningSeen, TimerSet,"),
+        (b"[1]", "message: expected one of PhaseReport, WarningSeen, Debugging,"),
+        (b"{}", "message: expected one of PhaseReport, WarningSeen, Debugging,"),
         (b'{"type": "Position", "site": ""}', "Joined, got 'Position'"),
         (b'{"type": "RunTest"}', "RunTest lacks 'item_index'"),
         (

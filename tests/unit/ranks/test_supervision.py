@@ -1,10 +1,8 @@
 """What a supervisor receives from ranks, and what it passes on, without any process."""
 
-import math
 import os
 import time
 from multiprocessing.connection import Pipe
-from types import SimpleNamespace
 
 import pytest
 
@@ -82,7 +80,7 @@ def rank(supervision):
 def test_a_failure_received_together_with_the_end_counts(supervision, rank, outcome):
     rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(payloads=(), escaped=None))
-    results = supervision.run(started_at=time.monotonic())
+    results = supervision.run(started_at=time.monotonic(), timeout_s=20)
     assert [report.has_failed for report in results[1].reports] == [outcome == "failed"]
     assert supervision.is_reusable == (outcome == "passed")
 
@@ -99,7 +97,7 @@ def end_test_when_located(supervision, rank, monkeypatch):
 
 def test_rank_that_ends_as_the_deadline_stops_it_is_late(supervision, rank, monkeypatch):
     end_test_when_located(supervision, rank, monkeypatch)
-    results = supervision.run(started_at=time.monotonic() - 19.9)
+    results = supervision.run(started_at=time.monotonic() - 19.9, timeout_s=20)
     assert results[1].stopped is Stopped.AT_DEADLINE
     assert 0 < results[1].unfinished_s < 20
     assert not supervision.is_reusable
@@ -109,7 +107,7 @@ def test_messages_while_ranks_are_located_count(supervision, rank, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
     rank.send(PhaseReport(report={"outcome": "failed"}))
     end_test_when_located(supervision, rank, monkeypatch)
-    results = supervision.run(started_at=time.monotonic())
+    results = supervision.run(started_at=time.monotonic(), timeout_s=20)
     assert [report.has_failed for report in results[1].reports] == [True, True]
     assert results[1].stopped is None
     assert results[1].position.activity is Activity.HAS_ENDED
@@ -129,7 +127,7 @@ def test_grace_waits_for_a_rank_that_reports(supervision, rank, monkeypatch, is_
 
     monkeypatch.setattr(supervision, "_ask", ask)
     monkeypatch.setattr(supervision, "_locate", lambda: None)
-    results = supervision.run(started_at=time.monotonic())
+    results = supervision.run(started_at=time.monotonic(), timeout_s=20)
     assert results[1].stopped is (None if is_reporting else Stopped.AFTER_FAILURE)
     assert len(asked) == (3 if is_reporting else 1)
 
@@ -155,7 +153,7 @@ def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, 
 
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.find_stranded", find)
     monkeypatch.setattr(supervision, "_ask", lambda *_, **__: {})
-    result = supervision.run(started_at=time.monotonic())[1]
+    result = supervision.run(started_at=time.monotonic(), timeout_s=20)[1]
     assert (result.stopped, answers) == (stopped, [])
     assert result.waited_for == (() if stopped is None else (0,))
 
@@ -178,25 +176,9 @@ def test_ended_rank_with_a_late_answer_is_asked_again(supervision, monkeypatch):
     ]
 
 
-def test_interrupt_shows_the_test_and_its_ranks(supervision, monkeypatch):
-    shown = []
-    at = Position(site="it.py:1 in it", stack=("it.py:1 in it: sleep()",))
-    reporter = SimpleNamespace(ensure_newline=lambda: None, write_line=shown.append)
-    monkeypatch.setattr(supervision, "_reporter", reporter)
-    monkeypatch.setattr(supervision, "_ask", lambda ranks, **_: dict.fromkeys(ranks, at))
-    supervision._results[0] = RankResult(rank=0, is_done=True)
-    supervision.show_interrupt("test_it.py::test_it[\x1b]", 4.2)
-    assert shown == [
-        r"fsdp-comm: test_it.py::test_it[\x1b] was interrupted after 4 s",
-        "rank 1 is at (innermost frame first):",
-        "    it.py:1 in it: sleep()",
-        "rank 0 had finished.",
-    ]
-
-
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(supervision, rank, monkeypatch):
-    message = messages.TimerSet(timeout_s=0.0, runs_out_at=math.inf)
+    message = messages.Debugging(has_begun=False)
     rank.send(message)  # makes it readable, and stays there
     monkeypatch.setattr(supervision._channels[1], "receive", lambda: message)
-    results = supervision.run(started_at=time.monotonic() - 19.9)
+    results = supervision.run(started_at=time.monotonic() - 19.9, timeout_s=20)
     assert results[1].stopped is Stopped.AT_DEADLINE

@@ -43,7 +43,7 @@ def merge(request):
         for rank, (phases, changes) in enumerate(ranks):
             reports = tuple(PhaseReport(report={"phase": phase}) for phase in phases)
             results[rank] = RankResult(rank=rank, reports=reports, payloads=(), **changes)
-        return merge_reports(item, results, load, timeout_s=7, are_forked=are_forked)
+        return merge_reports(item, results, load, limit="7 s", are_forked=are_forked)
 
     return run
 
