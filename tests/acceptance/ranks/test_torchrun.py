@@ -640,6 +640,8 @@ def test_two_hosts_report_and_record_as_one(hosts, forked, tmp_path):
         command += [f'hostname host{rank} && exec "$@"', "sh", sys.executable, *PYTEST]
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
         variables |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": addresses[0], "MASTER_PORT": "29500"}
+        # As nothing resolves the hosts' names.
+        variables["GLOO_SOCKET_IFNAME"] = f"cable{rank}"
         both.append(start(path, [*command, "--snapshot-update"], **variables))
     first, second = map(end, both)
     assert "fsdp-comm: rank 0 on host0; rank 1 on host1" in first.out, first.err
