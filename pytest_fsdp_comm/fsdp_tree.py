@@ -16,8 +16,6 @@ from pytest_fsdp_comm.sharding.capture import (
     WrapExpectation,
     capture_tree,
     expect_units,
-    list_handles,
-    list_states,
 )
 from pytest_fsdp_comm.snapshots.documents import write_atomically
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
@@ -123,14 +121,6 @@ class TreeFactory:
                 )
         # Where every rank writes the same file, each replaces it as a whole.
         write_atomically(Path(path), text)
-
-    def states(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
-        """All FSDP states below the model, of FSDP1 and FSDP2, each once."""
-        return list_states(model)
-
-    def handles(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
-        """All flat-parameter handles (FSDP1) and parameter groups (FSDP2) below the model."""
-        return list_handles(model)
 
 
 def _check_tree(given: object, called: str, usage: str) -> None:

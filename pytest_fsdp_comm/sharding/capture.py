@@ -19,11 +19,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.mesh_axes import own_world
-from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.sharding.readers import (
-    fsdp1_states,
     fsdp2_meshes,
-    fsdp2_states,
     read_ddp,
     read_fsdp1,
     read_fsdp2,
@@ -71,34 +68,6 @@ def capture_tree(
         notes=(on_meta,) if meta else (),
     )
     return replace(tree, findings=find(tree, findings or FindingSettings()))
-
-
-def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
-    """List FSDP1's wrappers and FSDP2's states below `model`, each once."""
-    # Not those below ``replicate``, as torch's own traversal. Private, the same in torch 2.7, 2.13
-    # and 2.15.
-    from torch.distributed._composable.contract import (  # noqa: PLC0415  # needed here only
-        _get_registry,
-    )
-
-    visit = visit_modules(model)
-    found = [(visit.index_of[id(module)], state) for module, state in fsdp2_states(visit)]
-    found += fsdp1_states(visit)
-    barred = {at for at, module in visit.layers() if "replicate" in (_get_registry(module) or ())}
-    return tuple(
-        state
-        for index, state in sorted(found, key=lambda entry: entry[0])
-        if barred.isdisjoint((index, *visit.ancestors(index)))
-    )
-
-
-def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
-    """List the flat-parameter handles (FSDP1) and parameter groups (FSDP2) of `list_states`."""
-    handles: list[Any] = []
-    for state in list_states(model):
-        handle = getattr(state, "_handle", None)
-        handles += groups_of_state(state) if handle is None else [handle]
-    return tuple(handles)
 
 
 def _collect_parameters(

@@ -200,19 +200,10 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> HeldParameter:
     return hold(tensor, placements, slots=visit.slots(registrations), origin=origin)
 
 
-def fsdp1_states(visit: Visit) -> list[tuple[int, FullyShardedDataParallel]]:
-    """List each wrapper with its node's index, in registration order."""
-    return [
-        (index, layer)
-        for index, layer in visit.layers()
-        if isinstance(layer, FullyShardedDataParallel)
-    ]
-
-
 @private_names("FSDP1")
 def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units, in registration order."""
-    states = fsdp1_states(visit)
+    states = [one for one in visit.layers() if isinstance(one[1], FullyShardedDataParallel)]
     # Of nested wrappers around one module the outermost counts as what is above.
     wrappers = dict(reversed(states))
     units: list[ReadUnit] = []

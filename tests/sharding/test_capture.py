@@ -24,8 +24,9 @@ from torch_facts import HAS_DIVIDE_FACTOR
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.recording.comm_mode import CommMode
+from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
-from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles
+from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.tree.model import Precision, dump_tree, load_tree
 from pytest_fsdp_comm.tree.profile import tree_facts
 
@@ -165,7 +166,7 @@ def test_capture_dispatches_nothing_and_initializes_nothing():
     assert tree.is_sharded
     states = [model._get_fsdp_state(), model.layers[0]._get_fsdp_state()]
     assert [state._is_root for state in states] == [None, None]
-    assert list_handles(model)[0]._module_fqn is None
+    assert groups_of_state(states[0])[0]._module_fqn is None
 
 
 def test_hsdp_has_a_shard_axis_and_a_replicate_axis():
@@ -375,7 +376,8 @@ def test_tied_parameters_are_one_with_two_names():
 def test_a_tie_that_two_units_broke_is_remembered():
     model = TokenModel(tied=True)
     fully_shard(model.embed)
-    if not hasattr(list_handles(model)[0].fsdp_params[0], "_orig_param_uid"):
+    (group,) = groups_of_state(model.embed._get_fsdp_state())
+    if not hasattr(group.fsdp_params[0], "_orig_param_uid"):
         pytest.skip("this torch forgets it")
     tree = capture_tree(sharded(model))
     split = parameter(tree, "head.weight").split_from

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
+from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import RULES
 
@@ -187,7 +188,7 @@ def test_each_mistake_has_exactly_its_findings(build, expected):
     model = build()
     tree = TreeFactory(findings=TINY)(model)
     if build is split_tie and not hasattr(
-        TreeFactory().handles(model)[0].fsdp_params[0], "_orig_param_uid"
+        groups_of_state(model._get_fsdp_state())[0].fsdp_params[0], "_orig_param_uid"
     ):
         pytest.skip("this torch forgets what was tied")
     found = {finding.code: finding for finding in tree.findings}

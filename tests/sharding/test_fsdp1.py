@@ -14,7 +14,6 @@ from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-from torch.distributed.fsdp import _traversal_utils as torch_traversal
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,8 @@ from torch_facts import HAS_DIVIDE_FACTOR
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
+from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
+from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.tree.model import Precision
 
 CPU = torch.device("cpu")
@@ -61,8 +61,6 @@ def test_units_and_names_are_those_of_torch(use_orig_params, run_first):
         expected[clean_tensor_name(name)] = tuple(map(clean_tensor_name, fqns))
     assert tree.module_to_fqns == expected
     assert set(expected) == {"", "layers.0", "layers.1"}
-    assert list(list_states(model)) == torch_traversal._get_fsdp_states(model)
-    assert list(list_handles(model)) == torch_traversal._get_fsdp_handles(model)
 
 
 def test_the_outline_has_no_wrappers():
@@ -192,41 +190,14 @@ def test_replicate_built_on_fsdp2_is_a_replicated_unit():
     assert "    layers[Sequential] REPLICATED\n" in str(tree)
 
 
-def test_states_and_handles_of_both_kinds_are_listed_in_module_order():
-    model = UnevenModel()
-    model.layers[0] = Fsdp1(model.layers[0], device_id=CPU, use_orig_params=True)
-    fully_shard(model.layers[1])
-    fully_shard(model.head)
-    replicate(model.embed)
-    states = list_states(model)
-    assert states == (
-        model.layers[0],
-        model.layers[1]._get_fsdp_state(),
-        model.head._get_fsdp_state(),
-    )
-    handles = list_handles(model)
-    assert handles[0] is model.layers[0]._handle
-    assert [group.modules for group in handles[1:]] == [(model.layers[1],), (model.head,)]
-
-
-def test_states_below_replicate_are_left_out_as_torch_does():
-    model = UnevenModel()
-    model.layers[0] = Fsdp1(model.layers[0], device_id=CPU, use_orig_params=True)
-    replicate(model.layers)
-    assert torch_traversal._get_fsdp_states(model) == []
-    assert list_states(model) == ()
-
-
 @pytest.mark.upstream
 def test_the_private_names_are_where_they_were_read():
     """Fails, naming the place, when an upgrade of torch moves what the readers rely on."""
     walk = importlib.import_module("torch.distributed._composable.replicate")
     assert hasattr(walk, "DDP")
     assert hasattr(walk.replicate, "state")
-    contract = importlib.import_module("torch.distributed._composable.contract")
-    assert callable(contract._get_registry)
     wrapper, block = wrapped(use_orig_params=True), fully_shard(Block())
-    (group,) = list_handles(block)
+    (group,) = groups_of_state(block._get_fsdp_state())
     param = group.fsdp_params[0]
     read = (
         (wrapper, "_handle _is_root _device_mesh process_group sharding_strategy"),
@@ -262,7 +233,7 @@ def test_the_private_names_are_where_they_were_read():
 @pytest.mark.upstream
 def test_a_private_name_that_moved_is_named():
     block = fully_shard(Block())
-    (group,) = list_handles(block)
+    (group,) = groups_of_state(block._get_fsdp_state())
     del group.offload_policy
     with pytest.raises(UpstreamChangedError) as caught:
         capture_tree(block)

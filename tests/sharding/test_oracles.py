@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp import _wrap_utils, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pytest_fsdp_comm.sharding.capture import capture_tree, list_states
+from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.tree.finding import FindingSettings
 
 
@@ -59,18 +59,6 @@ def test_mixed_frozen_is_what_torch_advises_against_where_units_can_part_it(froz
         for fqn in finding.fqns
     }
     assert found == refused & {"", *parted}
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_states_are_there_exactly_where_torch_refuses_to_wrap_again(wrapped):
-    model = TokenModel()
-    if wrapped:
-        model.layers[1] = Fsdp1(model.layers[1], device_id=torch.device("cpu"))
-        with pytest.raises(ValueError, match=r"found layers\.1 in"):
-            _wrap_utils._check_nested_wrapping(model)
-    else:
-        _wrap_utils._check_nested_wrapping(model)
-    assert bool(list_states(model)) == wrapped
 
 
 def test_the_tree_has_the_marks_that_torchs_own_misses():

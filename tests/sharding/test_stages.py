@@ -155,11 +155,6 @@ def test_a_policy_is_expected_of_each_part(policy, stages):
     )
 
 
-def test_states_and_handles_of_all_parts_are_listed(stages):
-    fsdp_tree = TreeFactory()
-    assert len(fsdp_tree.states(stages)) == len(fsdp_tree.handles(stages)) == 6
-
-
 def test_fsdp1_stages_are_parts_too():
     parts = [
         FullyShardedDataParallel(Stage(numbers), device_id="cpu", use_orig_params=True)
