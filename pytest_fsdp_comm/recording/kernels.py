@@ -236,18 +236,6 @@ def run_recorded(
         _thread.is_inside = False
 
 
-def run_local(
-    func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
-) -> Any:
-    """Run an operation of a LocalTensorMode, and record what one of its ranks sends."""
-    # A higher-order operator has no such name.
-    name = str(func.name()) if isinstance(func, OpOverload) else ""  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    call, local = _known.get(name), sys.modules["torch.distributed._local_tensor"]
-    if call is None or local.LocalTensor not in types or any(map(is_dtensor_class, types)):
-        return run()
-    return run_recorded(call, args, kwargs, run)
-
-
 def _run_read(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
 ) -> Any:

@@ -28,7 +28,7 @@ import torch.autograd.graph
 from torch import nn
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording import active, kernels
+from pytest_fsdp_comm.recording import active
 from pytest_fsdp_comm.recording.active import entered
 from pytest_fsdp_comm.recording.owners.fsdp import IS_WATCHED, Around, watched_methods
 from pytest_fsdp_comm.recording.owners.stack import engine_code
@@ -154,7 +154,7 @@ def _attributes() -> Iterator[Attribute]:
         (threading.Thread, "start", _start),
         *((torch.Tensor, name, _reading) for name in ("tolist", "numpy", "tensor_split")),
         (torch, "tensor_split", _reading),
-        # Its mode, which lies above every kernel, does what a collective would.
+        # It lies above every kernel, and does what a collective would.
         *([] if modes is None else [(modes.LocalTensorMode, "__torch_dispatch__", _local_ranks)]),
         (handler, "clear", _clear),  # by torch._dynamo.reset() in the block
     ]
@@ -297,12 +297,12 @@ def _reading(original: Any) -> Any:
 
 
 def _local_ranks(original: Any) -> Any:
-    """Have what all ranks of a LocalTensorMode send recorded as one of them sends it."""
-
-    def dispatch(
-        mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        run = functools.partial(original, mode, func, types, args, kwargs)
-        return kernels.run_local(func, types, args, kwargs or {}, run)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        for recorder in entered():
+            recorder.note_unseen(
+                "ranks of LocalTensorMode sent above torch's dispatcher; run the block without it, "
+                "as by @pytest.mark.distributed"
+            )
+        return original(*args, **kwargs)
 
     return dispatch

@@ -424,10 +424,13 @@ class Recorder:
     def note_outliving_thread(self, call: Call) -> None:
         """A thread that was started in an earlier block sends in this one."""
         name = printable(threading.current_thread().name)
-        text = (
+        self.note_unseen(
             f"thread '{name}' of an earlier block sent {call.op} in this one, where it is not "
             "recorded; end it with the block that starts it"
         )
+
+    def note_unseen(self, text: str) -> None:
+        """Something is sent that is not recorded."""
         self._unseen[Gap(kind="unseen", text=text)] = None
 
     def _note_reshard(
@@ -500,11 +503,10 @@ class Recorder:
             kind = type(group)
             # torch gives the module of its own in C++ as another one.
             if not kind.__module__.startswith(("torch._C", "torch.distributed.distributed_c10d")):
-                text = (
+                self.note_unseen(
                     f"group {printable(group.group_desc)!r} is a {kind.__name__}, which is written "
                     "in Python and sends without any operation of torch"
                 )
-                self._unseen[Gap(kind="unseen", text=text)] = None
 
     def _note_entry_state(self) -> None:
         self._note_unseen_groups()
@@ -526,12 +528,11 @@ class Recorder:
     def _note_replaced_methods(self, groups: Iterable[Any]) -> None:
         names = sorted(replaced_methods(groups))
         if names:
-            text = (
+            self.note_unseen(
                 f"{', '.join(names)} of FSDP's units had been replaced before the block began, as "
                 "FSDPMemTracker does, so that owners may be wrong; enter comm_mode first, and on a "
                 "model that was not tracked before"
             )
-            self._unseen[Gap(kind="unseen", text=text)] = None
 
     def _note_lost_owners(self) -> None:
         self.tensors.settle()
