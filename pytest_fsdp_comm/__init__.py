@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         Answer,
         Collective,
         Gap,
-        HostDeviceCopy,
         Phase,
         Recording,
         Redistribution,
@@ -73,7 +72,6 @@ __all__ = [
     "EmptyRecordingError",
     "FsdpCommError",
     "Gap",
-    "HostDeviceCopy",
     "IncompleteRecordingError",
     "MakeDeviceMesh",
     "MeshAxis",
@@ -96,8 +94,7 @@ __all__ = [
 _LAZY = {
     name: module
     for module, names in {
-        "comm.events": "Answer Collective Gap HostDeviceCopy Phase Recording Redistribution "
-        "Reshard Source Timing",
+        "comm.events": "Answer Collective Gap Phase Recording Redistribution Reshard Source Timing",
         "comm.mesh": "MeshAxis",
         "comm.profile": "CommProfile",
         "fixtures": "DistInfo MakeDeviceMesh",

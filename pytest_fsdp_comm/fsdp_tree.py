@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.reports.trees import render_tree
-from pytest_fsdp_comm.sharding.capture import (
-    WrapExpectation,
-    capture_tree,
-    expect_units,
-)
+from pytest_fsdp_comm.sharding.capture import WrapExpectation, capture_tree, expect_units
 from pytest_fsdp_comm.snapshots.documents import write_atomically
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.tree.finding import FindingSettings

@@ -184,28 +184,11 @@ class Redistribution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostDeviceCopy:
-    """A copy between host and device memory; recorded where torch has an accelerator."""
-
-    index: int
-    """Place in the recording, from 0."""
-    direction: Literal["H2D", "D2H"]
-    owner: str | None
-    """FQN of the module that was running; None outside every module."""
-    phase: Phase
-    nbytes: int
-    """Bytes copied."""
-    call_site: str
-    """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Wall time that this rank spent in one category. Reported, never compared."""
 
     category: str
-    """``all_gather``, ``all_gather_object``, ``reduce``, ``resharding``, ``H2D``, ``D2H``, or
-    ``all``."""
+    """``all_gather``, ``all_gather_object``, ``reduce``, ``resharding``, or ``all``."""
     seconds: float
     """Host seconds between issue and return of the calls; 0.0 if none was made."""
 
@@ -258,7 +241,6 @@ class Recording:
     collectives: tuple[Collective, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     redistributions: tuple[Redistribution, ...] = ()
-    copies: tuple[HostDeviceCopy, ...] = ()
     timings: tuple[Timing, ...] = ()
     notes: tuple[str, ...] = ()
     """What a reader must know of the circumstances, e.g. that the model was unsharded at entry."""

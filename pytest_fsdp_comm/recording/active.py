@@ -18,9 +18,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
-import torch
 from torch import nn
 
 from pytest_fsdp_comm.comm.events import Answer
@@ -50,10 +49,6 @@ class Recorder(Protocol):
 
     def run_collective(
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
-    ) -> Any: ...
-
-    def run_copy(
-        self, direction: Literal["H2D", "D2H"], copied: torch.Tensor, run: Callable[[], Any]
     ) -> Any: ...
 
     def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...

@@ -36,14 +36,7 @@ from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording import active
 from pytest_fsdp_comm.recording.comm_debug import ModuleTracer
 from pytest_fsdp_comm.recording.dtensors import Dispatch, dispatch_of, is_dtensor_class
-from pytest_fsdp_comm.recording.operations import (
-    COPY,
-    NAMESPACES,
-    VALUE_READS,
-    Call,
-    call_of,
-    copy_direction,
-)
+from pytest_fsdp_comm.recording.operations import NAMESPACES, VALUE_READS, Call, call_of
 
 _KEY: Final = "BackendSelect"
 _META: Final = torch._C.DispatchKey.Meta
@@ -185,13 +178,6 @@ def register_value_reads() -> None:
         _register(name, func, functools.partial(_run_read, func))
 
 
-@functools.cache
-def register_copies() -> None:
-    """Have each copy recorded that may cross between host and device."""
-    # Every other operation that copies between them calls it.
-    _register(COPY, _overload(COPY), _run_copy)
-
-
 def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
     """Register a kernel that passes a call on, through `run` while something records."""
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
@@ -201,8 +187,6 @@ def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if name == COPY:
-            args = (args[0], _as_tensor(args[1]), *args[2:])
         if not active.is_any() or (keys.has(_META) and _is_traced()):
             return redispatch(keys & below, *args, **kwargs)
         compiler = set_compiler(None)
@@ -249,24 +233,6 @@ def _run_read(
         return run()
     finally:
         _thread.is_inside = False
-
-
-def _run_copy(args: Sequence[Any], _: dict[str, Any], run: Callable[[], Any]) -> Any:
-    __tracebackhide__ = True
-    direction = copy_direction(*args[:2])
-    if direction is not None:
-        for recorder in active.entered():
-            run = functools.partial(recorder.run_copy, direction, args[0], run)
-    return run()
-
-
-def _as_tensor(value: Any) -> torch.Tensor:
-    """What a kernel was given as a tensor; torch unpacks one that it made of a number."""
-    if isinstance(value, torch.Tensor):
-        return value
-    # In double precision, as torch made it: it is then converted to what it is copied to.
-    wide = {float: torch.float64, complex: torch.complex128}
-    return torch.tensor(value, dtype=wide.get(type(value)))
 
 
 def _is_traced() -> bool:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ NOWHERE: Final = Place.NOWHERE
 BATCH: Final = "batch"
 """The kind of an operation whose arguments list ``isend`` and ``irecv``, a message each."""
 
-TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "H2D", "D2H")
+TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding")
 """What seconds are summed up by; those of all calls, of other kinds too, are ``all``."""
 
 _SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
@@ -282,18 +282,6 @@ def timing_category(kind: str, source: Source) -> str | None:
     if kind == "all_gather":
         return "all_gather_object" if source is Source.OBJECT else "all_gather"
     return "reduce" if kind in REDUCING else None
-
-
-COPY: Final = "aten::copy_"
-"""What every copy between devices comes to."""
-
-
-def copy_direction(to: torch.Tensor, source: torch.Tensor) -> Literal["H2D", "D2H"] | None:
-    """Whether a copy crosses between host and device; None if it does not."""
-    devices = to.device.type, source.device.type
-    if devices[0] == devices[1] or "meta" in devices or "cpu" not in devices:
-        return None
-    return "H2D" if devices[1] == "cpu" else "D2H"
 
 
 # In torch 2.13 those with the tag data_dependent_output or dynamic_output_shape that are no

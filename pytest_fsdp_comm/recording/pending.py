@@ -20,7 +20,6 @@ from torch import nn
 from pytest_fsdp_comm.comm.events import (
     REDUCING,
     Collective,
-    HostDeviceCopy,
     Phase,
     Redistribution,
     Reshard,
@@ -33,7 +32,7 @@ from pytest_fsdp_comm.recording.owners.attribution import Attribution
 from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters, unit_parameters
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, Modules, replicated_over
 
-Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostDeviceCopy)
+Event = TypeVar("Event", bound=Collective | Reshard | Redistribution)
 
 _REDUCES: Final = frozenset({Phase.BACKWARD, Phase.OUTSIDE})
 """The phases in which it matters how many backward passes came before a reduction."""
@@ -61,9 +60,8 @@ class Pending(Generic[Event]):
         """Make the record, with axes by the keys of their groups."""
         own, record = self.attribution, self.record
         found = {**self.fields, "index": self.index, "phase": own.phase}
+        found["issued_in"] = names.issued_in(own)
         found["module" if record is Reshard else "owner"] = names.owner(own)
-        if record is not HostDeviceCopy:
-            found["issued_in"] = names.issued_in(own)
         kind = found.get("kind", "")
         # Not of what an extension (float8) sends before its gather. A reshard has no kind.
         gather = own.gather if record is Reshard or kind == "all_gather" else None

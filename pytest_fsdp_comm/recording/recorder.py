@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from pytest_fsdp_comm.comm.events import (
     Answer,
     Collective,
     Gap,
-    HostDeviceCopy,
     Phase,
     Recording,
     Redistribution,
@@ -146,8 +145,6 @@ class Recorder:
             )
         elif self.reads is not None and not is_told_of_values():
             kernels.register_value_reads()
-        if torch.accelerator.is_available() and not problem:
-            kernels.register_copies()
         with contextlib.ExitStack() as block:
             block.enter_context(patches.watching())
             block.enter_context(under_way(self))
@@ -227,7 +224,6 @@ class Recorder:
             collectives=collectives,
             reshards=named(Reshard),
             redistributions=named(Redistribution),
-            copies=named(HostDeviceCopy),
             timings=self._timings(),
             notes=(
                 *self._notes,
@@ -398,19 +394,6 @@ class Recorder:
                 self._pending.append(entry)
                 if entry.group is not None:
                     self._witness.follow()
-
-    def run_copy(
-        self, direction: Literal["H2D", "D2H"], copied: torch.Tensor, run: Callable[[], Any]
-    ) -> Any:
-        scan = scan_stack()
-        attribution, call_site = self._attribute(scan), scan.call_site
-        index = next(self._indices)
-        started = time.perf_counter()
-        result = run()
-        self._seconds[direction] += time.perf_counter() - started
-        fields = {"direction": direction, "nbytes": copied.nbytes, "call_site": call_site}
-        self._pending.append(Pending(HostDeviceCopy, index, attribution, fields))
-        return result
 
     def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self.reads is not None and not is_told_of_values():

@@ -20,7 +20,6 @@ TOPICS = {
     "counts of torch": "tests/recording/test_oracles.py",
     "kernels": "tests/recording/test_kernels.py",
     "flight recorder": "tests/recording/test_witness.py",
-    "copies": "tests/recording/test_copies.py",
     "checkpoints": "tests/recording/test_checkpoint_files.py",
     "compiled code": "tests/recording/test_value_dependence.py",
     "trees": "tests/sharding/test_fsdp1.py",

@@ -273,6 +273,9 @@ def test_each_unit_is_resharded_after_it_was_gathered(comm_mode, device_mesh):
         ("backward", "layers.0", "reshard", nbytes),
         ("backward", "", "reshard", nbytes),
     ]
+    assert comm_mode.timings.keys() == {
+        *("all", "all_gather", "all_gather_object", "reduce", "resharding")
+    }
     assert comm_mode.timings["resharding"] > 0
     assert comm_mode.timings["all"] > comm_mode.timings["all_gather"] > 0
     # One sequence over all sorts of events: a unit is resharded after it was gathered.
