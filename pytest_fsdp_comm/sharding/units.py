@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -24,7 +24,7 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
 from pytest_fsdp_comm.errors import RecordingError, printable
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 from pytest_fsdp_comm.recording.owners.module_names import WRAPPER_SEGMENTS, has_forward, parts_of
-from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
+from pytest_fsdp_comm.text.fqn import ROOT_TEXT
 from pytest_fsdp_comm.tree.model import (
     AxisPlacement,
     ModuleNode,
@@ -35,9 +35,6 @@ from pytest_fsdp_comm.tree.model import (
 
 Slot = tuple[int, str]
 """Where a parameter is registered: index of the module, and its name there."""
-
-_Registration = tuple[int, str]
-"""What a module is registered in: ``id`` of its parent, and its name there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,25 +72,27 @@ class Visit:
 
 def visit_modules(model: object) -> Visit:
     """List the modules below `model` in registration order, parents first, part after part."""
-    # A module that is registered several times has its children where natural order comes to it
-    # first, so that the order of construction does not show; elsewhere it is an alias.
+    # As `named_modules` does, a module that is registered several times has its children where it
+    # comes first; elsewhere it is an alias.
     roots = parts_of(model, given_to="fsdp_tree")
-    primary = _primary_registrations(roots)
     nodes: list[ModuleNode] = []
     modules: list[nn.Module] = []
     all_wrappers: list[tuple[nn.Module, ...]] = []
-    aliases: list[int] = []
     index_of: dict[int, int] = {}
     pending: list[tuple[nn.Module, int | None, str]] = [(root, None, "") for root in roots[::-1]]
     while pending:
         outer, parent, name = pending.pop()
         wrappers, inner = _unwrap(outer)
-        index = len(nodes)
-        if primary[id(inner)] == (0 if parent is None else id(modules[parent]), name):
+        missing = [held for held in ("_modules", "_parameters") if held not in vars(inner)]
+        if missing:
+            raise RecordingError(
+                f"fsdp_tree found a half-built module: {name or ROOT_TEXT} ({class_name(inner)}) "
+                f"has no {missing[0]}; call super().__init__() first in its __init__"
+            )
+        index, alias_of = len(nodes), index_of.get(id(inner))
+        if alias_of is None:
             index_of.update((id(layer), index) for layer in (*wrappers, inner))
             pending += [(child, index, own) for own, child in reversed(_children(inner))]
-        else:
-            aliases.append(index)
         modules.append(inner)
         all_wrappers.append(wrappers)
         nodes.append(
@@ -103,12 +102,10 @@ def visit_modules(model: object) -> Visit:
                 depth=0 if parent is None else nodes[parent].depth + 1,
                 class_name=class_name(inner),
                 wrappers=tuple(map(class_name, wrappers)),
+                alias_of=alias_of,
                 has_forward=has_forward(inner),
             )
         )
-    # Once the index of each module is known.
-    for index in aliases:
-        nodes[index] = replace(nodes[index], alias_of=index_of[id(modules[index])])
     return Visit(
         nodes=tuple(nodes), modules=tuple(modules), wrappers=tuple(all_wrappers), index_of=index_of
     )
@@ -122,28 +119,6 @@ def class_name(module: nn.Module) -> str:
     while len(cls.__bases__) > 1 and cls.__bases__[0].__module__.startswith("torch.distributed."):
         cls = cls.__bases__[1]
     return printable(cls.__name__)
-
-
-def _primary_registrations(roots: Sequence[nn.Module]) -> dict[int, _Registration]:
-    """The first registration of each module, by its ``id``, in natural order."""
-    primary: dict[int, _Registration] = {}
-    pending: list[tuple[nn.Module, _Registration]] = [(root, (0, "")) for root in roots[::-1]]
-    while pending:
-        outer, registration = pending.pop()
-        _, inner = _unwrap(outer)
-        if id(inner) in primary:
-            continue
-        missing = [name for name in ("_modules", "_parameters") if name not in vars(inner)]
-        if missing:
-            raise RecordingError(
-                f"fsdp_tree found a half-built module: {registration[1] or ROOT_TEXT} "
-                f"({class_name(inner)}) has no {missing[0]}; call super().__init__() first in its "
-                "__init__"
-            )
-        primary[id(inner)] = registration
-        children = sorted(_children(inner), key=lambda child: natural_key(child[0]), reverse=True)
-        pending += [(child, (id(inner), name)) for name, child in children]
-    return primary
 
 
 def _unwrap(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:

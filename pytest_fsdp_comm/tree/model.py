@@ -49,7 +49,7 @@ class AxisPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNode:
-    """A module, at the first place in natural order where it is registered."""
+    """A module, at the first place where it is registered."""
 
     name: str
     """Its name in its parent; empty for the root."""

@@ -445,8 +445,8 @@ def test_a_module_at_two_places_is_listed_once():
     model = TokenModel()
     model.again = model.layers[0]
     tree = capture_tree(sharded(model))
-    # Natural order meets `again` before `layers`; the order of registration does not matter.
-    assert "layers.0[Block] FULLY SHARDED is again" not in str(tree)
-    assert "    again[Block] FULLY SHARDED\n" in str(tree)
-    assert "        layers.0[Block] is again\n" in str(tree)
+    # As `named_modules` and recordings do, by the name that was registered first.
+    assert "        layers.0[Block] FULLY SHARDED\n" in str(tree)
+    assert "    again[Block] is layers.0" in str(tree).splitlines()
     assert len(tree.parameters) == 10
+    assert {tree.unit_name(index) for index in range(3)} == {"", "layers.0", "layers.1"}
