@@ -51,7 +51,6 @@ if TYPE_CHECKING:
         Redistribution,
         Reshard,
         Source,
-        Timing,
     )
     from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.comm.profile import CommProfile
@@ -84,7 +83,6 @@ __all__ = [
     "ShardTree",
     "SnapshotFormatError",
     "Source",
-    "Timing",
     "TreeFactory",
     "UnseenCollectivesWarning",
     "UpstreamChangedError",
@@ -94,7 +92,7 @@ __all__ = [
 _LAZY = {
     name: module
     for module, names in {
-        "comm.events": "Answer Collective Gap Phase Recording Redistribution Reshard Source Timing",
+        "comm.events": "Answer Collective Gap Phase Recording Redistribution Reshard Source",
         "comm.mesh": "MeshAxis",
         "comm.profile": "CommProfile",
         "fixtures": "DistInfo MakeDeviceMesh",

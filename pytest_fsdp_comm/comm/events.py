@@ -184,16 +184,6 @@ class Redistribution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Wall time that this rank spent in one category. Reported, never compared."""
-
-    category: str
-    """``all_gather``, ``all_gather_object``, ``reduce``, ``resharding``, or ``all``."""
-    seconds: float
-    """Host seconds between issue and return of the calls; 0.0 if none was made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     """Why a recording is known not to be the whole truth, so that it must not be compared as it."""
 
@@ -241,7 +231,9 @@ class Recording:
     collectives: tuple[Collective, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     redistributions: tuple[Redistribution, ...] = ()
-    timings: tuple[Timing, ...] = ()
+    timings: tuple[tuple[str, float], ...] = ()
+    """Host seconds between issue and return of calls, by category: ``all_gather``,
+    ``all_gather_object``, ``reduce``, ``resharding``, or ``all``. Reported, never compared."""
     notes: tuple[str, ...] = ()
     """What a reader must know of the circumstances, e.g. that the model was unsharded at entry."""
     peak_gathered_nbytes: int = 0

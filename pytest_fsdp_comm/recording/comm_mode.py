@@ -264,7 +264,7 @@ class CommMode(CommDebugAnswers):
     @property
     def timings(self) -> dict[str, float]:
         """Host seconds by category; reported, never compared."""
-        return {timing.category: timing.seconds for timing in self.recording.timings}
+        return dict(self.recording.timings)
 
     @property
     def profile(self) -> CommProfile:

@@ -68,18 +68,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """A dispatch mode under which a block may do what it may do without."""
-
-    # Without it a higher-order operator in the block raises.
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep torch.compile on under this mode (torch 2.9.1 and newer)."""
-        return True
-
-
 def register_collectives() -> str:
     """Have each collective of the process seen from now on.
 
@@ -240,8 +228,16 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
-class WatchingMode(Mode):
+class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """See every operation of this thread below autograd. See Note [Subclasses pass through]."""
+
+    # Without it a higher-order operator in the block raises.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep torch.compile on under this mode (torch 2.9.1 and newer)."""
+        return True
 
     def __init__(self, tracer: ModuleTracer | None, calls: Iterable[Call] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped

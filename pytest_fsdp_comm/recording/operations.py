@@ -44,8 +44,8 @@ NOWHERE: Final = Place.NOWHERE
 BATCH: Final = "batch"
 """The kind of an operation whose arguments list ``isend`` and ``irecv``, a message each."""
 
-TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding")
-"""What seconds are summed up by; those of all calls, of other kinds too, are ``all``."""
+TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "all")
+"""What seconds are summed up by."""
 
 _SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
 
@@ -277,11 +277,11 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 @functools.cache
-def timing_category(kind: str, source: Source) -> str | None:
-    """Which of `TIMING_CATEGORIES` a collective's seconds belong to; None for none."""
+def timing_categories(kind: str, source: Source) -> tuple[str, ...]:
+    """To which of `TIMING_CATEGORIES` a collective's seconds belong."""
     if kind == "all_gather":
-        return "all_gather_object" if source is Source.OBJECT else "all_gather"
-    return "reduce" if kind in REDUCING else None
+        return ("all", "all_gather_object" if source is Source.OBJECT else "all_gather")
+    return ("all", "reduce") if kind in REDUCING else ("all",)
 
 
 # In torch 2.13 those with the tag data_dependent_output or dynamic_output_shape that are no

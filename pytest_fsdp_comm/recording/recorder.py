@@ -26,7 +26,6 @@ from pytest_fsdp_comm.comm.events import (
     Redistribution,
     Reshard,
     Source,
-    Timing,
 )
 from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
@@ -47,7 +46,7 @@ from pytest_fsdp_comm.recording.operations import (
     messages,
     parts_sent,
     shows_async,
-    timing_category,
+    timing_categories,
 )
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
@@ -111,8 +110,7 @@ class Recorder:
         self.units = UnitWatch(self._note_reshard, self._groups)
         self._tracer = ModuleTracer(self.backward, self.units) if traces_operations else None
         self._redistribution_watch = RedistributionWatch(self._groups)
-        # By category, or None for no category.
-        self._seconds: dict[str | None, float] = dict.fromkeys((*TIMING_CATEGORIES, None), 0.0)
+        self._seconds = dict.fromkeys(TIMING_CATEGORIES, 0.0)
         self._notes: list[str] = []
         self._witness = Witness()
         self.tensors = TensorOwners(self._roots)
@@ -224,7 +222,7 @@ class Recorder:
             collectives=collectives,
             reshards=named(Reshard),
             redistributions=named(Redistribution),
-            timings=self._timings(),
+            timings=tuple(self._seconds.items()),
             notes=(
                 *self._notes,
                 *notes,
@@ -243,10 +241,6 @@ class Recorder:
                 self._roots, names.modules
             ),
         )
-
-    def _timings(self) -> tuple[Timing, ...]:
-        seconds = {**self._seconds, "all": sum(self._seconds.values())}
-        return tuple(Timing(category=name, seconds=s) for name, s in seconds.items() if name)
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
         """What is known to be missing, and notes; only after the axes were named."""
@@ -367,7 +361,8 @@ class Recorder:
             result = run()
         finally:
             seconds = time.perf_counter() - started
-            self._seconds[timing_category(operation.kind, own.source)] += seconds
+            for category in timing_categories(operation.kind, own.source):
+                self._seconds[category] += seconds
         group = group_of(bound)
         key = None if group is None else self._groups.note(group)
         if own.carried is not None and own.carried.label is None:
@@ -422,6 +417,7 @@ class Recorder:
         own = self._attribute_unit() or self._attribute(scan_stack())
         if action == "reshard":
             self._seconds["resharding"] += seconds
+            self._seconds["all"] += seconds
         if own.owner is not modules or own.source is not Source.FSDP:
             own = replace(own, owner=modules, source=Source.FSDP)
         fields = {"action": action, "nbytes": nbytes}

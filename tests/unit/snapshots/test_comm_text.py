@@ -18,7 +18,6 @@ from pytest_fsdp_comm.comm.events import (
     Reshard,
     Role,
     Source,
-    Timing,
 )
 from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 from pytest_fsdp_comm.comm.mesh import MeshAxis
@@ -137,7 +136,7 @@ def recordings(draw, rank=0):
         collectives=tuple(collectives),
         reshards=tuple(reshards),
         redistributions=tuple(moves),
-        timings=(Timing(category="all", seconds=0.5),),
+        timings=(("all", 0.5),),
         notes=("a note",),
     )
 
