@@ -39,8 +39,6 @@ VARIABLES = {
     "and the report link lines of the commit",
     "TORCH_FR_BUFFER_SIZE": "torch's: how many collectives its flight recorder keeps. With 0, "
     "recordings are not checked against it",
-    "PYTEST_FSDP_COMM_KEEP": "a directory in which ranks leave their output and state, to find out "
-    "why one misbehaved",
 }
 
 NO_EFFECT = "no effect"

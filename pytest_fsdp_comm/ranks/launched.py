@@ -302,7 +302,7 @@ class LaunchedRanks:
             lines = "\n".join(name_equal(problems))
             raise pytest.UsageError(
                 f"the launched ranks must collect the same tests, in whatever order:\n{lines}\n"
-                f"{_USUAL_REASONS}"
+                "`pytest --collect-only -q` on both shows what each collects"
             )
         has_seed = config.pluginmanager.has_plugin("randomly")
         seed = config.getoption("randomly_seed") if has_seed else None
@@ -457,13 +457,6 @@ class LaunchedRanks:
     def close(self) -> None:
         self._end_all(ending.PATIENCE_S / 2)
 
-
-_USUAL_REASONS = (
-    "Usual reasons: names or files that depend on the rank (RANK, LOCAL_RANK), the host or chance; "
-    "files that only some machines have; another version of the checkout or of a package; options "
-    "that differ (--lf, -k, PYTEST_ADDOPTS); or pytest sessions that are not the same, in the same "
-    "order, on every rank. `pytest --collect-only -q` on both shows what each collects"
-)
 
 _MOST_SHOWN = 4
 

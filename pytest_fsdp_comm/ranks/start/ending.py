@@ -124,24 +124,16 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-KEEP_VARIABLE: Final = "PYTEST_FSDP_COMM_KEEP"
-"""Environment variable with a directory in which sessions leave theirs: logs, stacks, stores."""
-
 _REMOVED_WITHIN_S = 1.0
 
 
 def make_session_directory() -> Path:
-    """A new directory for all rank sets of a session; made in the one that keeps them, if any."""
-    kept = os.environ.get(KEEP_VARIABLE)
-    if kept:
-        Path(kept).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="fsdp-comm-", dir=Path(kept).absolute() if kept else None))
+    """A new directory for all rank sets of a session."""
+    return Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a session's or a rank set's directory, unless they are kept; never raise."""
-    if os.environ.get(KEEP_VARIABLE):
-        return
+    """Remove a session's or a rank set's directory; never raise."""
     until = time.monotonic() + _REMOVED_WITHIN_S
     while True:
         shutil.rmtree(directory, ignore_errors=True)

@@ -486,7 +486,7 @@ def test_ranks_that_collect_other_tests_stop_the_session(start_by_variables, tmp
         "  and has 2 that rank 0 lacks:\n"
         "    test_it.py::test_n[1] on 2 ranks (gloo, scope test, timeout 120 s)\n"
         "    test_it.py::test_timeout on 2 ranks (gloo, scope test, timeout 3 s)\n"
-        "Usual reasons: names or files that depend on the rank (RANK, LOCAL_RANK)"
+        "`pytest --collect-only -q` on both shows what each collects"
     ) in said
 
 

@@ -3,18 +3,11 @@
 import threading
 import time
 
-import pytest
-
 from pytest_fsdp_comm.ranks.start import ending
 from pytest_fsdp_comm.ranks.start.ending import (
     make_session_directory,
     remove_directory,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_kept_directories(monkeypatch):
-    monkeypatch.delenv(ending.KEEP_VARIABLE, raising=False)
 
 
 def test_a_directory_that_is_still_written_to_is_removed(monkeypatch):
