@@ -83,6 +83,8 @@ _SIZED: Final = {
     _INDEX,
     torch.ops.aten.masked_select.default,
     torch.ops.aten._pack_padded_sequence.default,
+    torch.ops.aten._ctc_loss.default,
+    torch.ops.aten._ctc_loss.Tensor,
 }
 """Operations whose first argument does not decide how many elements they return."""
 _TRUTHS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
@@ -348,10 +350,12 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                     else:
                         places += index.nonzero().unbind(1)
                 return torch.ops.aten.index.Tensor(args[0], places)
-        found = func(_blank(args[0], func._opname), *map(memory.real, args[1:2]), *args[2:])
+        others = tree_map_only(torch.Tensor, memory.real, args[1:])
+        found = func(_blank(args[0], func._opname), *others)
         result = tree_map_only(torch.Tensor, self.from_tensor, found)
-        for own, value in zip(_made(result)[1:], tensors_in(found)[1:], strict=True):
-            memory.put(own, value)
+        for own, value in zip(_made(result), tensors_in(found), strict=True):
+            if is_whole(value):
+                memory.put(own, value)
         return result
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:

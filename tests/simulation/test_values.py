@@ -293,3 +293,15 @@ def test_unknown_count_gets_the_cure_of_its_origin(make, cure):
     others = {"torch.randint(", "simulation_splits", "log a mean", "real="} - {cure, cure + "("}
     assert cure in str(refused.value)
     assert not [other for other in others if other in str(refused.value)]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_ctc_loss_is_sized_by_its_lengths():
+    scores = torch.rand(50, 2, 20, requires_grad=True)
+    labels, lengths = torch.randint(1, 20, (2, 10)), torch.tensor([10, 3])
+    loss = nn.functional.ctc_loss(scores.log_softmax(2), labels, torch.tensor([50, 40]), lengths)
+    loss.backward()
+    assert (loss.shape, scores.grad.shape) == ((), scores.shape)
+    unknown = torch.rand(2).long()
+    with pytest.raises(SimulationError, match="they follow from floats"):
+        nn.functional.ctc_loss(scores.log_softmax(2), labels, unknown, lengths)
