@@ -101,6 +101,7 @@ class RankTemplate:
         stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
         process_group.set_environment(spec.settings, rank, spec.gpus, launched)
+        processes.put_sockets_below(spec.directory)
         basetemp = spec.basetemp / f"rank{rank}-{spec.directory.name}"
         isolate_session(session.config, basetemp=basetemp)
         if "terminal" in spec.echoes:

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from os import getpid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     # Every session imports this module; these cost milliseconds.
     from pytest_fsdp_comm.gathering import Exchange
     from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
+
+# A socket's path has 108 bytes on Linux and 104 on macOS; ``/listener-`` and 8 more are added.
+_LONGEST_DIRECTORY = 85
 
 
 def fork_quietly() -> int:
@@ -72,6 +76,16 @@ def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
         status = 1
     flush_streams()
     os._exit(status)
+
+
+def put_sockets_below(directory: Path) -> None:
+    """Make managers, pools and servers put their sockets where they are removed in any case."""
+    # Otherwise each process has a directory below TMPDIR, which a killed one leaves behind.
+    process: Any = multiprocessing.process.current_process()
+    config = getattr(process, "_config", None)
+    # Private, read in Python 3.11 to 3.14: where it has moved, killed ranks leave directories.
+    if isinstance(config, dict) and len(str(directory)) <= _LONGEST_DIRECTORY:
+        config["tempdir"] = str(directory)
 
 
 def run_finalizers() -> None:

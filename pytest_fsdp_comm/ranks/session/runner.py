@@ -259,13 +259,17 @@ class RankRunner:
                 ranks = self._begin(item, nextitem)
                 # From here on: waiting for slots was not the test's fault.
                 started_at = time.monotonic()
-                with kept_foreground(self._terminal):
-                    results = ranks.run(
-                        started_at=started_at,
-                        timeout_s=_limit_of(item)[0],
-                        progress_after_s=item.config.stash[OPTIONS].progress_s,
-                        nodeid=item.nodeid,
-                    )
+                try:
+                    with kept_foreground(self._terminal):
+                        results = ranks.run(
+                            started_at=started_at,
+                            timeout_s=_limit_of(item)[0],
+                            progress_after_s=item.config.stash[OPTIONS].progress_s,
+                            nodeid=item.nodeid,
+                        )
+                except KeyboardInterrupt:
+                    ranks.show_interrupt(item.nodeid, time.monotonic() - started_at)
+                    raise
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:

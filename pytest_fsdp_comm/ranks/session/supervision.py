@@ -22,6 +22,7 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack, with_code
 from pytest_fsdp_comm.ranks.hangs.waiting import Stranded, find_stranded
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
+from pytest_fsdp_comm.ranks.session.verdict import describe_positions
 from pytest_fsdp_comm.ranks.start.ending import remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
@@ -416,6 +417,15 @@ class Supervision:
             f"fsdp-comm: {printable(nodeid)} is still running after {after_s:.0f} s "
             f"(deadline {self.spec.settings.timeout_s:g} s): {where or 'no rank responds'}"
         )
+
+    def show_interrupt(self, nodeid: str, after_s: float) -> None:
+        """Write which test Ctrl-C interrupted, and where its ranks are."""
+        if self._reporter is not None:
+            self._locate()
+            self._reporter.ensure_newline()
+            title = f"fsdp-comm: {nodeid} was interrupted after {after_s:.0f} s"
+            for line in (title, *describe_positions(self._results)):
+                self._reporter.write_line(printable(line))
 
     def _echo(self) -> None:
         """Show what ranks have added to the logs that are followed."""

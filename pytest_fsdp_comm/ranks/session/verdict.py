@@ -349,6 +349,18 @@ def _timeouts(ranks: _Ranks, limit: str, *, are_forked: bool) -> Iterable[_Failu
         )
 
 
+def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
+    """Say who waits for whom, and where each rank is, as in the report of a hang."""
+    ranks = {rank: _Ran(result=result) for rank, result in sorted(results.items())}
+    running = [rank for rank, ran in ranks.items() if not ran.result.is_over]
+    finished = [rank for rank, ran in ranks.items() if ran.result.is_done]
+    return [
+        *_waiting(ranks, blamed=()),
+        *list_stacks(_stacks(ranks, running), _IS_AT),
+        *([f"{name_ranks(finished)} had finished."] if finished else []),
+    ]
+
+
 def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
     """Name ranks, and how each left the test: ``rank 1, which skipped the test (why)``."""
     outcomes = {rank: ranks[rank].outcome for rank in absent}

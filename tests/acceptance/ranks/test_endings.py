@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 
@@ -213,6 +214,12 @@ def test_an_unkillable_rank_does_not_keep_an_interrupted_session(tmp_path, numbe
     if number == signal.SIGINT:
         assert session.returncode == pytest.ExitCode.INTERRUPTED
         assert "KeyboardInterrupt" in output
+        where = (
+            r"\nfsdp-comm: test_it.py::test_stuck was interrupted after \d+ s\n"
+            r"ranks 0-1 are at \(innermost frame first\):\n"
+            r"    test_it.py:11 in test_stuck: time.sleep\(1000\)\n"
+        )
+        assert bool(re.search(where, output)) == sleeps, output
 
 
 BROKEN = """

@@ -112,9 +112,8 @@ def processes_in(directory):
 def left_of(directory):
     """What a session has left that was started in a directory."""
     entries = [entry.name for entry in (directory / "tmp").iterdir()]
-    # pytest keeps the temporary directories of its last sessions, torch a cache, torchrun logs, and
-    # killed processes leave those of their managers and pools.
-    kept = ("pytest-of-", "torchinductor_", "torchelastic_", "pymp-")
+    # pytest keeps the temporary directories of its last sessions, torch a cache, torchrun logs.
+    kept = ("pytest-of-", "torchinductor_", "torchelastic_")
     return [
         *processes_in(directory).values(),
         *[name for name in entries if not name.startswith(kept)],

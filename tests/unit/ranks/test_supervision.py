@@ -3,6 +3,7 @@
 import os
 import time
 from multiprocessing.connection import Pipe
+from types import SimpleNamespace
 
 import pytest
 
@@ -173,6 +174,22 @@ def test_ended_rank_with_a_late_answer_is_asked_again(supervision, monkeypatch):
         (1, False),
         (1, True),
         (0, True),
+    ]
+
+
+def test_interrupt_shows_the_test_and_its_ranks(supervision, monkeypatch):
+    shown = []
+    at = Position(site="it.py:1 in it", stack=("it.py:1 in it: sleep()",))
+    reporter = SimpleNamespace(ensure_newline=lambda: None, write_line=shown.append)
+    monkeypatch.setattr(supervision, "_reporter", reporter)
+    monkeypatch.setattr(supervision, "_ask", lambda ranks, **_: dict.fromkeys(ranks, at))
+    supervision._results[0] = RankResult(rank=0, is_done=True)
+    supervision.show_interrupt("test_it.py::test_it[\x1b]", 4.2)
+    assert shown == [
+        r"fsdp-comm: test_it.py::test_it[\x1b] was interrupted after 4 s",
+        "rank 1 is at (innermost frame first):",
+        "    it.py:1 in it: sleep()",
+        "rank 0 had finished.",
     ]
 
 
