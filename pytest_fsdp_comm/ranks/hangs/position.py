@@ -115,10 +115,11 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
 
 
 def _is_comparing(frame: FrameType) -> bool:
-    """Whether a frame compares with a snapshot, or formats a failed comparison."""
+    """Whether a frame compares with a snapshot, explains what differs, or tells the others."""
     module: str = frame.f_globals.get("__name__", "")
     return (
         module.startswith(("pytest_fsdp_comm.snapshots.", "_pytest._io.saferepr"))
+        or module == "pytest_fsdp_comm.gathering"
         or frame.f_code.co_name == "pytest_assertrepr_compare"
     )
 

@@ -223,9 +223,11 @@ class RankRunner:
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
         """What follows a test on its ranks, given the session's next; see Note [Kept ranks]."""
         settings = item.stash[SETTINGS]
-        if self._launched:
-            return NextTest(is_none=False)  # its ranks always go on
-        if not self._keeps(settings):
+        if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
+            # Launched ranks always go on, and ranks that hold slots are kept only for a test that
+            # follows at once.
+            return NextTest(is_none=False)
+        if settings.scope == "test":
             return NextTest()
         items = self._session.items
         while candidate is not None and _module(candidate) is _module(item):
@@ -277,11 +279,17 @@ class RankRunner:
                 # this one as its context.
                 results = self._lose_ranks(item, died, began_at)
             keeps = (
-                self._keeps(item.stash[SETTINGS])
+                item.stash[SETTINGS].scope == "module"
                 # A new process collects one test.
                 and not self._fallback_reason
                 and self._kept is not None
                 and self._kept.is_reusable
+                # Other processes could use the slots of ranks that are kept; see Note [Slots].
+                and (
+                    self._shared_slots is None
+                    or not self._is_bounded(self._kept.spec.settings)
+                    or (self._suits(self._kept, nextitem) and not self._slots.are_wanted())
+                )
             )
         except BaseException:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
@@ -298,10 +306,8 @@ class RankRunner:
             and _module(self._session.items[kept.spec.item_index]) is _module(item)
         )
 
-    def _keeps(self, settings: DistributedSettings) -> bool:
-        # Other processes could use the slots of ranks that are kept; see Note [Slots].
-        is_bounded = self._session.config.stash[OPTIONS].rank_slots is not None or gpus_of(settings)
-        return settings.scope == "module" and not (self._shared_slots and is_bounded)
+    def _is_bounded(self, settings: DistributedSettings) -> bool:
+        return self._session.config.stash[OPTIONS].rank_slots is not None or gpus_of(settings) > 0
 
     def _begin(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
         index = self._indices[item]

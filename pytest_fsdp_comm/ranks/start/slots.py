@@ -14,13 +14,14 @@ from pathlib import Path
 
 _PAUSE_S = 0.02
 _TURN = "turn"
+_WANTED = "wanted"
 
 # Note [Slots]: a slot is a file in a directory that the processes share, and its user holds its
 # lock (fcntl.flock), which the kernel frees when the holder dies. There can be no deadlock: slots
 # are only taken in turn, by one process at a time, all of a test's slots together and none before
 # all are free; and a process that holds slots never waits for others to end what it runs. Ranks are
-# not kept for the next test. A fork copies descriptors, and with them locks: each child closes its
-# copies.
+# kept for the next test only if that follows at once, and no other process waits. A fork copies
+# descriptors, and with them locks: each child closes its copies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +58,26 @@ class Slots:
             return
         # It may have vanished with others of the temporary directory.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(self._directory / _TURN):
+        with _locked(self._directory / _TURN), contextlib.ExitStack() as wanting:
+            is_waiting = False
             while True:
                 free_ranks = [*islice(filter(_is_free, self._ranks), bounded)]
                 free_gpus = [*islice(filter(_is_free, self._gpus), leased)]
                 if len(free_ranks) == bounded and len(free_gpus) == leased:
                     break
+                if not is_waiting:
+                    wanting.enter_context(_locked(self._directory / _WANTED))
+                    is_waiting = True
                 time.sleep(_PAUSE_S)
+            wanting.close()
             names = tuple(self._gpus[file] for file in free_gpus)
             yield Grant(files=(*free_ranks, *free_gpus), gpus=names)
+
+    def are_wanted(self) -> bool:
+        """Whether another process waits for slots."""
+        with contextlib.suppress(FileNotFoundError):  # nobody has taken any
+            return not _is_free(self._directory / _WANTED)
+        return False
 
 
 class HeldSlots:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 from torch.distributed import FileStore
 
@@ -160,6 +161,13 @@ def test_rank_that_explains_a_comparison_is_reporting():
         event.wait(5)
 
     assert read_during(pytest_assertrepr_compare).is_reporting
+
+
+def test_rank_that_tells_the_others_is_reporting():
+    def tell(event):
+        TextStore(SimpleNamespace(set=lambda *_: event.wait(5))).put("name", "text")
+
+    assert read_during(tell).is_reporting
 
 
 def test_rank_in_a_comparison_that_waits_for_others_is_not_reporting(tmp_path):

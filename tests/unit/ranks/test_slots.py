@@ -60,6 +60,22 @@ def test_a_large_test_is_not_overtaken(tmp_path):
     assert [name for name, _ in order] == ["large", "small"]
 
 
+def test_waiting_is_seen_by_those_who_hold_slots(tmp_path):
+    slots = Slots(tmp_path, ranks=1, gpus=())
+    held, _ = take(slots, ranks=1)
+    assert not slots.are_wanted()
+    waiting = start(lambda: take(slots, ranks=1))
+    until = time.monotonic() + 20
+    while not slots.are_wanted() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert slots.are_wanted()
+    held.release()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert not slots.are_wanted()
+    assert not Slots(tmp_path / "none", ranks=1, gpus=()).are_wanted()
+
+
 def test_a_forked_child_keeps_no_slots(tmp_path):
     slots = Slots(tmp_path, ranks=1, gpus=())
     held, _ = take(slots, ranks=1)
