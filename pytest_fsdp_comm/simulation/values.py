@@ -69,6 +69,8 @@ _SHAPED: Final = {
 _OVERWRITES: Final = {"bernoulli_", "copy_", "fill_", "random_", "zero_"}
 _CHOOSES: Final = {"argmax", "argmin", "argsort", "max", "min", "multinomial", "sort", "topk"}
 _COMPARES: Final = {"eq", "ne", "lt", "le", "gt", "ge"}
+_ABSORBS: Final = {"bitwise_or": 1, "logical_or": 1, "bitwise_and": 0, "logical_and": 0}
+"""The value of one argument that decides the result, whatever the other one is."""
 _KEEP_STATISTICS: Final = {"native_batch_norm", "cudnn_batch_norm"}
 _STATISTICS: Final = {"running_mean", "running_var"}
 """What these write, of which their schemas tell nothing."""
@@ -318,6 +320,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             _zero(args[0])
             memory.write(func, args, kwargs, given, args[:1])
             return
+        if any(_absorbs(func._opname[:-1], own, own.dtype) for own in given[:1]):
+            return  # as "bitwise_or_" of True
         for own in _written(func, args, kwargs):
             memory.put(own, None)
             memory.explain(own, _reason(func._opname, args, given))
@@ -613,9 +617,20 @@ def _deduce(
         zero = torch.zeros((), device="cpu")
         truth = func(*(zero if isinstance(own, torch.Tensor) else own for own in args))
         memory.note(truth.expand, [made[0].shape], {}, (), made)
+    elif any(_absorbs(name, own, made[0].dtype) for own in given):
+        truth = torch.full((), _ABSORBS[name], dtype=made[0].dtype, device="cpu")
+        memory.note(truth.expand, [made[0].shape], {}, [*filter(is_known, given)], made)
     else:
         for own in made:
             memory.explain(own, _reason(name, args, given))
+
+
+def _absorbs(name: str, own: torch.Tensor, to: torch.dtype) -> bool:
+    """Whether an argument is known and decides the whole result, as True does for an or."""
+    value = _ABSORBS.get(name)  # of integers, only zeros decide
+    if value is None or (value and to != torch.bool) or not is_known(own):
+        return False
+    return not memory.are_too_many([own]) and bool((memory.real(own) == value).all())
 
 
 def _is_bound(one: Any, other: Any) -> bool:

@@ -296,6 +296,28 @@ def test_unknown_count_gets_the_cure_of_its_origin(make, cure):
 
 
 @pytest.mark.usefixtures("simulated")
+def test_or_and_of_a_deciding_value_is_known():
+    """`True | x` is True for every x, which ends generation at its maximum length."""
+    true, false = torch.ones(3, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
+    other = torch.rand(2, 3) > 0.5
+    assert (true | other).tolist() == [[True] * 3] * 2
+    assert torch.logical_or(other, true).all()
+    assert (torch.ones(3, dtype=torch.int64) & ~(true | other)).max() == 0
+    assert (other.long() & false).tolist() == [[0] * 3] * 2
+    assert (~(other & false)).tolist() == [[True] * 3] * 2
+    assert not torch.logical_and(false, other).any()
+    true |= other[0]
+    assert true.tolist() == [True] * 3
+    for open_one in (
+        torch.tensor([True, False, True]) | other,
+        ~false & other,
+        other.long() | true,
+    ):
+        with pytest.raises(SimulationError):
+            open_one.long().sum().item()
+
+
+@pytest.mark.usefixtures("simulated")
 def test_ctc_loss_is_sized_by_its_lengths():
     scores = torch.rand(50, 2, 20, requires_grad=True)
     labels, lengths = torch.randint(1, 20, (2, 10)), torch.tensor([10, 3])
