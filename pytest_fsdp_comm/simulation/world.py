@@ -12,6 +12,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+import importlib
 import itertools
 import sys
 import threading
@@ -55,7 +56,6 @@ _PIPELINES = "torch.distributed.pipelining."
 _SENDS_BY_BACKEND = {"torch.distributed.nn.functional", "torch.distributed.distributed_c10d"}
 """Modules of torch that send something else with another backend."""
 _COPY: Final[Callable[..., Any]] = torch.Tensor.__deepcopy__
-_ITERATE: Final[Callable[..., Any]] = DataLoader.__iter__
 _ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
 _ADDRESSES: Final = 2**60
 """Where those of simulated storages begin: no process can have such a one."""
@@ -135,7 +135,11 @@ def _attributes(
     yield torch.jit._state._enabled, "enabled", False
     yield torch.utils, "swap_tensors", tensors.swap
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
-    yield DataLoader, "__iter__", _in_this_process
+    with contextlib.suppress(ImportError):  # or the code may import it later
+        importlib.import_module("torchdata.stateful_dataloader")
+    for loader in (DataLoader, *_subclasses(DataLoader)):
+        if "__iter__" in vars(loader):
+            yield loader, "__iter__", _in_this_process(vars(loader)["__iter__"])
     yield from _of_memory(tensors)
 
 
@@ -513,13 +517,23 @@ def _refuse(*_: Any) -> Any:
     )
 
 
-@functools.wraps(_ITERATE)
-def _in_this_process(loader: DataLoader[Any]) -> Any:
-    # A worker would have to send tensors through shared memory.
-    settings = vars(loader)
-    kept = {name: settings[name] for name in ("num_workers", "timeout")}
-    settings.update(num_workers=0, timeout=0)
-    try:
-        return _ITERATE(loader)
-    finally:
-        settings.update(kept)
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _in_this_process(iterate: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a loader load without workers, which would have to send tensors through memory."""
+
+    @functools.wraps(iterate)
+    def run(loader: DataLoader[Any]) -> Any:
+        settings = vars(loader)
+        kept = {name: settings[name] for name in ("num_workers", "timeout")}
+        settings.update(num_workers=0, timeout=0)
+        try:
+            return iterate(loader)
+        finally:
+            settings.update(kept)
+
+    return run

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from pytest_fsdp_comm.simulation.values import SimulatedTensors, SimulationError
 
@@ -108,6 +109,21 @@ def test_safetensors_are_loaded(tmp_path):
     assert state["step"].item() == 7
     with safetensors.safe_open(path, "pt") as file:
         assert file.get_slice("weight")[:2].shape == (2, 4)
+
+
+class StatefulLoader(DataLoader):
+    """Iterates itself, as the loader of torchdata does."""
+
+    def __iter__(self):
+        assert self.num_workers == 0
+        return self._get_iterator()
+
+
+@simulated
+def test_loaders_of_others_start_no_worker():
+    loader = StatefulLoader(torch.arange(4), 2, num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert loader.num_workers == 1
 
 
 @simulated
