@@ -240,10 +240,7 @@ def note(
     results = functools.cache(functools.partial(_run, func, _noted(args), _noted(kwargs)))
     inputs = [values for own in given if (values := values_in(own)) is not None]
     for index, own in new:
-        place = _place(own)
-        compute = functools.partial(
-            lambda index, place: _laid(results()[index], place), index, place
-        )
+        compute = functools.partial(_part, results, index, _place(own))
         keep(own, Values(compute, inputs, later=later))
 
 
