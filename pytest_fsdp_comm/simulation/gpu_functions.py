@@ -14,16 +14,19 @@ from torch.utils._device import _device_constructors
 
 from pytest_fsdp_comm.simulation.values import CPU, mark_of
 
+# torch keeps these for the process, and asks them for `with torch.device(...)`: looked up before
+# any is replaced.
+_constructors: Iterable[Callable[..., Any]] = _device_constructors()
+_CONSTRUCTORS: Final = tuple(
+    make.__name__ for make in _constructors if vars(torch).get(make.__name__) is make
+)
 _EAGER_FLEX: Final = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # read in torch 2.13 and 2.15
 
 
 def replaced_functions(place: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
     """Yield what to replace; `place` makes a device of its number."""
-    constructors: Iterable[Callable[..., Any]] = _device_constructors()
-    for function in constructors:
-        name = function.__name__
-        if vars(torch).get(name) is function:
-            yield torch, name, _on_place(function, place)
+    for name in _CONSTRUCTORS:
+        yield torch, name, _on_place(getattr(torch, name), place)
     for holder in (torch, torch.Tensor):
         yield holder, "histc", _counted(holder.histc)
     yield F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
 from pytest_fsdp_comm.simulation.values import SimulationError
+from pytest_fsdp_comm.simulation.world import simulated as simulation
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is used as it is")
 
@@ -184,6 +185,19 @@ def test_devices_are_read_back_as_they_were_asked_for():
         assert nn.Linear(2, 2).weight.is_cuda
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.distributed(world_size=4, backend="fake")
+def test_devices_are_the_same_in_each_simulation():
+    names = ("tensor", "as_tensor", "asarray")
+    for _ in range(2):
+        with simulation(answers=True):
+            for name in names:
+                assert getattr(torch, name)([1.0], device=0).device == torch.device("cuda:0")
+                with torch.device("meta"):
+                    assert getattr(torch, name)([1.0]).is_meta
+    with torch.device("meta"):
+        assert all(getattr(torch, name)([1.0]).is_meta for name in names)
 
 
 @simulated
