@@ -1,4 +1,4 @@
-"""Writes the tables of docs/limits.md from docs/matrix: `python docs/matrix_table.py`."""
+"""Write the table of docs/limits.md from docs/matrix: `python docs/matrix_table.py`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PACKAGES = ("pytest", "syrupy", "pytest-xdist", "jinja2")
 
 
 def records() -> list[dict[str, Any]]:
-    """What each run of `nox -s matrix` saw, the oldest torch first."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in DOCS.glob("matrix/*.json")]
-    return sorted(found, key=lambda record: [_numbers(text) for text in _versions(record)])
+    """Read the results of `nox -s matrix`, the oldest torch first."""
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in DOCS.glob("matrix/*.json")]
+    return sorted(results, key=lambda record: [_numbers(text) for text in _versions(record)])
 
 
 def _versions(record: dict[str, Any]) -> tuple[str, ...]:
@@ -29,23 +29,26 @@ def _numbers(version: str) -> list[int]:
 
 
 def table() -> str:
-    """What passed, failed and was skipped, as Markdown."""
+    """Return the numbers of passed, failed and skipped tests as Markdown."""
     rows = [
-        ("torch", "Python", ", ".join(PACKAGES), "`-m upstream`", "examples", "when", "commit"),
+        ("torch", "Python", ", ".join(PACKAGES), "`-m upstream`", "examples", "date", "commit"),
         ("---",) * 7,
     ]
-    told: dict[str, list[str]] = {}
+    # One bullet for each failed test and each reason, with all versions that it applies to.
+    bullets: dict[tuple[str, str], list[str]] = {}
     for record in records():
-        torch, python, *others = _versions(record)
+        torch, python, *packages = _versions(record)
         upstream, examples = (_counts(record["runs"][name]) for name in ("upstream", "examples"))
-        when, commit = record["date"], f"`{record['commit']}`"
-        rows.append((torch, python, ", ".join(others), upstream, examples, when, commit))
+        date, commit = record["date"], f"`{record['commit']}`"
+        rows.append((torch, python, ", ".join(packages), upstream, examples, date, commit))
         for test in record["failed"]:
-            told.setdefault(f"failed: `{test}`", []).append(torch)
+            bullets.setdefault(("Failed", f"`{test}`"), []).append(torch)
         for reason in record["skipped"]:
-            told.setdefault(f"skipped: {reason}", []).append(torch)
+            bullets.setdefault(("Skipped", reason), []).append(torch)
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines += ["", *(f"- torch {', '.join(dict.fromkeys(on))}, {what}" for what, on in told.items())]
+    lines += [""]
+    for (outcome, text), versions in bullets.items():
+        lines.append(f"- {outcome} with torch {', '.join(dict.fromkeys(versions))}: {text}")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -54,9 +57,9 @@ def _counts(outcomes: dict[str, int]) -> str:
 
 
 def main() -> None:
-    """Replaces the tables on the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    PAGE.write_text(before + START + table() + END + rest.partition(END)[2], encoding="utf-8")
+    """Replace the table on the page."""
+    before, _, old = PAGE.read_text(encoding="utf-8").partition(START)
+    PAGE.write_text(before + START + table() + END + old.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,24 +13,25 @@ BEFORE_2_11 = VERSION < (2, 11)
 HAS_FLIGHT_RECORDER = not BEFORE_2_11
 """Whether torch has one that knows of gloo; that of 2.9 knows of NCCL alone."""
 needs_flight_recorder = pytest.mark.skipif(
-    not HAS_FLIGHT_RECORDER, reason="this torch has no flight recorder that knows of gloo"
+    not HAS_FLIGHT_RECORDER, reason="the flight recorder of this torch does not record gloo"
 )
 
 needs_replicas_of_fsdp2 = pytest.mark.skipif(
     VERSION < (2, 8),
-    reason="FSDP2 of this torch cannot replicate on the CPU: it reduces by AVG, which gloo lacks, "
-    "and needs an event that only a GPU gives",
+    reason="FSDP2 of this torch cannot replicate on the CPU: it reduces with AVG, which gloo "
+    "lacks, and needs a GPU event",
 )
 
 needs_pipelines_on_gloo = pytest.mark.skipif(
     BEFORE_2_11,
-    reason="1F1B of this torch fails on gloo, also without the plugin: 2.7 hangs, since it waits "
-    "for the last of several transfers alone; 2.9 ends at its first, whose sizes differ",
+    reason="1F1B of this torch fails on gloo, with or without the plugin: 2.7 hangs, because it "
+    "waits only for the last of several transfers; 2.9 fails in the first transfer, because the "
+    "sizes differ",
 )
 
 needs_default_reshard = pytest.mark.skipif(
     not re.search("Optional|None", str(fully_shard.__annotations__["reshard_after_forward"])),
-    reason="reshard_after_forward of this torch cannot be None",
+    reason="this torch does not accept reshard_after_forward=None",
 )
 
 SENT_ON_ONE_RANK = {"all_gather": VERSION < (2, 8), "reduce_scatter": BEFORE_2_11}
