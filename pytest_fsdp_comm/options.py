@@ -1,4 +1,4 @@
-"""Command line, ini and marker in one table: each setting is declared once, and parsed once."""
+"""Declare and parse all settings: command line options, ini values and marker arguments."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ MARKER_SIGNATURE: Final = (
 # Name of the fixture that carries a parametrized world size.
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 
-# Largest world size with a process for each rank: beyond it, 200 MB per rank once torch ran (torch
-# 2.13, CPU) outgrow a machine, and a simulation shows the same.
+# Largest world size with a process for each rank. A rank needs 200 MB once torch runs (torch 2.13,
+# CPU), so more ranks outgrow a machine; a simulation records the same.
 MAX_PROCESSES: Final = 256
 
 
 class BadValueError(ValueError):
-    """What is wrong with one value; the caller adds where it came from."""
+    """A setting has a wrong value; the caller adds where the value was set."""
 
 
 def parse_whole_number(value: object, *, expected: str, least: int, most: float = math.inf) -> int:
-    """Parse an int, or a decimal text, in a range; BadValueError for others, and for bools."""
+    """Parse an int (no bool) or a decimal string within a range, or raise BadValueError."""
     number = value
     if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]+\s*", value):
         number = int(value)
@@ -61,7 +61,7 @@ parse_world_size = partial(
 
 
 def parse_timeout_s(value: object) -> float:
-    """Parse a deadline in seconds, greater than 0 and finite; BadValueError for others."""
+    """Parse a positive, finite number of seconds, or raise BadValueError."""
     try:
         seconds = float(value)  # type: ignore[arg-type]  # what float() rejects is reported below
     except (TypeError, ValueError):
@@ -72,14 +72,14 @@ def parse_timeout_s(value: object) -> float:
 
 
 def parse_choice(value: Any, *, allowed: Sequence[Any]) -> Any:
-    """Return a value that is one of a few; BadValueError for others."""
+    """Return the value if it is allowed, or raise BadValueError."""
     if value not in allowed:
         raise BadValueError(f"expected one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
 
 
 def parse_simulate(value: object) -> bool | int | str:
-    """Parse whether to simulate, or from which world size on; BadValueError for others."""
+    """Parse a bool, ``strict`` or the smallest world size to simulate, or raise BadValueError."""
     if isinstance(value, bool) or value == "strict":
         return value
     return parse_whole_number(
@@ -88,11 +88,11 @@ def parse_simulate(value: object) -> bool | int | str:
 
 
 def parse_splits(value: object) -> tuple[float, ...]:
-    """Parse the shares of experts, empty if they are equal; BadValueError for others."""
+    """Parse the shares of experts (empty if equal), or raise BadValueError."""
     if value == "even":
         return ()
     shares = value if isinstance(value, (list, tuple)) else ()
-    is_number = all(type(own) in {int, float} and 0 <= own < math.inf for own in shares)
+    is_number = all(type(share) in {int, float} and 0 <= share < math.inf for share in shares)
     if not is_number or not sum(shares):
         raise BadValueError(
             f"expected 'even', or each expert's share as a list such as [4, 2, 1, 1], got {value!r}"
@@ -101,16 +101,16 @@ def parse_splits(value: object) -> tuple[float, ...]:
 
 
 def parse_real(value: object) -> dict[str, tuple[int, ...]]:
-    """Parse axes with their size, and the stride if it is given; BadValueError for others."""
-    axes = value if isinstance(value, dict) else {}
-    found = {name: own if isinstance(own, tuple) else (own,) for name, own in axes.items()}
-    are_whole = all(type(number) is int and number > 0 for own in found.values() for number in own)
-    if not (found and are_whole and all(own >= (2,) and not own[2:] for own in found.values())):
+    """Parse ``{axis: size}`` or ``{axis: (size, stride)}`` to tuples, or raise BadValueError."""
+    raw_axes = value if isinstance(value, dict) else {}
+    axes = {name: size if isinstance(size, tuple) else (size,) for name, size in raw_axes.items()}
+    are_whole = all(type(number) is int and number > 0 for axis in axes.values() for number in axis)
+    if not (axes and are_whole and all(axis >= (2,) and not axis[2:] for axis in axes.values())):
         raise BadValueError(
             "expected axes with their sizes, of at least 2, such as {'pp': 4}, or with size and "
             f"stride, such as {{'ep': (8, 1)}}, got {value!r}"
         )
-    return found
+    return axes
 
 
 def _parse_findings(lines: Sequence[str]) -> FindingSettings:
@@ -121,10 +121,10 @@ def _parse_findings(lines: Sequence[str]) -> FindingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What command line and ini set, before any marker is looked at: see `DECLARED`."""
+    """Session-wide settings from command line and ini file; `DECLARED` describes each one."""
 
     launched: LaunchedRank | None = None
-    """This process's rank, if torchrun or the like started it; None if it starts ranks itself."""
+    """This process's rank if a launcher started it; None if pytest starts the ranks."""
     world_size: int = 2
     backend: Backend | None = None
     timeout_s: float = 120.0
@@ -146,19 +146,19 @@ class Setting(NamedTuple):
     """A field of `SessionOptions`, an argument of the marker, or both."""
 
     name: str
-    """Of the field and of the argument; the ini value is ``fsdp_comm_`` and this name."""
+    """Name of the field and of the argument; the ini name adds the prefix ``fsdp_comm_``."""
     parse: Callable[[Any], Any]
-    """Makes the value of a text, lines, an absolute path or an argument; raises ValueError."""
+    """Parses an option, ini value, absolute path or argument, or raises ValueError."""
     text: str = ""
-    """What option and ini value do, for ``--help`` and docs/reference/options.md."""
+    """Help text of option and ini value, for ``--help`` and docs/reference/options.md."""
     default: str = ""
-    """How the default is shown where `SessionOptions` has None."""
+    """Text for the default if `SessionOptions` has None."""
     flag: str = ""
-    """The option, which wins over the ini value, with what it calls its value; maybe empty."""
+    """Option and name of its value, ``--comm-report=DIR``; empty without an option."""
     ini: Literal["", "string", "linelist"] = ""
-    """The type of the ini value; empty if there is none."""
+    """Type of the ini value; empty if there is none."""
     argument: str = ""
-    """What the marker's argument does; empty if there is none."""
+    """Help text of the marker's argument; empty if there is none."""
 
     @property
     def ini_name(self) -> str:
@@ -166,7 +166,7 @@ class Setting(NamedTuple):
 
     @property
     def option(self) -> str:
-        """``--comm-report`` of ``--comm-report=DIR``."""
+        """The flag without the name of its value: ``--comm-report``."""
         return self.flag.partition("=")[0]
 
     @property
@@ -174,81 +174,81 @@ class Setting(NamedTuple):
         return self.flag.endswith(("=DIR", "=FILE"))
 
     @property
-    def shown_default(self) -> str:
-        """Empty if the default is not worth a word."""
+    def default_text(self) -> str:
+        """The default as help texts write it; empty if there is nothing to write."""
         value = _DEFAULTS.get(self.name)
         return self.default or ("" if value is None else f"{value}".removesuffix(".0"))
 
 
-# From this table come the options, ini values and arguments that pytest knows, the parsing of what
-# is given, and docs/reference/options.md. The marker lists its arguments in this order.
+# The single list of settings: options, ini values and marker arguments are registered and parsed
+# from it, and docs/settings_table.py writes docs/reference/options.md from it. ``pytest --markers``
+# lists arguments in this order.
 DECLARED: Final = (
     Setting(
         "world_size",
         parse_world_size,
-        "ranks for distributed tests whose marker names no world size",
+        "number of ranks for tests whose marker sets none",
         flag="--world-size=N",
         ini="string",
-        argument="how many ranks: a whole number, or a list to parametrize over",
+        argument="number of ranks, or a list of numbers to parametrize over",
     ),
     Setting(
         "backend",
         partial(parse_choice, allowed=get_args(Backend)),
-        "backend for tests whose marker names none: gloo, nccl or fake (simulated in one process)",
+        "backend for tests whose marker sets none: gloo, nccl or fake (simulated in one process)",
         "nccl with enough GPUs, else gloo",
         flag="--comm-backend=NAME",
         ini="string",
-        argument="'gloo', 'nccl', or 'fake', which simulates ranks in one process",
+        argument="'gloo', 'nccl' or 'fake' (simulated in one process)",
     ),
     Setting(
         "simulate",
         parse_simulate,
-        argument="True: tensors without memory, on the fake group; a whole number: with that many "
-        "ranks or more; 'strict': as True, with no answer for values that nobody knows",
+        argument="True: simulate ranks with tensors that have no memory; a number: simulate from "
+        "that world size on; 'strict': as True, but reading an unknown value is an error",
     ),
     Setting(
         "simulation_splits",
         parse_splits,
-        argument="where scores that nobody knows choose experts: 'even', or each expert's "
-        "share as a list, such as [4, 2, 1, 1] (default: reading such a choice is an error)",
+        argument="how unknown scores choose experts: 'even', or each expert's share as a list, "
+        "such as [4, 2, 1, 1] (default: reading such a choice is an error)",
     ),
     Setting(
         "real",
         parse_real,
-        argument="axes of a simulation whose coordinates all run, a process for each: {'pp': 4} if "
-        "outermost in the mesh, else with the stride, {'ep': (8, 1)}",
+        argument="axes of a simulation with a process for each coordinate: {'pp': 4} for the "
+        "outermost axis of the mesh, otherwise with its stride, {'ep': (8, 1)}",
     ),
     Setting(
         "ranks",
-        lambda given: given,  # which ranks there are depends on the other arguments
-        argument="with 'fake' or simulated, which ranks run, such as [0, 511], or 'all' "
-        "(default: one for each local shape if simulated, else 0)",
+        lambda ranks: ranks,  # valid ranks depend on other arguments
+        argument="ranks that run with 'fake' or in a simulation, such as [0, 511], or 'all' "
+        "(default: one for each local shape in a simulation, else 0)",
     ),
     Setting(
         "scope",
         partial(parse_choice, allowed=get_args(Scope)),
-        argument="'test' starts ranks for each test, 'module' keeps them for the next test of the "
+        argument="'test': start ranks for each test; 'module': reuse them for the next test of the "
         "module with equal settings (default: 'test')",
     ),
     Setting(
         "timeout_s",
         parse_timeout_s,
-        "deadline of a distributed test whose marker names none",
+        "deadline for distributed tests whose marker sets none",
         flag="--comm-timeout=SECONDS",
         ini="string",
-        argument="seconds after which ranks that still run are shown and ended",
+        argument="seconds after which ranks that still run are reported and ended",
     ),
     Setting(
         "device",
         partial(parse_choice, allowed=get_args(Device)),
-        argument="'cpu' or 'cuda', where dist_info.device and device_mesh are (default: cuda with "
-        "nccl, else cpu)",
+        argument="'cpu' or 'cuda', for dist_info.device and device_mesh (default: cuda with nccl, "
+        "else cpu)",
     ),
     Setting(
         "rank_slots",
         partial(parse_whole_number, expected="a whole number of ranks, at least 1", least=1),
-        "run at most N ranks at once across all xdist workers: a test waits until there is room "
-        "for its ranks",
+        "run at most N ranks at once across all xdist workers; a test waits until its ranks fit",
         "no limit",
         flag="--rank-slots=N",
         ini="string",
@@ -256,51 +256,50 @@ DECLARED: Final = (
     Setting(
         "start",
         partial(parse_choice, allowed=get_args(Start)),
-        "fork: ranks are forked, which is fast; spawn: each is a new pytest process, which takes "
-        "seconds per test; auto: forked, unless threads, CUDA or a process group that was started "
-        "during collection would not survive it",
+        "fork: fork ranks, which is fast; spawn: start each rank as a new pytest process, which "
+        "takes seconds per test; auto: fork, unless collection started threads, CUDA or a process "
+        "group",
         flag="--comm-start=HOW",
         ini="string",
     ),
     Setting(
         "artifacts_dir",
         Path,
-        "keep what failed comparisons received and expected in DIR; `fsdp-comm accept DIR` accepts "
-        "them",
+        "write what failed comparisons received and expected to DIR, for `fsdp-comm accept DIR`",
         flag="--comm-artifacts=DIR",
     ),
     Setting(
         "report_dir",
         Path,
-        "write an HTML report of the run to DIR/index.html: what each test sent, gathered and "
-        "sharded, and how that differs from its snapshots",
+        "write an HTML report to DIR/index.html: the communication and sharding of each test, and "
+        "differences from its snapshots",
         flag="--comm-report=DIR",
     ),
     Setting(
         "pdb_rank",
         partial(parse_whole_number, expected="a rank, 0 or greater", least=0),
-        "the rank in which --pdb, --trace and breakpoint() debug a distributed test",
+        "rank to debug with --pdb, --trace and breakpoint()",
         "the lowest that runs",
         flag="--pdb-rank=N",
     ),
     Setting(
         "summary_file",
         Path,
-        "write what differs from the snapshots, and what that costs, to FILE as Markdown (on "
-        "GitHub, the summary of the step has it without this option)",
+        "write differences from snapshots, and their cost, to FILE as Markdown (GitHub's step "
+        "summary has them without this option)",
         flag="--comm-summary=FILE",
     ),
     Setting(
         "progress_s",
         parse_timeout_s,
-        "report on the terminal where the ranks of a test are if it still runs after this many "
-        "seconds, and again each time the elapsed time has doubled",
+        "print where the ranks of a test are after this many seconds, and again whenever the "
+        "elapsed time has doubled",
         ini="string",
     ),
     Setting(
         "snapshot_dir",
         Path,
-        "directory of the communication snapshots, relative to the root directory",
+        "directory of snapshots, relative to the root directory",
         ini="string",
     ),
     Setting(
@@ -325,59 +324,59 @@ class RealAxis:
     name: str
     size: int
     stride: int
-    """From the rank at one coordinate to the rank at the next."""
+    """Distance between ranks at consecutive coordinates."""
 
 
 def ranks_along(axes: Iterable[RealAxis], ranks: Iterable[int]) -> tuple[int, ...]:
-    """Some ranks, and those that differ from one of them in these axes alone; ascending."""
-    found = {*ranks}
+    """Add to `ranks` all ranks that differ from one of them only in these axes; ascending."""
+    selected = {*ranks}
     for axis in axes:
-        found = {
-            rank + (place - rank // axis.stride % axis.size) * axis.stride
-            for rank in found
-            for place in range(axis.size)
+        selected = {
+            rank + (coordinate - rank // axis.stride % axis.size) * axis.stride
+            for rank in selected
+            for coordinate in range(axis.size)
         }
-    return tuple(sorted(found))
+    return tuple(sorted(selected))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedSettings:
-    """How one test runs on ranks, after marker, options, ini values and defaults are resolved."""
+    """How one test runs on ranks, resolved from marker, options, ini values and defaults."""
 
     world_size: int
-    """Ranks of the test's process group; at least 1."""
+    """Size of the test's default process group; at least 1."""
     backend: Backend
     ranks: tuple[int, ...]
-    """The ranks that really run, ascending: all of them, or the chosen ones with ``fake``."""
+    """Ranks with a process, ascending: all ranks, or with ``fake`` the selected ones."""
     scope: Scope
-    """``test``: fresh ranks for each; ``module``: kept for a module's tests of equal settings."""
+    """``test``: new ranks for each test; ``module``: shared by tests with equal settings."""
     timeout_s: float
-    """Seconds from the start of the ranks until they are dumped and killed; greater than 0."""
+    """Seconds from the start of the ranks to the hang report; greater than 0."""
     device: Device | None
-    """``cpu``, ``cuda``; None lets the backend decide."""
+    """None if the backend decides."""
     simulation: Simulation = ""
-    """Whether tensors have no memory, and what unknown values are; empty for real tensors."""
+    """Empty for real tensors; ``strict`` raises at unknown values, ``answering`` assumes some."""
     simulation_splits: tuple[float, ...] | None = None
-    """Shares of experts where scores choose them; empty if equal, None if not declared."""
+    """Shares of experts that unknown scores choose; empty if equal, None if not declared."""
     real: tuple[RealAxis, ...] = ()
-    """Of a simulation: what is sent along them arrives."""
+    """Axes of a simulation along which ranks receive what others send."""
     finds_ranks: bool = False
-    """Whether ranks that keep other shapes than `ranks` are to run as well."""
+    """Whether the simulation also runs ranks whose local shapes differ from those of `ranks`."""
 
 
-# On an item's stash: present exactly if the test is distributed.
+# On an item's stash, only if the test is distributed.
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
-# On an item's stash: pytest-timeout's limit, if it has one for the whole test.
+# On an item's stash: pytest-timeout's limit, if one applies to the complete test.
 PLUGIN_TIMEOUT_S: Final = pytest.StashKey[float]()
 # On the config's stash, from `pytest_configure` on.
 OPTIONS: Final = pytest.StashKey[SessionOptions]()
-# On the config's stash, exactly if a report is written: the `run_report.Notes`, to which
-# fixtures pass on what they make, and which is in a room above theirs.
+# On the config's stash, only if a report is written: the `run_report.Notes` of this process. The
+# type is Any because `run_report` is in a room above this one.
 OBSERVER: Final = pytest.StashKey[Any]()
 
 
 def show_problems(problems: Sequence[str]) -> str:
-    """Put usage errors under one headline, each on a line; one alone needs none."""
+    """Join usage errors under a headline, one a line; a single error needs no headline."""
     if len(problems) == 1:
         return problems[0]
     return "\n  ".join((f"{len(problems)} usage errors of pytest-fsdp-comm:", *problems))
@@ -387,70 +386,72 @@ def add_options(parser: pytest.Parser) -> None:
     """Register the command line options and ini values."""
     group = parser.getgroup("fsdp-comm", "communication regression tests (pytest-fsdp-comm)")
     for setting in DECLARED:
-        flag, ini, default = setting.option, setting.ini_name, setting.shown_default
-        known = [f"ini: {ini}"] if flag and ini else []
-        known += [f"default: {default}"] if default else []
-        described = f"{setting.text} ({'; '.join(known)})" if known else setting.text
+        flag, ini, default = setting.option, setting.ini_name, setting.default_text
+        remarks = [f"ini: {ini}"] if flag and ini else []
+        remarks += [f"default: {default}"] if default else []
+        help_text = f"{setting.text} ({'; '.join(remarks)})" if remarks else setting.text
         if flag:
-            # No default here: it would hide the ini value.
-            group.addoption(flag, metavar=setting.flag.partition("=")[2], help=described)
+            # Without a default, which would hide the ini value.
+            group.addoption(flag, metavar=setting.flag.partition("=")[2], help=help_text)
         if setting.ini:
             unit = ", in seconds" if flag and setting.name.endswith("_s") else ""
-            text = f"default for {flag}{unit}" if flag else described
+            text = f"default for {flag}{unit}" if flag else help_text
             parser.addini(ini, text, type=setting.ini)
 
 
 def join_paths(arguments: Iterable[str]) -> list[str]:
-    """Write each of our options that takes a path and its value as one word."""
-    # pytest chooses its root directory before it knows a plugin's options: it takes an existing
-    # path that is a word of its own for a path of tests.
-    words = iter(arguments)
+    """Join each of this plugin's path options with its value: ``--comm-report=DIR``."""
+    # pytest chooses its root directory before plugins register their options, and mistakes an
+    # existing path given as a separate argument for a test path.
+    remaining = iter(arguments)
     return [
-        f"{word}={value}" if (value := word in PATH_OPTIONS and next(words, None)) else word
-        for word in words
+        f"{argument}={path}"
+        if (path := argument in PATH_OPTIONS and next(remaining, None))
+        else argument
+        for argument in remaining
     ]
 
 
 def read_session_options(config: pytest.Config) -> SessionOptions:
-    """Parse command line and ini; a usage error says where each wrong value came from."""
+    """Parse command line and ini values, or raise a usage error that lists all wrong ones."""
     problems: list[str] = []
 
-    def attempt(where: str, parse: Callable[[Any], Any], given: Any) -> Any:
+    def attempt(where: str, parse: Callable[[Any], Any], raw_value: Any) -> Any:
         try:
-            return parse(given)
+            return parse(raw_value)
         except (ValueError, pytest.UsageError) as problem:
             problems.append(f"{where}{problem}")
             return None
 
     values: dict[str, Any] = {}
     for setting in DECLARED:
-        where, given = _given(config, setting)
-        if given is not None:
-            values[setting.name] = attempt(where, setting.parse, given)
+        where, raw_value = _raw_value(config, setting)
+        if raw_value is not None:
+            values[setting.name] = attempt(where, setting.parse, raw_value)
     launched = attempt("", _read_launch, config)
     if launched and config.getoption("--world-size") is None:
-        # The ini value is the project's default; what was launched is what this run wants.
+        # The ini value is the project's default; the launcher's world size is for this run.
         values["world_size"] = launched.world_size
     if values.get("pdb_rank") is not None and config.getoption("dist", "no") != "no":
-        # As xdist words it for --pdb.
+        # The same text as xdist's error for --pdb.
         problems.append("--pdb-rank is incompatible with distributing tests; try using -n0 or -nno")
-    given = values.get("snapshot_dir", _DEFAULTS["snapshot_dir"])
-    directory = attempt("ini fsdp_comm_snapshot_dir: ", partial(_snapshot_dir, config), given)
+    path = values.get("snapshot_dir", _DEFAULTS["snapshot_dir"])
+    directory = attempt("ini fsdp_comm_snapshot_dir: ", partial(_snapshot_dir, config), path)
     if problems:
         raise pytest.UsageError(show_problems(problems))
     values |= {"snapshot_dir": directory, "launched": launched}
     return SessionOptions(**values)
 
 
-def _given(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
-    """Find where a setting is given, to begin an error with, and its text; None if nowhere."""
-    given = config.getoption(setting.option) if setting.flag else None
+def _raw_value(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
+    """Return the prefix for errors and the value from option or ini; None if neither is set."""
+    raw_value = config.getoption(setting.option) if setting.flag else None
     if setting.is_path:
         # Relative to where the user typed it, as with --junitxml.
-        given = config.invocation_params.dir / given if given else None
-    if given is not None or not setting.ini:
-        return f"{setting.option}: ", given
-    # What parses lines says itself which is wrong.
+        raw_value = config.invocation_params.dir / raw_value if raw_value else None
+    if raw_value is not None or not setting.ini:
+        return f"{setting.option}: ", raw_value
+    # Parsers of lines name the wrong line themselves.
     where = "ini " if setting.ini == "linelist" else f"ini {setting.ini_name}: "
     return where, config.getini(setting.ini_name) or None
 
@@ -467,24 +468,23 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
     return launched
 
 
-def _snapshot_dir(config: pytest.Config, given: Path) -> Path:
-    # Without "..", by which two names of one directory would differ; a link's is its target's.
-    root = config.rootpath.resolve() if ".." in given.parts else config.rootpath
-    directory = Path(os.path.normpath(root / given))
-    foreign = getattr(config.option, "snapshot_dirname", "")
-    if foreign in directory.parts:
+def _snapshot_dir(config: pytest.Config, path: Path) -> Path:
+    # Normalize "..", so that a directory has one name; behind a symlink, ".." is its target's.
+    root = config.rootpath.resolve() if ".." in path.parts else config.rootpath
+    directory = Path(os.path.normpath(root / path))
+    syrupy_dir = getattr(config.option, "snapshot_dirname", "")
+    if syrupy_dir in directory.parts:
         raise pytest.UsageError(
-            f"{foreign!r} is where syrupy keeps the files of plain "
-            "`snapshot` assertions and deletes files that it does not know; choose another "
-            "directory, e.g. 'snapshots'"
+            f"{syrupy_dir!r} is where syrupy stores plain `snapshot` assertions and deletes other "
+            "files; choose another directory, e.g. 'snapshots'"
         )
     return directory
 
 
 def describe(options: SessionOptions) -> str:
-    """Return the line of the report header."""
+    """Return the line for the header of the session."""
     backend = options.backend or "nccl with enough GPUs, else gloo"
-    text = f"fsdp-comm: world size {options.world_size}, backend {backend}"
+    text = f"fsdp-comm: world size {options.world_size} unless a test sets one, backend {backend}"
     if launched := options.launched:
         text += f", rank {launched.rank} of {launched.world_size} started by {launched.launcher}"
     if options.start != "auto" and not options.launched:

@@ -78,7 +78,7 @@ def test_start():
 @pytest.mark.parametrize(
     ("conftest", "option", "operator", "line"),
     [
-        ("", "--comm-start=auto", "not in", "fsdp-comm: world size 2, backend *gloo"),
+        ("", "--comm-start=auto", "not in", "fsdp-comm: world size 2 *, backend *gloo"),
         (UNSAFE_TO_FORK, "--comm-start=fork", "not in", "fsdp-comm: *, ranks are forked"),
         # A worker of xdist has no terminal.
         (UNSAFE_TO_FORK, "-n1", "in", "*: PytestWarning: fsdp-comm: threads have been running *"),
