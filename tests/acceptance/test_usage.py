@@ -94,7 +94,8 @@ def test_a_bad_marker_on_a_deselected_test_does_not_stop_the_session(project):
 def test_the_command_line_wins_over_ini(project):
     pytester = project("def test_it(): pass")
     pytester.makeini("[pytest]\nfsdp_comm_world_size = 8\nfsdp_comm_backend = fake")
-    assert "fsdp-comm: world size 8 unless a test sets one, backend fake" in pytester.runpytest_subprocess().stdout.str()
+    result = pytester.runpytest_subprocess()
+    assert "fsdp-comm: world size 8 unless a test sets one, backend fake" in result.stdout.str()
     result = pytester.runpytest_subprocess("--world-size", "4", "--comm-backend", "gloo")
     assert "fsdp-comm: world size 4 unless a test sets one, backend gloo" in result.stdout.str()
 
