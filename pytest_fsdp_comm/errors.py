@@ -1,4 +1,4 @@
-"""Errors that a user can cause, each with what was expected, what came, where, and the remedy."""
+"""Errors that users can cause. Each text says what was expected, received, where, and a remedy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from functools import partial
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Replace what steers a terminal or begins a line, unless `keep` has it: ``\x1b``."""
-    # Every name passes it that is not written as in a snapshot, where it comes in or where it
-    # leaves.
+    r"""Escape control characters and line breaks that are not in `keep`: ``\x1b``."""
+    # Every name in an output goes through this function, or through the escapes of snapshots.
     if text.isprintable():
         return text
     return "".join(
@@ -18,13 +17,13 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def quoted(text: str, most: int = 100) -> str:
-    """Quote what came, cut to so many characters, so that an error stays short."""
-    shown = repr(text[:most])
-    is_whole = len(text) <= most and len(shown) <= most
-    return shown if is_whole else f"{shown[: most - 4]}...{shown[0]}"
+    """Quote a text in an error, cut to `most` characters."""
+    quote = repr(text[:most])
+    is_complete = len(text) <= most and len(quote) <= most
+    return quote if is_complete else f"{quote[: most - 4]}...{quote[0]}"
 
 
-# Of a part of a line that may be quoted too.
+# Shorter, because the error may also quote the line that contains this part.
 quoted_part = partial(quoted, most=50)
 
 
@@ -40,7 +39,7 @@ class EmptyRecordingError(FsdpCommError):
 
 
 class IncompleteRecordingError(FsdpCommError):
-    """A recording that is known not to be the whole truth was compared with a snapshot."""
+    """A recording with a gap was compared with a snapshot."""
 
 
 class SnapshotFormatError(FsdpCommError):
@@ -48,16 +47,16 @@ class SnapshotFormatError(FsdpCommError):
 
 
 class RecordingError(FsdpCommError):
-    """The recorder was used in a way that cannot give a true recording."""
+    """The recorder was used in a way that cannot produce a correct recording."""
 
 
 class UpstreamChangedError(FsdpCommError):
-    """A private name of torch, pytest or syrupy that the plugin relies on is missing."""
+    """A private name of torch, pytest or syrupy that the plugin uses no longer exists."""
 
 
 class RanksDivergedError(FsdpCommError):
-    """The ranks of one test did not reach the same comparison."""
+    """The ranks of a test did not make the same comparisons."""
 
 
 class UnseenCollectivesWarning(UserWarning):
-    """Something was sent while a recording was under way that it does not have."""
+    """A recording lacks communication that happened during its block."""

@@ -1,4 +1,4 @@
-"""Reads from the environment what started this process: an outside launcher, or this plugin."""
+"""Read from the environment whether a launcher or this plugin started this process."""
 
 from __future__ import annotations
 
@@ -7,74 +7,73 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Environment variable that a launched pytest sets: a pytest that one of its tests runs inherits the
-# launcher's variables, but is not one of its ranks.
+# Set by a launched pytest: if one of its tests starts another pytest, that one inherits the
+# launcher's variables but is not a launched rank.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
-# Environment variable of the process that rank 0's pytest process starts as its rank, where it
-# cannot be forked.
+# Set for the process of rank 0 under a launcher, if rank 0's pytest process cannot fork it.
 OWN_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_OWN_RANK"
-# Environment variable of a spawned rank: the path of its `RankSetSpec`.
+# Set for a spawned rank: the path of its `RankSetSpec`.
 SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
-# Environment variable of a spawned rank: its number, then the descriptors of `RunRank`.
+# Set for a spawned rank: its number, then the file descriptors of `RunRank`.
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
-# The rank, the number of processes and the rank on the machine, as other launchers call them:
-# Open MPI's mpirun, that of MPICH and Intel MPI, and srun. Only srun sets SLURM_STEP_NUM_TASKS: a
-# batch script and the shell of salloc have the other variables too, but run once.
+# Variables for rank, world size and local rank of Open MPI's mpirun, of mpirun from MPICH and Intel
+# MPI, and of srun. Only srun sets SLURM_STEP_NUM_TASKS; a batch script and a shell of salloc have
+# the other two as well, but run only once.
 _OTHER_LAUNCHERS: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 _LARGEST_PORT: Final = 65535
-# Largest simulated world size: 16 times the largest mesh that the recorder was measured on.
+# Largest simulated world size: 16 times the largest one with measured recording costs.
 MAX_SIMULATED: Final = 131_072
 _HOST_SIZE: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRank:
-    """One of the processes that a launcher started, each for one rank."""
+    """This process's rank, as set by the launcher that started it."""
 
     rank: int
     world_size: int
     """At least 2."""
     local_rank: int
-    """This rank on its machine, from 0."""
+    """Rank on this machine, from 0."""
     local_world_size: int
     host: str
     port: int
-    """The store's TCP port."""
+    """TCP port of the store."""
     has_store: bool
-    """Whether the launcher serves the store; otherwise rank 0 does."""
+    """Whether the launcher serves the store; if not, rank 0 does."""
     run_id: str
-    """Differs between runs that share a store."""
+    """Unique among the runs that use the same store."""
     launcher: str
-    """What started the ranks, for texts: ``torchrun``, or the variables it set."""
+    """Name for texts: ``torchrun``, or the variables that the launcher set."""
     is_leader: bool
-    """Whether this process reports and writes for all ranks."""
+    """Whether this process reports, and writes files, for all ranks."""
 
 
 def simulated_variables(rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
-    """The variables that torchrun would set on a host of, by default, 8 ranks; GPUs are hidden."""
+    """Return the variables that torchrun would set on hosts of 8 ranks; they also hide GPUs."""
     local_size = local_size or _HOST_SIZE
     local_rank = rank % local_size
-    here = min(local_size, size - rank + local_rank)
+    on_host = min(local_size, size - rank + local_rank)  # the last host may have fewer ranks
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    numbers = zip(names, map(str, (rank, size, local_rank, here)), strict=True)
+    numbers = zip(names, map(str, (rank, size, local_rank, on_host)), strict=True)
     return {**dict(numbers), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def is_spawned_rank() -> bool:
-    """Whether this pytest process was started as a rank, by the pytest process of its session."""
+    """Return whether another pytest process started this one as a rank."""
     return SPEC_VARIABLE in os.environ
 
 
 def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """Read the launcher's variables; ValueError says what was expected of one, and what came.
+    """Read the launcher's variables; return None if it started no or only one process.
 
-    Returns None if no launcher started this process, or if it started only one, which starts the
-    ranks of its tests itself.
+    Raises:
+        ValueError: A variable has a wrong value.
     """
     if INSIDE_VARIABLE in environment or not _are_set(environment):
         return None
@@ -101,16 +100,16 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def explain_separate_processes(environment: Mapping[str, str]) -> str:
-    """Say what to do where a launcher started processes that cannot meet; empty elsewhere."""
+    """Return an error if a launcher started processes that cannot find each other, else empty."""
     if INSIDE_VARIABLE in environment or _are_set(environment):
         return ""
     for rank, size, local_rank in _OTHER_LAUNCHERS:
         if rank in environment and environment.get(size, "1") != "1":
             return (
                 f"this is process {environment[rank]} of {environment[size]} that a launcher "
-                f"started ({rank}, {size}), and without RANK, WORLD_SIZE, MASTER_ADDR and "
-                "MASTER_PORT each would run all tests and write the same files. Let the launcher "
-                "start this, with the host of rank 0 and a free port on it:\n"
+                f"started ({rank}, {size}) without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. "
+                "Each process would run all tests and write the same files. Let the launcher "
+                "start this command, with the host of rank 0 and a free port there:\n"
                 f"    sh -c 'RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local_rank} "
                 "MASTER_ADDR=host0 MASTER_PORT=29500 python -m pytest'\n"
                 f"If no launcher started this process, unset {rank}"

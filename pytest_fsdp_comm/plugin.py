@@ -1,4 +1,4 @@
-"""The plugin's hooks, each a few lines; decisions live in the modules that they call."""
+"""Hooks of the pytest plugin; other modules contain the logic."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pytest_fsdp_comm.snapshots import failed_comparison, unused
 if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.session.runner import RankRunner
 
-# Windows has neither fcntl nor Unix sockets, either: what starts ranks cannot be imported.
+# Without fork there is neither fcntl nor a Unix socket (Windows), so `ranks` cannot be imported.
 _CAN_FORK: Final = hasattr(os, "fork")
 _NEEDS_FORK: Final = (
-    "distributed tests need Linux: their ranks are forked, which this system "
-    f"({sys.platform}) cannot; run pytest in WSL, a container or a virtual machine"
+    f"distributed tests fork their ranks, which {sys.platform} does not support; run pytest on "
+    "Linux, for example in WSL, a container or a virtual machine"
 )
 
 
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         f"{options.MARKER_SIGNATURE}: run the test on several ranks, each a process.{arguments}",
     )
-    given = config.stash[options.OPTIONS] = options.read_session_options(config)
+    settings = config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):
         config.pluginmanager.register(unused.UnusedSnapshots(config), "fsdp-comm-unused")
         from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # imports syrupy
@@ -54,15 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
         plain_snapshot.refuse_recordings(config)
     else:
         config.pluginmanager.register(_WithoutSyrupy(), "fsdp-comm-without-syrupy")
-    if given.report_dir is not None:
-        from pytest_fsdp_comm import run_report  # noqa: PLC0415  # on request
+    if settings.report_dir is not None:
+        from pytest_fsdp_comm import run_report  # noqa: PLC0415  # only with --comm-report
 
-        run_report.register(config, given.report_dir)
-    is_reviewed = given.summary_file or not {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}.isdisjoint(
-        os.environ
-    )
-    is_alone = not (hasattr(config, "workerinput") or is_spawned_rank())
-    if is_reviewed and is_alone and (given.launched is None or given.launched.is_leader):
+        run_report.register(config, settings.report_dir)
+    github = {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}
+    has_summary = settings.summary_file or not github.isdisjoint(os.environ)
+    is_main = not (hasattr(config, "workerinput") or is_spawned_rank())
+    if has_summary and is_main and (settings.launched is None or settings.launched.is_leader):
         from pytest_fsdp_comm import ci_session  # noqa: PLC0415  # in CI only
 
         config.pluginmanager.register(ci_session.CiSession(config, os.environ), "fsdp-comm-ci")
@@ -79,13 +78,13 @@ class _WithoutSyrupy:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Say what distributed tests without arguments will use."""
+    """Print the defaults for tests whose marker sets nothing."""
     return options.describe(config.stash[options.OPTIONS])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Keep all but one of the processes that a launcher started from the terminal."""
+    """Under a launcher, silence all processes but rank 0's."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # in such a process only
@@ -95,7 +94,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize over a list of world sizes, as the last part of the test's id."""
+    """Parametrize over the marker's list of world sizes; their ids come last."""
     mark = metafunc.definition.get_closest_marker(options.MARKER_NAME)
     sizes = marker.world_sizes(mark) if mark else None
     if sizes:
@@ -106,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    """Resolve every selected test's settings; bad markers stop the session before any test."""
+    """Resolve the settings of all selected tests; a wrong marker ends the session."""
     launched = session.config.stash[options.OPTIONS].launched
     marker.resolve_items(session, items, count_gpus=partial(usable_gpu_count, launched))
     runs_ours = any(map(marker.uses_plugin, items)) and not session.config.option.collectonly
@@ -116,13 +115,13 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Prepare ranks before the first test can make a fork unsafe."""
+    """Start the fork server before a test can make forks unsafe."""
     ours = [item for item in session.items if marker.uses_plugin(item)]
     launched = session.config.stash[options.OPTIONS].launched
     if ours and _CAN_FORK:
         _prepare_ranks(session, ours, launched)
     elif launched:
-        # Tests that were written for a launcher without this plugin run in every process.
+        # Under a launcher, tests that do not use this plugin run in every process.
         from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # in such a process only
 
         isolation.release_terminal(session.config)
@@ -130,8 +129,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.hookimpl
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test that cannot run where torch is missing or ranks cannot be forked."""
-    # After marks that skip it, and before code of its own, which would fail with a consequence.
+    """Fail a test that needs torch or forks where the system has none."""
+    # Skip marks were evaluated before. The test's code comes later, and its error would be obscure.
     if marker.may_record(item) and (missing := upstream.missing_torch()):
         pytest.fail(missing, pytrace=False)
     if options.SETTINGS in item.stash and not _CAN_FORK:
@@ -174,7 +173,7 @@ def _prepare_ranks(
 
 
 class _Protocol:
-    """Registered last, so that its hook comes before those of plugins that take a test over."""
+    """Runs distributed tests; registered last, so that its hook precedes those of other plugins."""
 
     def __init__(self, choose: Callable[[pytest.Item], RankRunner | None]) -> None:
         self._choose = choose
@@ -194,9 +193,9 @@ class _Protocol:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """Leave a distributed test's timeout of pytest-timeout to the supervisor of its ranks."""
-    # Here it would end the session, or count the wait for other tests' ranks; in a rank its signals
-    # find no Python code to interrupt.
+    """Let the supervisor of the ranks apply pytest-timeout's limit to a distributed test."""
+    # A timer in this process would end the session, and count the wait for free rank slots. In a
+    # rank, its signal cannot interrupt a collective, which waits in C++.
     if options.SETTINGS not in item.stash:
         return None
     item.stash[options.PLUGIN_TIMEOUT_S] = settings.timeout
@@ -207,7 +206,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 def pytest_assertrepr_compare(
     op: str, left: object, right: object
 ) -> Generator[None, list[list[str]], list[list[str]]]:
-    """Lead the explanation of a failed comparison with the change in the domain's words."""
+    """Put the plugin's explanation of a failed comparison before those of other plugins."""
     explanations = yield
     sides = (left, right)
     if _is_any(sides, "comm.questions", "Answer"):
@@ -215,7 +214,7 @@ def pytest_assertrepr_compare(
 
         return [explain_answer(op, left, right), *explanations]
     if _is_any(sides, "tree.finding", "Findings"):
-        # `pytest_runtest_makereport` adds the findings: of an explanation pytest cuts off the end.
+        # pytest truncates long explanations, so `pytest_runtest_makereport` adds the findings.
         return [[f"{left!r} {op} {right!r}"], *explanations]
     if not _is_any(sides, "snapshots.extension", "CommSnapshot"):
         return explanations
@@ -227,7 +226,7 @@ def pytest_assertrepr_compare(
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Fail a test that compared and did not assert."""
+    """Fail a test whose failed comparison it did not assert."""
     yield
     if failed_comparison.UNEXPLAINED in item.stash:
         from pytest_fsdp_comm.snapshots.explain import fail_unasserted  # noqa: PLC0415  # on failure only
@@ -239,7 +238,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Explain failed assertions about findings and comparisons, and torch's group errors."""
+    """Explain failed assertions about findings and comparisons, and process group errors."""
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, ValueError) and "torch" in sys.modules:
         from pytest_fsdp_comm.ranks.rank.process_group import add_remedy  # noqa: PLC0415  # on failure only
@@ -259,9 +258,9 @@ def pytest_runtest_makereport(
 
 
 def _is_any(values: Iterable[object], module: str, name: str) -> bool:
-    """Whether one of some values is of a class of this package, without importing the class."""
+    """Return whether a value is an instance of this package's class, without importing it."""
     loaded = sys.modules.get(f"pytest_fsdp_comm.{module}")
-    # Never isinstance(), which runs the code of proxies.
+    # isinstance() would run user code of proxy objects.
     return loaded is not None and any(
         issubclass(type(value), getattr(loaded, name)) for value in values
     )

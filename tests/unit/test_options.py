@@ -161,7 +161,7 @@ def test_a_bad_world_size_is_refused(value):
         ([4, "gloo"], {}, ("takes one positional argument (world_size), got 2: 4, 'gloo'; write "
          "distributed(world_size=None, *, backend=None, simulate=False, simulation_splits=None, "
          "real=None, ranks=None, scope='test', timeout_s=None, device=None)")),
-        ([4], {"world_size": 4}, "world_size is given twice, by position and by name"),
+        ([4], {"world_size": 4}, "world_size is set twice, by position and by name"),
         ([[]], {}, "world_size: expected at least one world size, such as [2, 4], got []"),
         ([[2, 2]], {}, "world_size: [2, 2] lists a world size twice"),
         ([[2, 0]], {}, ("world_size: expected a whole number of ranks from 1 to 256 (to 131072 "
@@ -192,8 +192,8 @@ def test_a_bad_world_size_is_refused(value):
          "'even', or each expert's share as a list such as [4, 2, 1, 1], got [0]")),
         ([], {"simulation_splits": "even"}, ("simulation_splits: applies to simulations, so it "
          "requires simulate=; drop it")),
-        ([], {"simulate": True, "backend": "gloo"}, ("backend='gloo' with simulate=True, where "
-         "nothing is sent; drop one of the two")),
+        ([], {"simulate": True, "backend": "gloo"}, ("backend='gloo' with simulate=True: a "
+         "simulation sends nothing; drop one of the two")),
         ([], {"simulate": "strict", "device": "cuda"}, ("device='cuda' with simulated ranks, "
          "which run on the CPU; drop device='cuda', or run the test on GPUs with backend='nccl'")),
         ([], {"real": {"pp": 2}}, ("real: applies to simulations, so it requires simulate=; "
@@ -203,7 +203,7 @@ def test_a_bad_world_size_is_refused(value):
         ([6], {"simulate": True, "real": {"pp": 4}}, ("real: an axis 'pp' of size 4 and stride 1 "
          "does not divide 6 ranks")),
         ([8], {"simulate": True, "real": {"pp": 4, "ep": (4, 1)}}, ("real: the axes pp, ep "
-         "overlap: give each its size and its stride in the mesh, such as {'ep': (8, 1)}")),
+         "overlap: write the size and the mesh stride of each, such as {'ep': (8, 1)}")),
         ([1024], {"simulate": True, "real": {"pp": 512}}, ("512 ranks are too many processes "
          "for one machine (at most 256); name some of them, ranks=[0, 3]")),
         ([], {"backend": "fake", "device": "cuda"}, ("device='cuda' with simulated ranks, which "
