@@ -1,7 +1,7 @@
 """Communication regression tests for PyTorch FSDP.
 
-A test says on how many ranks it runs, records a block of code, and compares the recording with
-files that were reviewed::
+A test sets its number of ranks, records a block of code, and compares the recording with reviewed
+snapshot files::
 
     @pytest.mark.distributed(world_size=4)
     def test_train_step(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
@@ -14,15 +14,15 @@ The fixtures, and their types for annotations:
 
     comm_mode      CommMode        records the collectives of a block
     fsdp_tree      TreeFactory     shows how a model is sharded
-    comm_snapshot  CommSnapshot    the reviewed files of the test
+    comm_snapshot  CommSnapshot    compares with the reviewed files of the test
     device_mesh    MakeDeviceMesh  makes a mesh of all ranks
     dist_info      DistInfo        this rank, the world size, the backend and the device
 
 ``pytest --markers`` explains the marker's arguments, ``pytest --help`` the options, and
 ``pytest --fixtures -v`` the fixtures.
 
-The other names are for code that reads recordings, and for ``except``. Importing this package
-imports no torch: names that need it load on first use.
+The other names are for code that reads recordings or catches errors. Importing this package does
+not import torch: names that need it are loaded on first use.
 """
 
 from __future__ import annotations

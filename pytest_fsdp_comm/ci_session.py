@@ -1,4 +1,4 @@
-"""Reports the outcome of a session where reviewers look: on GitHub, or in a file."""
+"""Write the step summary and annotations of a session in CI."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from pytest_fsdp_comm.snapshots.failed_comparison import HANGS_AT, comparisons_o
 from pytest_fsdp_comm.snapshots.unused import UnusedSnapshots
 from pytest_fsdp_comm.text.words import show_path
 
-_TO_ITS_END: Final = frozenset(
+_FINISHED: Final = frozenset(
     {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED}
 )
 
 
 class CiSession:
-    """Registered in the one process that reports the outcome."""
+    """Plugin that is registered only in the process that reports the outcome."""
 
     def __init__(self, config: pytest.Config, environment: Mapping[str, str]) -> None:
         self._config = config
-        # Nobody reviews a session that a test of another session runs.
-        own = {} if "PYTEST_CURRENT_TEST" in environment else environment
+        # A session that a test runs must not write to the outer session's summary.
+        variables = {} if "PYTEST_CURRENT_TEST" in environment else environment
         self.summary = config.stash[OPTIONS].summary_file
-        step = own.get("GITHUB_STEP_SUMMARY")
+        step = variables.get("GITHUB_STEP_SUMMARY")
         self.step_summary = Path(step) if step else None
-        self.annotates = own.get("GITHUB_ACTIONS") == "true"
-        self._origin = read_origin(own)
-        # By test: the last report of one that was run again counts.
+        self.annotates = variables.get("GITHUB_ACTIONS") == "true"
+        self._origin = read_origin(variables)
+        # Keyed by test, so that a rerun replaces the results of earlier attempts.
         self._failed: dict[str, FailedTest] = {}
         self._compared: dict[str, tuple[str, ...]] = {}
         self._problems: list[str] = []
@@ -45,26 +45,27 @@ class CiSession:
         self._annotator: Any = None
 
     def pytest_sessionstart(self) -> None:
-        """Leave to pytest-github-actions-annotate-failures 0.4 what is not annotated here."""
+        """Unregister pytest-github-actions-annotate-failures, to pass it only other failures."""
+        # Checked with version 0.4.
         manager = self._config.pluginmanager
         if self.annotates and manager.has_plugin("annotate_errors"):
             self._annotator = manager.unregister(name="annotate_errors")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note what a test compared, and whether it failed; in xdist's controller, too."""
+        """Collect the comparisons and failures of each test."""
         comparisons = comparisons_of(report)
         if comparisons is not None:
             self._compared[report.nodeid] = comparisons.files
         if report.when == "setup" and not report.failed:
             self._failed.pop(report.nodeid, None)
         is_ours = comparisons is not None or MARKER_NAME in report.keywords
-        # What failed for another reason has compared nothing that differs.
+        # Without a headline, the test failed for another reason than a comparison.
         differing = comparisons if comparisons and comparisons.headline else Comparisons()
-        # Of several failures the first counts, unless a later one is a comparison, as where that
-        # failed in a subtest.
-        known = self._failed.get(report.nodeid)
-        is_first = known is None or (differing.headline and not known.comparisons.headline)
-        if report.failed and is_ours and is_first:
+        # Report the first failure of a test, or the first failed comparison if there is one: with
+        # subtests it may come later.
+        previous = self._failed.get(report.nodeid)
+        is_reported = previous is None or (differing.headline and not previous.comparisons.headline)
+        if report.failed and is_ours and is_reported:
             reason = differing.headline or reason_of(report) or "failed"
             hangs_at = getattr(report, HANGS_AT, "")
             sent = ((hangs_at, reason),) if hangs_at else differing.sent
@@ -79,13 +80,13 @@ class CiSession:
         if self._annotator is not None and not (failed and failed.sent):
             self._annotator.pytest_runtest_logreport(report)
 
-    # After the wrappers around it, which decide what is unused and whether that is a failure.
+    # Wrappers of this hook run first: one of them finds unused snapshots, and may fail the session.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
         from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # in CI only
 
-        # Earlier sessions of the step may have written to its summary.
+        # Append to the step summary: earlier sessions of the same step may have written to it.
         step = self.step_summary if outcomes.has_news else None
         targets = (("GITHUB_STEP_SUMMARY", step, "ab"), ("--comm-summary", self.summary, "wb"))
         for name, path, mode in targets:
@@ -96,14 +97,14 @@ class CiSession:
                         text = review.render_summary(outcomes, self._origin)
                         file.write(b"\n\n" * bool(file.tell()) + text.encode("utf-8", "replace"))
             except OSError as problem:
-                what = f"{problem.filename}: {problem.strerror or problem}"
-                self._problems.append(f"fsdp-comm: cannot write {name} ({what})")
+                reason = f"{problem.filename}: {problem.strerror or problem}"
+                self._problems.append(f"fsdp-comm: cannot write {name} ({reason})")
                 if path is self.summary:
                     session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the annotations, which GitHub takes out of the log."""
+        """Print the annotations, which GitHub reads from the log."""
         for problem in self._problems:
             terminalreporter.write_line(problem, red=True)
         if self.annotates and self._outcomes is not None:
@@ -115,21 +116,21 @@ class CiSession:
 
     def _read_outcomes(self, session: pytest.Session, exitstatus: int) -> Outcomes:
         unused: UnusedSnapshots | None = self._config.pluginmanager.get_plugin("fsdp-comm-unused")
-        found = unused.found if unused is not None else ()
-        why = str(session.shouldfail or session.shouldstop or "")
-        if not why and exitstatus not in _TO_ITS_END:
-            why = f"exit status {int(exitstatus)}"
+        unused_files = unused.found if unused is not None else ()
+        reason = str(session.shouldfail or session.shouldstop or "")
+        if not reason and exitstatus not in _FINISHED:
+            reason = f"exit status {int(exitstatus)}"
         return Outcomes(
             compared_tests=len(self._compared),
             compared_files=len({file for files in self._compared.values() for file in files}),
             failed=tuple(self._failed.values()),
-            unused=tuple(show_path(path, self._config.rootpath) for path in found),
+            unused=tuple(show_path(path, self._config.rootpath) for path in unused_files),
             annotates_all=self._annotator is None,
-            ended_early=f"The session ended early ({why}): not all tests ran." if why else "",
+            ended_early=f"The session ended early ({reason}): not all tests ran." if reason else "",
         )
 
     def _sent(self, sent: Iterable[tuple[str, str]]) -> Iterator[tuple[Place, str]]:
-        # Call sites are relative to the directory that pytest was started in.
+        # Call sites are relative to the directory in which pytest started.
         start = self._config.invocation_params.dir
         for site, text in sent:
             path, _, line = site.rpartition(":")
@@ -138,7 +139,7 @@ class CiSession:
                 yield place, text
 
     def _place_of(self, report: pytest.TestReport) -> Place | None:
-        """Where the assertion is that failed, or else the test."""
+        """Return the line of the failed assertion, or of the test if that is in a package."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
             place = self._place(Path(crash.path), crash.lineno)

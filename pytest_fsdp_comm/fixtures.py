@@ -1,4 +1,4 @@
-"""The fixtures, evaluated in each rank like any other fixture."""
+"""The plugin's fixtures; each rank sets up its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.comm_mode import CommMode
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 
-# What each fixture imports when a test first requests it.
+# Module that each fixture imports when a test first requests it.
 _IMPORTED: Final = {
     "comm_mode": "pytest_fsdp_comm.recording.comm_mode",
     "fsdp_tree": "pytest_fsdp_comm.fsdp_tree",
@@ -30,29 +30,29 @@ _IMPORTED: Final = {
 
 
 def imported_by(items: Iterable[pytest.Item]) -> list[str]:
-    """The modules that tests' fixtures import, beside torch's."""
+    """Return the modules of this package that the fixtures of these tests import."""
     fixtures = {name for item in items for name in getattr(item, "fixturenames", ())}
     return [module for name, module in _IMPORTED.items() if name in fixtures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistInfo:
-    """Where in its process group a test runs."""
+    """Rank, world size, backend and device of the running test: the fixture ``dist_info``."""
 
     rank: int
     """This rank, from 0."""
     local_rank: int
     """This rank on its machine, from 0."""
     world_size: int
-    """Ranks of the default process group; 1 in a test that is not distributed."""
+    """Size of the default process group; 1 in a test that is not distributed."""
     backend: str
     """``gloo``, ``nccl``, or ``fake`` if the rank is simulated; empty if not distributed."""
     device: str
-    """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
+    """Device for this rank's tensors: ``cpu`` or ``cuda:N``."""
 
 
 class MakeDeviceMesh:
-    """Makes meshes of the ranks of one test: the value of the fixture ``device_mesh``."""
+    """Makes device meshes of all ranks: the value of the fixture ``device_mesh``."""
 
     def __init__(self, dist_info: DistInfo) -> None:
         self._dist_info = dist_info
@@ -61,8 +61,8 @@ class MakeDeviceMesh:
         """Make a mesh of all ranks with named axes, e.g. ``device_mesh(dp=2, tp=2)``.
 
         Args:
-            axes: Size of each axis, outermost first; one may be -1, which gets the ranks that the
-                others leave. Without axes: one axis ``dp``.
+            axes: Size of each axis, outermost first. One may be -1: its size follows from the world
+                size. Without axes, the mesh has one axis ``dp``.
 
         Raises:
             FsdpCommError: The product of the sizes is not the world size.
@@ -70,7 +70,7 @@ class MakeDeviceMesh:
         __tracebackhide__ = True  # the error is the caller's
         from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
 
-        # Tests without the marker may make groups on their own, under a launcher too.
+        # A test without the marker may create its process group itself, also under a launcher.
         if not (self._dist_info.backend or has_group() or "RANK" in os.environ):
             test = os.environ.get("PYTEST_CURRENT_TEST", "this test").partition(" (")[0]
             size = math.prod(axes.values()) if min(axes.values(), default=0) > 0 else 2
@@ -84,7 +84,7 @@ class MakeDeviceMesh:
         return mesh
 
     def __repr__(self) -> str:
-        """Short, since pytest shows it beside every failure of a test that has the fixture."""
+        """Return a short text: pytest prints it in each failure of a test with this fixture."""
         return f"<MakeDeviceMesh of {self._dist_info.world_size} ranks>"
 
 
@@ -94,10 +94,11 @@ def _fsdp_comm_world_size(request: pytest.FixtureRequest) -> int:
     return size
 
 
-# Constant in a rank: so fixtures of every scope may use it, and tests that Hypothesis calls.
+# Of session scope, because it is constant in a rank: fixtures of every scope and Hypothesis tests
+# may request it.
 @pytest.fixture(scope="session")
 def dist_info(request: pytest.FixtureRequest) -> DistInfo:
-    """Where this test runs: its rank, local_rank, world_size, backend and device."""
+    """Rank, local_rank, world_size, backend and device of the running test."""
     context = _context(request)
     if context is None:
         return DistInfo(rank=0, local_rank=0, world_size=1, backend="", device="cpu")
@@ -117,18 +118,18 @@ def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
 
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Fill in the axis of size -1; FsdpCommError if the product is not the world size."""
+    """Compute the axis of size -1; raise FsdpCommError if the product is not the world size."""
     __tracebackhide__ = True
-    given = math.prod(size for size in axes.values() if size != -1)
+    product = math.prod(size for size in axes.values() if size != -1)
     open_axes = [name for name, size in axes.items() if size == -1]
     sizes = {
-        name: world_size // given if size == -1 and given > 0 else size
+        name: world_size // product if size == -1 and product > 0 else size
         for name, size in axes.items()
     }
     if len(open_axes) > 1 or math.prod(sizes.values()) != world_size or min(sizes.values()) < 1:
-        shown = ", ".join(f"{name}={size}" for name, size in axes.items())
+        arguments = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise FsdpCommError(
-            f"device_mesh({shown}) does not fit world size {world_size}: the product of "
+            f"device_mesh({arguments}) does not fit world size {world_size}: the product of "
             "the sizes must equal it, and at most one may be -1"
         )
     return sizes
@@ -138,8 +139,8 @@ def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
 def comm_mode(request: pytest.FixtureRequest) -> CommMode:
     """Record every collective of a block: ``with comm_mode(model):``, or ``with comm_mode:``.
 
-    Then ``assert comm_mode == comm_snapshot``, or ask: ``comm_mode.counts("all_gather",
-    phase="backward")``, ``comm_mode.nbytes(axis="tp")``, ``comm_mode.events``.
+    After the block, compare the recording, ``assert comm_mode == comm_snapshot``, or query it:
+    ``comm_mode.counts("all_gather", phase="backward")``, ``comm_mode.nbytes(axis="tp")``.
     """  # noqa: D402  # its use, not a signature
     from pytest_fsdp_comm.recording.comm_mode import (  # noqa: PLC0415  # torch only where it is needed
         CommMode,
@@ -165,10 +166,10 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
 
 @pytest.fixture
 def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -> CommSnapshot:
-    """The reviewed snapshots of this test, which ``pytest --snapshot-update`` writes.
+    """Compare with this test's reviewed snapshots, which ``pytest --snapshot-update`` writes.
 
     ``assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot`` compares both;
-    ``comm_snapshot(name="second")`` gives the next comparison a file of its own.
+    ``comm_snapshot(name="second")`` uses another file for the next comparison.
     """
     from pytest_fsdp_comm.snapshots.extension import bind_snapshot  # noqa: PLC0415  # on first use only
 
@@ -184,6 +185,6 @@ def _context(request: pytest.FixtureRequest) -> RankContext | None:
 
 
 def _exchange(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The arguments by which a value reaches the other ranks; none outside of ranks."""
+    """Return the arguments with which a value is exchanged between ranks; none without ranks."""
     context = _context(request)
     return {} if context is None else {"gather": context.exchange, "ranks": context.settings.ranks}

@@ -1,4 +1,4 @@
-"""The value of the fixture ``fsdp_tree``."""
+"""The fixture ``fsdp_tree``: capture, print and save how a model is sharded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TreeFactory:
-    """Makes the sharded tree of a model."""
+    """Captures how a model is sharded: the value of the fixture ``fsdp_tree``."""
 
     def __init__(
         self,
@@ -34,56 +34,55 @@ class TreeFactory:
         gather: Callable[[str], list[str]] = lambda text: [text],
         ranks: Sequence[int] = (),
     ) -> None:
-        """Keep how trees are judged, and how `ranks` (empty if from 0) exchange them."""
+        """Store the settings of findings, and how `ranks` (all if empty) exchange their trees."""
         self._findings = findings or FindingSettings()
         self._gather = gather
         self._ranks = ranks
 
     def __repr__(self) -> str:
-        """Short, since pytest shows it beside every failure of a test that has the fixture."""
+        """Return a short text: pytest prints it in each failure of a test with this fixture."""
         return "<TreeFactory>"
 
     def __call__(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
-        """How the model is sharded now. Neither runs the model nor sends anything.
+        """Return how the model is sharded now, without running it or sending anything.
 
         Args:
-            model: Any module; usually the FSDP root. A list for the parts of one model that this
-                rank runs, such as the stages of a pipeline: each part is a root of the tree, and
-                each module is named as its part names it.
+            model: Any module, usually the FSDP root. For a pipeline, a list of this rank's stages:
+                each becomes a root of the tree, and modules have the names of their stage.
 
         Raises:
-            RecordingError: It is not a module, is half built, or two parts have a parameter of the
-                same name.
+            RecordingError: `model` is not a module or only partly built, or two stages have a
+                parameter of the same name.
         """
         return capture_tree(model, self._findings)
 
     def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
-        """As a plain call, with a finding if the ranks' trees differ. Every rank must call it.
+        """Return the tree with a finding if the trees of ranks differ; every rank must call this.
 
-        Ranks that have no parameter name in common run different stages, and are not compared.
+        Ranks without a common parameter name run different stages and are not compared.
         """
         tree = self(model)
         trees = gather_alike(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
         by_rank = dict(zip(self._ranks or range(len(trees)), trees, strict=True))
-        # Ranks with the same tree share it.
+        # `gather_alike` returns one object for equal trees, so format each only once.
         written = {
             key: format_profile(TreeProfile(trees={(): facts}))
             for key, facts in {id(facts): facts for facts in trees}.items()
         }
         texts = {rank: written[id(facts)] for rank, facts in by_rank.items()}
-        found = [
+        differences = [
             finding
             for ranks in ranks_of_stages(by_rank)
             for finding in find_between_ranks({rank: texts[rank] for rank in ranks}, self._findings)
         ]
-        return replace(tree, findings=(*found, *tree.findings))
+        return replace(tree, findings=(*differences, *tree.findings))
 
     def expect(self, model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
-        """Compare the model's units with those that an auto-wrap policy would make.
+        """Compare the model's FSDP units with those that an auto-wrap policy would create.
 
         Args:
-            model: The model, wrapped or not, or a list as for a plain call.
-            policy: As FSDP1's ``auto_wrap_policy``, or a set of module classes.
+            model: The model, wrapped or not, or a list of stages.
+            policy: An ``auto_wrap_policy`` of FSDP1, or a set of module classes.
 
         Raises:
             RecordingError: `model` is not a module, or `policy` is not a policy.
@@ -91,16 +90,13 @@ class TreeFactory:
         return expect_units(model, policy)
 
     def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
-        """Print a tree in columns."""
+        """Print a tree in columns, to standard output by default."""
         __tracebackhide__ = True  # the error is the caller's
         _check_tree(tree, "fsdp_tree.show", "fsdp_tree.show(fsdp_tree(model))")
         (file or sys.stdout).write(render_tree(tree) + "\n")
 
     def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
-        """Write a tree to a file: as a page to look at, or as JSON for other tools.
-
-        The ending of the path decides: ``.html`` or ``.json``.
-        """
+        """Write a tree as a page (``.html``) or for other tools (``.json``)."""
         __tracebackhide__ = True
         _check_tree(tree, "fsdp_tree.save", "fsdp_tree.save(fsdp_tree(model), path)")
         match Path(path).suffix:
@@ -115,14 +111,14 @@ class TreeFactory:
                     f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use "
                     "one of these extensions"
                 )
-        # Where every rank writes the same file, each replaces it as a whole.
+        # Every rank may write this file, so replace it atomically.
         write_atomically(Path(path), text)
 
 
-def _check_tree(given: object, called: str, usage: str) -> None:
+def _check_tree(tree: object, function: str, usage: str) -> None:
     __tracebackhide__ = True
-    if not isinstance(given, ShardTree):
+    if not isinstance(tree, ShardTree):
         raise FsdpCommError(
-            f"{called} expects a tree, as fsdp_tree(model) returns it, got "
-            f"{printable(type(given).__name__)}; write {usage}"
+            f"{function} expects a tree, as fsdp_tree(model) returns it, got "
+            f"{printable(type(tree).__name__)}; write {usage}"
         )

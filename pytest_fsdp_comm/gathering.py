@@ -1,4 +1,4 @@
-"""Exchanges texts among ranks, and values of which most are equal."""
+"""Exchange texts and values between ranks, most of which are equal."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _Value = TypeVar("_Value")
 _CHUNK_NBYTES: Final = 4 << 20
 _FIRST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.004
-# Between looks at files, which other machines write.
+# Longest time between two checks for files of other machines.
 _LONGEST_WAIT_S: Final = 1.0
 
 
 class TextStore:
-    """Texts of any length under names, on a store of torch; each is written once."""
+    """Texts of any length by name, on one of torch's key-value stores; write each name once."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def put(self, name: str, text: str) -> None:
-        """Make a whole text visible, in one step for readers."""
+        """Write a text; readers see it only when it is complete."""
         data = text.encode("utf-8", "surrogatepass")
         chunks = [
             data[offset : offset + _CHUNK_NBYTES]
@@ -44,21 +44,23 @@ class TextStore:
         self._store.set(name, b"%d " % len(chunks) + chunks[0])
 
     def has(self, name: str) -> bool:
-        """Whether there is a text; never waits."""
+        """Return whether the text exists, without waiting for it."""
         return bool(self._store.check([name]))
 
     def get(self, name: str) -> str:
-        """Wait for a text, as long as the store's own timeout."""
+        """Wait for a text, at most for the store's timeout."""
         num_chunks, _, data = self._store.get(name).partition(b" ")
-        rest = [self._store.get(f"{name}@{number}") for number in range(1, int(num_chunks))]
-        return b"".join([data, *rest]).decode("utf-8", "surrogatepass")
+        later = [self._store.get(f"{name}@{number}") for number in range(1, int(num_chunks))]
+        return b"".join([data, *later]).decode("utf-8", "surrogatepass")
 
 
 class Exchange:
-    """One rank's end of an exchange; no collective, which would be recorded, and could hang."""
+    """Exchanges texts with the other ranks of a test, one comparison at a time.
+
+    It uses no collective, which would be recorded, and could hang.
+    """
 
     def __init__(self, texts: TextStore, rank: int, ranks: Sequence[int]) -> None:
-        """Start before the first comparison; `texts` are of one test, `ranks` ascending."""
         self._texts = texts
         self._rank = rank
         self._ranks = ranks
@@ -68,7 +70,7 @@ class Exchange:
         """Called before each comparison."""
 
     def __call__(self, text: str) -> list[str]:
-        """Give this rank's text; return those of all in rank order, equal ones as one object."""
+        """Send this rank's text; return the texts of all ranks, equal ones as one object."""
         if os.getpid() != self._pid:
             raise RanksDivergedError(
                 f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
@@ -81,40 +83,40 @@ class Exchange:
             "{} ended the test without it; every rank must make the same comparisons in the same "
             "order (is one inside an `if rank == ...`?)"
         )
-        own = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-        digests = self.share(str(self._rounds), own, complaint)
-        # The first rank that has a text gives it to those that have another.
-        givers = dict(zip(reversed(digests), reversed(self._ranks), strict=True))
-        texts = {own: text}
-        if len(givers) > 1 and givers[own] == self._rank:
+        own_digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        digests = self.share(str(self._rounds), own_digest, complaint)
+        # For each distinct text, the lowest rank that has it sends it to ranks with other texts.
+        senders = dict(zip(reversed(digests), reversed(self._ranks), strict=True))
+        texts = {own_digest: text}
+        if len(senders) > 1 and senders[own_digest] == self._rank:
             self._texts.put(f"{self._rounds}.text.{self._rank}", text)
-        for digest, rank in givers.items():
-            if digest != own:
+        for digest, rank in senders.items():
+            if digest != own_digest:
                 name = f"{self._rounds}.text.{rank}"
                 texts[digest] = self._await(name, rank, complaint.format(rank))
         return [texts[digest] for digest in digests]
 
     def share(self, name: str, text: str = "", complaint: str = "") -> list[str]:
-        """Give a text at a point, once in a test; return those of all ranks, in rank order.
+        """Send a text under a name that is new in this test; return the texts of all ranks.
 
-        `complaint`, for the error that a rank ended the test before, has a ``{}`` for that rank.
+        `complaint` is the error if a rank ends the test before; its ``{}`` becomes that rank.
         """
         complaint = complaint or f"rank {{}} ended the test before {name}"
         self._texts.put(f"{name}.{self._rank}", text)
         return [self._await(f"{name}.{rank}", rank, complaint.format(rank)) for rank in self._ranks]
 
     def leave(self) -> None:
-        """Announce that this rank makes no more comparisons; do nothing in a forked process."""
+        """Announce that this rank makes no more comparisons; ignored in a forked process."""
         if os.getpid() == self._pid:
             with contextlib.suppress(FsdpCommError):
                 self._texts.put(f"left.{self._rank}", "")
 
-    # `ranks.hangs.position` looks for its code to tell whether a rank waits for others.
+    # `ranks.hangs.position` looks for this function in stacks: a rank in it waits for others.
     def _await(self, name: str, rank: int, complaint: str) -> str:
         pause_s = _FIRST_PAUSE_S
-        # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
+        # No timeout here: at the test's deadline, the supervisor reports all stacks.
         while not self._texts.has(name):
-            # Looked at again, since it may have been written just before the rank left.
+            # Check again: the text may have been written just before the rank left.
             if self._texts.has(f"left.{rank}") and not self._texts.has(name):
                 raise RanksDivergedError(complaint)
             time.sleep(pause_s)
@@ -123,75 +125,76 @@ class Exchange:
 
 
 def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
-    """Exchange values of one class, in rank order; raise RanksDivergedError if labels differ."""
+    """Exchange values of one class; raise RanksDivergedError if the ranks' labels differ.
+
+    Returns:
+        The values in rank order; equal values are one object.
+    """
     texts = gather(json.dumps([label, to_json(value)], separators=(",", ":")))
-    # Most ranks give the same text: each is read once, and equal ones become one object.
-    read = {text: json.loads(text) for text in dict.fromkeys(texts)}
-    others = sorted({found for found, _ in read.values()} - {label})
-    if others:
+    decoded = {text: json.loads(text) for text in dict.fromkeys(texts)}
+    other_labels = sorted({rank_label for rank_label, _ in decoded.values()} - {label})
+    if other_labels:
         raise RanksDivergedError(
             f"this rank compared {label} with a snapshot, another rank compared "
-            f"{', '.join(others)}; every rank must make the same comparisons in the same order "
-            "(is one inside an `if rank == ...`?)"
+            f"{', '.join(other_labels)}; every rank must make the same comparisons in the same "
+            "order (is one inside an `if rank == ...`?)"
         )
-    values = {text: from_json(type(value), data) for text, (_, data) in read.items()}
+    values = {text: from_json(type(value), data) for text, (_, data) in decoded.items()}
     return [values[text] for text in texts]
 
 
-# Note [Files of ranks]
-# Ranks mostly write the same, so a text is named by its digest and written once, and an empty file
-# says which rank has it: `rank7.<digest>`. Whoever collects lists one directory, and reads a few
-# files, of however many ranks. Files of an earlier run are gone once rank 0 has begun; a rank that
-# ends its block before that loses its own, and the collection says that it is missing.
+# Ranks mostly write equal texts, so a file named by its digest holds each text once, and an empty
+# file `rank7.<digest>` maps rank 7 to it. The collecting rank lists one directory and reads a few
+# files, however many ranks there are. When rank 0 starts, it removes the files of an earlier run. A
+# rank whose block ended before that loses its file, and the collection reports it as missing.
 
 
 class RankFiles:
-    """The directory in which the ranks of one program leave what they recorded."""
+    """A directory, next to the output file, with the recordings of all ranks of a script."""
 
     def __init__(self, path: Path) -> None:
-        """Ranks meet beside the file that one of them will write."""
         self._directory = path.with_name(f".{path.name[:200]}.ranks")
 
     def clear(self) -> None:
-        """Remove what is there: one rank does, before the others can have written."""
+        """Remove files of an earlier run; rank 0 does so before other ranks can write."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def publish(self, rank: int, text: str) -> None:
-        """Leave the text of one rank."""
+        """Write the text of one rank."""
         self._directory.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        whole = self._directory / digest
-        if not whole.exists():
+        file = self._directory / digest
+        if not file.exists():
             unfinished = self._directory / f"unfinished.{rank}"
             unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(whole)
+            unfinished.replace(file)
         (self._directory / f"rank{rank}.{digest}").touch()
 
     def collect(self, num_ranks: int, *, timeout_s: float) -> dict[int, str]:
-        """Wait for the texts of all ranks, and remove them; equal ones are one object.
+        """Wait for the texts of all ranks and delete the directory; equal texts are one object.
 
         Raises:
-            RecordingError: Some rank left none in time.
+            RecordingError: The text of a rank is missing after `timeout_s`.
         """
-        until, pause_s = time.monotonic() + timeout_s, 0.01
-        while len(found := self._found()) < num_ranks:
-            if time.monotonic() > until:
-                missing = sorted({*range(num_ranks)} - found.keys())
+        deadline, pause_s = time.monotonic() + timeout_s, 0.01
+        while len(digests := self._digests()) < num_ranks:
+            if time.monotonic() > deadline:
+                missing = sorted({*range(num_ranks)} - digests.keys())
                 raise RecordingError(
-                    f"expected what all {num_ranks} ranks recorded in {self._directory}, and after "
-                    f"{timeout_s:g} s nothing came from {name_ranks(missing)}; the directory must "
+                    f"expected the recordings of {num_ranks} ranks in {self._directory}, but after "
+                    f"{timeout_s:g} s {name_ranks(missing)} had written none; the directory must "
                     "be on a file system that all machines share, and every rank must record"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
         texts = {
             digest: (self._directory / digest).read_text(encoding="utf-8")
-            for digest in {*found.values()}
+            for digest in {*digests.values()}
         }
         self.clear()
-        return {rank: texts[digest] for rank, digest in sorted(found.items())}
+        return {rank: texts[digest] for rank, digest in sorted(digests.items())}
 
-    def _found(self) -> dict[int, str]:
+    def _digests(self) -> dict[int, str]:
         names = (file.name.removeprefix("rank") for file in self._directory.glob("rank*.*"))
         pairs = (name.partition(".") for name in names)
         return {int(rank): digest for rank, _, digest in pairs}

@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.pluginmanager.register(_WithoutSyrupy(), "fsdp-comm-without-syrupy")
     if settings.report_dir is not None:
-        from pytest_fsdp_comm import run_report  # noqa: PLC0415  # only with --comm-report
+        from pytest_fsdp_comm import run_report  # noqa: PLC0415  # on request
 
         run_report.register(config, settings.report_dir)
     github = {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}

@@ -1,4 +1,4 @@
-"""``fsdp-comm record``: runs a training script, and writes what its steps send."""
+"""``fsdp-comm record``: run a training script and record the communication of its steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_
 if TYPE_CHECKING:
     from pytest_fsdp_comm.recorded_script import RecordedScript
 
-# Note [Nothing of the script's]: this process is the script's, so torch is imported when the script
-# imports it, standard output is the script's alone, and an error of the script ends it as without
-# us. What ranks recorded they exchange as files.
+# The script must run as it does without this program. So torch is imported only when the script
+# imports it, only the script writes to standard output, and its errors end the process as usual.
+# Ranks exchange their recordings as files.
 
+# Time for gloo's threads to free the work of the backward, for which they need Python: c10d's
+# AsyncWork has a ThreadLocalState with the context (read in torch 2.13). A thread that frees it
+# while Python exits aborts the process.
 _GLOO_ENDS_S: Final = 0.1
-# Its threads drop what was sent in backward, for which they need Python (read in torch 2.13: c10d's
-# AsyncWork has a ThreadLocalState with the context); one that does while Python ends aborts.
 _STEPS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run ``fsdp-comm record``; returns the exit status of the script, or of an error of ours."""
+    """Run ``fsdp-comm record``; return the script's exit status, or that of a failed recording."""
     steps = _STEPS.fullmatch(options.step)
     if steps is None:
         raise FsdpCommError(f"--step: expected a step, such as 3, or 3-4, got {options.step!r}")
@@ -45,10 +46,10 @@ def run(options: argparse.Namespace) -> int:
         raise FsdpCommError(f"there is no file {options.command[0]}; -m takes the name of a module")
     _check_simulation(options)
     if options.nproc:
-        own = ["record", "--step", options.step, "--out", options.out]
-        own += [*["--go-on"] * options.go_on, *["-m"] * options.module, *options.command]
+        arguments = ["record", "--step", options.step, "--out", options.out]
+        arguments += [*["--go-on"] * options.go_on, *["-m"] * options.module, *options.command]
         ranks = ["--standalone", "--nproc-per-node", str(options.nproc), "-m", "pytest_fsdp_comm"]
-        command = [sys.executable, "-m", "torch.distributed.run", *ranks, *own]
+        command = [sys.executable, "-m", "torch.distributed.run", *ranks, *arguments]
         os.execv(sys.executable, command)  # noqa: S606  # so that signals reach the launcher
     script, *arguments = options.command
     ran = ScriptRun(
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         last_step=int(steps[2] or steps[1]),
         local_world_size=options.local_world_size,
     )
-    # The script may change the directory.
+    # An absolute path, because the script may change the working directory.
     hook = _Hook(ran, Path(options.out).absolute(), goes_on=options.go_on)
     with contextlib.ExitStack() as undo:
         if options.world_size:
@@ -72,7 +73,9 @@ def run(options: argparse.Namespace) -> int:
 def _check_simulation(options: argparse.Namespace) -> None:
     size = options.world_size
     if options.nproc and size:
-        raise FsdpCommError("expected --nproc for real ranks or --world-size for one, got both")
+        raise FsdpCommError(
+            "expected --nproc for real ranks or --world-size for a simulated one, got both"
+        )
     for name, least, most in (
         ("world_size", 1, MAX_SIMULATED),
         ("rank", 0, (size or 1) - 1),
@@ -104,7 +107,7 @@ def _simulated(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _status_of(run: Callable[[], None]) -> int:
-    """The exit status of a script, after what Python would print of its end."""
+    """Run a script; print its error as Python would, and return its exit status."""
     try:
         run()
     except SystemExit as ended:
@@ -113,9 +116,11 @@ def _status_of(run: Callable[[], None]) -> int:
         print(ended.code, file=sys.stderr)  # noqa: T201  # as Python does
         return 1
     except KeyboardInterrupt as error:
-        # Python prints it, and ends as if the signal had ended it.
-        shown, hook = _of_script(error.__traceback__), sys.excepthook
-        sys.excepthook = lambda kind, one, _: hook(kind, one.with_traceback(shown), shown)
+        # Let Python print the error, because it then exits as if SIGINT had killed it.
+        trace, hook = _of_script(error.__traceback__), sys.excepthook
+        sys.excepthook = lambda kind, interrupt, _: hook(
+            kind, interrupt.with_traceback(trace), trace
+        )
         raise
     except Exception as error:  # noqa: BLE001  # the script's
         error.__traceback__ = _of_script(error.__traceback__)
@@ -129,21 +134,21 @@ def _status_of(run: Callable[[], None]) -> int:
 
 
 def _of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """The part below what runs the script."""
-    ours = str(Path(__file__).parent)
+    """Return the traceback without the frames of this package and of runpy."""
+    package = str(Path(__file__).parent)
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if not (file.startswith((ours, "<frozen runpy")) or file.endswith("runpy.py")):
+        if not (file.startswith((package, "<frozen runpy")) or file.endswith("runpy.py")):
             break
         traceback = traceback.tb_next
     return traceback
 
 
 class _Hook:
-    """Called after each step of an optimizer: by the first one the script has imported torch."""
+    """Records steps of a script; `stepped` is called after each step of an optimizer."""
 
-    def __init__(self, ran: ScriptRun, out: Path, *, goes_on: bool) -> None:
-        self._given, self._goes_on = (ran, out), goes_on
+    def __init__(self, run: ScriptRun, out: Path, *, goes_on: bool) -> None:
+        self._run, self._out, self._goes_on = run, out, goes_on
         self._recorded: RecordedScript | None = None
         self._problem: FsdpCommError | None = None
         self._has_ended_script = False
@@ -154,37 +159,36 @@ class _Hook:
             if self._problem is None:
                 from pytest_fsdp_comm.recorded_script import RecordedScript  # noqa: PLC0415  # loads torch
 
-                self._recorded = self._recorded or RecordedScript(*self._given)
+                self._recorded = self._recorded or RecordedScript(self._run, self._out)
                 self._recorded.recorder(optimizer)
                 is_over = self._recorded.recorder.is_done
         except FsdpCommError as problem:
             self._problem = problem
-        except Exception as problem:  # noqa: BLE001  # ours, or a warning where those are errors
+        except Exception as problem:  # noqa: BLE001  # a bug of ours, or a warning under -W error
             self._problem = FsdpCommError(f"{type(problem).__name__}: {problem}")
         if is_over and not self._goes_on:
             self._has_ended_script = True
             raise ScriptEnded(SAME if self._problem is None else FAILED)
 
     def finish(self, status: int) -> int:
-        """Wait for what is written; the exit status of the script, unless only ours failed."""
+        """Wait until all files are written, print a problem, and return the exit status."""
         problem, rank = self._problem, os.environ.get("RANK", "0")
         if self._recorded is not None:
-            ended = self._recorded.finish()
-            # A script that failed before that step has said why.
+            write_problem = self._recorded.finish()
+            # If the script failed before the recorded step, its error is enough.
             if status == SAME or self._recorded.recorder.is_done:
-                problem = problem or ended
+                problem = problem or write_problem
         elif problem is None and status == SAME:
-            problem = too_short(0, self._given[0].last_step)
+            problem = too_short(0, self._run.last_step)
         if self._has_ended_script:
             from pytest_fsdp_comm.ranks.rank.process_group import leave_group  # noqa: PLC0415  # loads torch
 
-            # Threads of gloo that are still there when the process ends may abort it.
             leave_group()
             time.sleep(_GLOO_ENDS_S)
         if problem is None:
             return status
-        # Each rank for itself: one that fails may have the launcher end the others.
+        # Every rank prints its problem: after one failure the launcher may end the other ranks.
         if rank == "0" or status == SAME or self._problem is not None:
-            whose = "" if rank == "0" else f"rank {rank}: "
-            print(f"fsdp-comm: {whose}{problem}", file=sys.stderr)  # noqa: T201  # an error's place
+            prefix = "" if rank == "0" else f"rank {rank}: "
+            print(f"fsdp-comm: {prefix}{problem}", file=sys.stderr)  # noqa: T201  # an error's place
         return status or FAILED

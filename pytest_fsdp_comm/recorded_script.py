@@ -1,4 +1,4 @@
-"""The part of ``fsdp-comm record`` that runs once the script has imported torch."""
+"""The part of ``fsdp-comm record`` that needs torch, loaded after the script imported it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STDERR: Final = 2
 
 
 class RecordedScript:
-    """Has steps of this process recorded; one rank writes what all ranks recorded."""
+    """Records steps of this rank; one rank writes the files with the recordings of all ranks."""
 
     def __init__(self, run: ScriptRun, out: Path) -> None:
         check_steps(run.first_step, run.last_step)
@@ -40,7 +40,7 @@ class RecordedScript:
         self._json, self._tree = out.with_suffix(".json"), out.with_suffix(".tree.comm")
         self._files, self._tree_files = RankFiles(self._json), RankFiles(self._tree)
         self._rank, self._num_ranks, backend = own_world()
-        # One simulated rank is alone, whichever it is.
+        # A simulated rank has no peers, so it writes the files whatever its number is.
         self._is_fake = backend == "fake"
         self._is_writer = self._is_fake or self._rank == 0
         if self._is_writer:
@@ -56,11 +56,11 @@ class RecordedScript:
         recording, models = self._mode.recording, self.recorder.models
         if not (recording.backend or recording.collectives):
             raise FsdpCommError(
-                "the script trained without a process group in this process, so nothing could be "
-                "sent; start its ranks: fsdp-comm record --nproc 4 train.py"
+                "the script trained without a process group, so it cannot have communicated; start "
+                "its ranks: fsdp-comm record --nproc 4 train.py"
             )
         tree = capture_tree(models) if models else None
-        # The script does not wait for what follows.
+        # In a thread, so that the script does not wait for the other ranks.
         self._writing = threading.Thread(target=self._write, args=(recording, tree))
         self._writing.start()
 
@@ -80,12 +80,12 @@ class RecordedScript:
             self._json.write_text(joined, encoding="utf-8")
             comm = merge_recordings(load_recordings(joined))
             self._out.write_text(SnapshotText.of(comm, where=str(self._out)), encoding="utf-8")
-            said = "; ".join(summary_lines(comm))
+            summary = "; ".join(summary_lines(comm))
             written = [self._out, self._json, *self._write_tree(trees, comm)]
             names = ", ".join(map(show_path, written))
-            self._say(f"{self._run.steps} of {self._run.script}: {said}. Wrote {names}")
+            self._print(f"{self._run.steps} of {self._run.script}: {summary}. Wrote {names}")
             for note in dict.fromkeys((*comm.notes, *self._notes)):
-                self._say(f"note: {note}")
+                self._print(f"note: {note}")
             gaps = [gap.text for gap in comm.gaps]
             if gaps:
                 text = f"the recording is incomplete: {'; '.join(gaps)}"
@@ -97,7 +97,7 @@ class RecordedScript:
 
     def _write_tree(self, trees: dict[int, str], comm: CommProfile) -> list[Path]:
         if "null" in trees.values():
-            self._notes.append("no tree: the optimizers' parameters are of no one model")
+            self._notes.append("no tree: the optimizers' parameters do not belong to one model")
             return []
         facts = {text: from_json(TreeFacts, json.loads(text)) for text in {*trees.values()}}
         profile = merge_trees(
@@ -109,14 +109,14 @@ class RecordedScript:
         self._tree.write_text(text, encoding="utf-8")
         return [self._tree]
 
-    def _say(self, text: str) -> None:
-        # At once: a launcher may end this process. Standard output is the script's, and past
-        # Python's buffer, where the script's thread may have half of a line.
+    def _print(self, text: str) -> None:
+        # Unbuffered, because a launcher may end this process, and because the script may have half
+        # a line in Python's buffer. Standard output belongs to the script.
         with contextlib.suppress(OSError):
             os.write(_STDERR, f"fsdp-comm: {text}\n".encode(errors="backslashreplace"))
 
     def finish(self) -> FsdpCommError | None:
-        """Wait until all is written; what went wrong, if anything did."""
+        """Wait until all files are written; return the problem, if there was one."""
         if self._writing is not None:
             self._writing.join()
         if not self.recorder.is_done:

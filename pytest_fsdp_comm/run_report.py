@@ -1,4 +1,4 @@
-"""Keeps what tests compare and record, and writes the report when the session ends."""
+"""Collect comparisons and recordings of tests, and write the HTML report at session end."""
 
 from __future__ import annotations
 
@@ -39,57 +39,57 @@ from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.words import shell_word, shorten, show_path
 from pytest_fsdp_comm.tree.model import ShardTree
 
-# The name of the plugin that writes, which no rank needs.
+# Name of the plugin that writes the report; ranks unregister it.
 SESSION_PLUGIN: Final = "fsdp-comm-report"
 
-# The attribute of a report by which a worker of xdist gives its controller a test's record.
+# Report attribute in which an xdist worker sends a test's record to the controller.
 _RECORD: Final = "comm_record"
 
-# Characters of a failure's report that are shown: the last ones.
+# The page of a test shows the last characters of its failure.
 _MAX_PROBLEM: Final = 8_000
 _MAX_MESSAGE: Final = 300
-# Values that are kept of one test: a test that compares in a loop must not fill the memory.
+# Limit of comparisons per test: a test that compares in a loop must not fill the memory.
 _MAX_COMPARISONS: Final = 50
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
 
 
 def register(config: pytest.Config, directory: Path) -> None:
-    """Prepare a process of a session that writes a report, or raise a usage error."""
+    """Register the plugins that this process of the session needs for the report."""
     if config.option.collectonly:
         return
     launched = config.stash[OPTIONS].launched
-    is_other = is_spawned_rank() or (launched is not None and not launched.is_leader)
+    is_rank = is_spawned_rank() or (launched is not None and not launched.is_leader)
     notes = config.stash[OBSERVER] = Notes()
     config.pluginmanager.register(notes, "fsdp-comm-notes")
-    if not is_other:
+    if not is_rank:
         plugin = SessionReport(config, notes, directory)
         config.pluginmanager.register(plugin, SESSION_PLUGIN)
 
 
-# Note [What each rank keeps]
-# Ranks compare the same values in the same order, so a place in `Record.compared` is the same value
-# on each. What is the same on all of them (the comparison with its explanation, the text, the tree)
-# the lowest rank keeps alone, and the others leave `_UNCOMPARED` in its place; what may differ, the
-# timeline, each rank keeps of its own recording. `Notes.merge` puts the timelines of all ranks
-# beside what the lowest rank kept. If that one died, the places of the next rank are left, and with
-# them what the others recorded.
+# Note [Records of ranks]
+# Ranks compare the same values in the same order, so an index in `Record.compared` is the same
+# value on every rank. Only the lowest rank stores results that are equal on all ranks: the
+# comparison with its explanation, the text and the tree. The others store `_UNCOMPARED` instead.
+# Every rank stores the timeline of its recording. `Notes.merge` adds the timelines of all ranks to
+# the lowest rank's results. If that rank died, the next rank's `_UNCOMPARED` entries get the
+# timelines.
 
 
 class Notes:
-    """What the tests of this process compared; carries the notes of ranks out of them."""
+    """Comparisons of the tests in this process; ranks send theirs to the pytest process."""
 
     payload_type: Final = Record
 
     def __init__(self) -> None:
         self._compared: list[Compared] = []
-        # Those that are in `_compared`.
+        # The recordings whose timelines are in `_compared`.
         self._recordings: list[Recording] = []
         self._records: dict[str, Record] = {}
 
-    # In the process that runs the test: see Note [What each rank keeps].
+    # Called in the process that runs the test; see Note [Records of ranks].
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
-        """Keep what was compared, and explain what differs while all of it is at hand."""
+        """Store the results of a comparison, and explain differences while the values exist."""
         if not isinstance(assertion, CommSnapshot):
             raise TypeError(f"expected a CommSnapshot, got {assertion!r}")
         room = max(0, _MAX_COMPARISONS - len(self._compared))
@@ -106,22 +106,22 @@ class Notes:
             compared = replace(compared, timelines=(timeline_of(recording),))
         self._compared.append(compared)
 
-    # Before fixtures end.
+    # First, because fixtures still have their values.
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Keep what was recorded and compared with nothing."""
+        """Store a recording that the test did not compare."""
         recording = _recording_of((getattr(item, "funcargs", None) or {}).get("comm_mode"))
-        if recording is not None and not any(recording is one for one in self._recordings):
+        if recording is not None and not any(recording is noted for noted in self._recordings):
             compared = _UNCOMPARED
             context = item.config.stash.get(RANK_CONTEXT, None)
             if context is None or context.rank == context.settings.ranks[0]:
-                with suppress(FsdpCommError):  # it is too large for a snapshot
+                with suppress(FsdpCommError):  # too large for a snapshot
                     text = SnapshotText.of(fold(recording), where="the recording")
                     compared = replace(_UNCOMPARED, new=str(text))
             self._add(compared, recording)
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Leave the writing to the pytest process."""
+        """Unregister the plugin that writes the report, since the pytest process does that."""
         if config.pluginmanager.has_plugin(SESSION_PLUGIN):
             config.pluginmanager.unregister(name=SESSION_PLUGIN)
 
@@ -131,10 +131,10 @@ class Notes:
         self._compared, self._recordings = [], []
         return record
 
-    # In the pytest process.
+    # Called in the pytest process.
 
     def merge(self, item: pytest.Item, payloads: Mapping[int, Record], **_: bool) -> list[str]:
-        """Keep what the ranks of a test sent until the test is reported."""
+        """Store the merged records of a test's ranks until the test is reported."""
         settings = item.stash[SETTINGS]
         self._records[item.nodeid] = Record(
             world_size=settings.world_size,
@@ -151,7 +151,7 @@ class Notes:
 
 
 def _recording_of(value: Any) -> Recording | None:
-    """What ``comm_mode`` recorded last; None of another value, or if it recorded nothing."""
+    """Return the last recording of a ``comm_mode``; None without one, or for another value."""
     if not hasattr(type(value), "merged_profile"):
         return None
     try:
@@ -195,28 +195,28 @@ def _verdict(result: AssertionResult) -> Verdict:
 
 
 def _merged(payloads: Mapping[int, Record]) -> Iterator[Compared]:
-    """What the lowest rank kept of each value, with the timelines of all ranks."""
+    """Add the timelines of all ranks to the lowest rank's comparisons."""
     records = sorted(payloads.items())
-    for place, one in enumerate(records[0][1].compared if records else ()):
+    for index, comparison in enumerate(records[0][1].compared if records else ()):
         timelines = (
             replace(timeline, ranks=(rank,))
             for rank, record in records
-            for held in record.compared[place : place + 1]
-            for timeline in held.timelines
+            for compared in record.compared[index : index + 1]
+            for timeline in compared.timelines
         )
-        yield replace(one, timelines=share_timelines(timelines))
+        yield replace(comparison, timelines=share_timelines(timelines))
 
 
-# Note [A worker's records]
-# Under xdist the controller writes the report, and only reports of phases travel to it. A worker
-# hangs a test's record onto the report of its teardown, as JSON, and None onto the others of the
-# test, which tells them from tests that are not ours. It must do so before the hook of
-# xdist that sends the report (tryfirst), and the controller takes it off again before other plugins
-# see it, which may write all attributes of a report to a file.
+# Note [Records of xdist workers]
+# Under xdist the controller writes the HTML report, but workers send it only pytest's reports. A
+# worker therefore attaches the record, as JSON, to the teardown report of a test. It attaches None
+# to the other phases, so that the controller recognizes tests of this plugin. The worker's hook
+# must run before xdist's, which sends the report (tryfirst). The controller removes the attribute
+# before other plugins see the report, because some write all attributes to a file.
 
 
 class SessionReport:
-    """Registered in the process that reports, and in each worker of xdist."""
+    """Writes the report; registered in the process that reports, and in each xdist worker."""
 
     def __init__(self, config: pytest.Config, notes: Notes, directory: Path) -> None:
         self._config = config
@@ -236,14 +236,14 @@ class SessionReport:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take over a phase's outcome, and what its test recorded."""
+        """Store the outcome of a phase, and the record of its test."""
         if RANK_CONTEXT in self._config.stash:
             return
         item = self._ours.get(report.nodeid)
         if self._is_worker:
             if item is not None:
                 record = self._notes.take_record(item) if report.when == "teardown" else None
-                # See Note [A worker's records].
+                # See Note [Records of xdist workers].
                 vars(report)[_RECORD] = to_json(record)
             return
         if item is not None or hasattr(report, _RECORD):
@@ -252,7 +252,7 @@ class SessionReport:
     def _add(self, report: pytest.TestReport, item: pytest.Item | None, sent: Any) -> None:
         result = self._results.get(report.nodeid)
         if result is None or (report.when == "setup" and report.nodeid in self._finished):
-            # Begins, or is run again.
+            # The first report of the test, or of a rerun.
             self._finished.discard(report.nodeid)
             file, line, _ = report.location
             root = self._config.rootpath
@@ -281,25 +281,25 @@ class SessionReport:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the report, of what there is if the session was interrupted."""
+        """Write the report, also after an interrupted session."""
         if self._is_worker or RANK_CONTEXT in self._config.stash:
             return
-        called = self._config.invocation_params
+        invocation = self._config.invocation_params
         run = Run(
             tests=tuple(self._results.values()),
             origin=self._origin,
             is_interrupted=exitstatus == pytest.ExitCode.INTERRUPTED
             or bool(session.shouldfail or session.shouldstop),
-            command=" ".join(map(shell_word, ("pytest", *join_paths(map(str, called.args))))),
+            command=" ".join(map(shell_word, ("pytest", *join_paths(map(str, invocation.args))))),
             made_at=time.strftime("%Y-%m-%d %H:%M"),
         )
-        shown = show_path(self._directory / "index.html", called.dir)
+        path = show_path(self._directory / "index.html", invocation.dir)
         try:
             write_report(run, self._directory)
         except OSError as problem:
-            self._written = f"the report {shown} is not complete: {problem}"
+            self._written = f"the report {path} is not complete: {problem}"
         else:
-            self._written = f"report: {shown}"
+            self._written = f"report: {path}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._written:
@@ -307,7 +307,7 @@ class SessionReport:
 
 
 def write_report(run: Run, directory: Path) -> None:
-    """Write index and pages of an HTML report over those of an earlier run, or raise OSError."""
+    """Write the pages of an HTML report, over those of an earlier run; may raise OSError."""
     from pytest_fsdp_comm.reports.html.pages import render_pages  # noqa: PLC0415  # loads jinja2
 
     (directory / "tests").mkdir(parents=True, exist_ok=True)
@@ -321,5 +321,5 @@ def _outcome(report: pytest.TestReport) -> Outcome | None:
         return "failed" if report.when == "call" else "error"
     if report.skipped:
         return "xfailed" if hasattr(report, "wasxfail") else "skipped"
-    # Not of an attempt that is followed by another, which neither passed nor failed.
+    # None also for the outcome "rerun" of pytest-rerunfailures: another attempt follows.
     return "passed" if report.passed and report.when == "call" else None

@@ -1,4 +1,4 @@
-"""Errors that say that torch, pytest or a plugin moved a private name, and the versions read."""
+"""Errors about missing packages, and about private names that torch, pytest or a plugin moved."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
-# Note [Private names]: every private name is used in a module that says so, has a contract test,
-# and is looked up so that its absence becomes one of these errors.
+# Note [Private names]: a private name is used only in a module whose docstring or comment says so.
+# It has a contract test, and its absence raises one of these errors.
 
-# The versions whose source was read for the private names that are used here.
+# The versions in which the private names were checked.
 VERSIONS_READ: Final = {
     "pytest": "8.4 to 9.2",
     "pytest-rerunfailures": "16.7",
@@ -29,48 +29,48 @@ _RECORDER: Final = "the recorder relies on"
 
 
 def missing_torch() -> str:
-    """What to do where torch is not installed; empty where it is."""
+    """Return an error if torch is not installed, else an empty text."""
     try:
-        is_there = "torch" in sys.modules or importlib.util.find_spec("torch") is not None
+        is_installed = "torch" in sys.modules or importlib.util.find_spec("torch") is not None
     except ImportError:
-        is_there = False
-    if is_there:
+        is_installed = False
+    if is_installed:
         return ""
     return (
         f"torch is not installed for {sys.executable}, and distributed tests, comm_mode and "
         "fsdp_tree need it: install it (https://pytorch.org/get-started/locally), or run pytest "
-        "with the Python that has it"
+        "with a Python that has it"
     )
 
 
 def look_up(module: str, name: str, use: str = _RECORDER) -> Any:
-    """Return a name of a module of torch, or raise `moved_error` if it no longer exists."""
-    found = getattr(importlib.import_module(module), name, None)
-    if found is None:
+    """Return an attribute of a torch module, or raise `moved_error` if it no longer exists."""
+    attribute = getattr(importlib.import_module(module), name, None)
+    if attribute is None:
         raise moved_error("torch", f"{module}.{name}", use)
-    return found
+    return attribute
 
 
 def moved_error(
     package: str, name: str, use: str = _RECORDER, *, remedy: str = _UPGRADE
 ) -> UpstreamChangedError:
-    """Make the error about a name that no longer exists; `use` is read after "which"."""
+    """Make the error about a name that no longer exists; `use` continues "which"."""
     return _changed(package, f"no longer has {name}, which {use}", remedy)
 
 
-def misread_error(package: str, what: str, problem: object) -> UpstreamChangedError:
-    """Make the error about a name within `what`, read after "moved a private name of"."""
-    return _changed(package, f"moved a private name of {what}: {problem}", _UPGRADE)
+def misread_error(package: str, subject: str, problem: object) -> UpstreamChangedError:
+    """Make the error about a private name that belongs to `subject`."""
+    return _changed(package, f"moved a private name of {subject}: {problem}", _UPGRADE)
 
 
-def _changed(package: str, what: str, remedy: str) -> UpstreamChangedError:
+def _changed(package: str, change: str, remedy: str) -> UpstreamChangedError:
     try:
         installed = f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
         installed = package
     versions = VERSIONS_READ[package]
-    those = "one of these" if " to " in versions else "it"
+    supported = "one of these" if " to " in versions else "it"
     return UpstreamChangedError(
-        f"{installed} {what}; pytest-fsdp-comm was written for {package} {versions}: use {those}, "
-        f"or {remedy}"
+        f"{installed} {change}; pytest-fsdp-comm was written for {package} {versions}: use "
+        f"{supported}, or {remedy}"
     )

@@ -12,7 +12,7 @@ import pytest
         (["gone.py"], "there is no file gone.py; -m takes the name of a module"),
         (
             ["--world-size", "8", "--nproc", "2", "train.py"],
-            "expected --nproc for real ranks or --world-size for one, got both",
+            "expected --nproc for real ranks or --world-size for a simulated one, got both",
         ),
         (["--world-size", "0", "train.py"], "--world-size: expected 1 to 131072, got 0"),
         (
