@@ -39,7 +39,7 @@ def unit_names(tree):
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_a_step_with_clipping_and_accumulation(comm_mode, fsdp_tree, batches):
+def test_step_with_clipping_and_accumulation(comm_mode, fsdp_tree, batches):
     model, step = prepared(batches=batches)
     witnessed_twice(comm_mode, model, step)
     sent = fsdp_lines(UNITS, axis="world", kept="lm_head+model.norm", unreduced_batches=batches - 1)
@@ -49,9 +49,8 @@ def test_a_step_with_clipping_and_accumulation(comm_mode, fsdp_tree, batches):
     assert not tree.findings
 
 
-def test_without_the_distributed_type_accelerate_takes_ddp_and_the_recording_shows_it(
-    comm_mode, fsdp_tree
-):
+def test_ddp_is_used_without_distributed_type(comm_mode, fsdp_tree):
+    """On the CPU, accelerate silently wraps the model in DDP."""
     accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin())
     model = accelerator.prepare(tiny_llama.build())
 

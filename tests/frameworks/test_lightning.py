@@ -131,7 +131,8 @@ def test_fsdp2_with_tensor_parallelism(comm_mode, fsdp_tree):
     }
 
 
-def test_accumulation_reduces_in_each_batch_unless_the_module_says_otherwise(comm_mode):
+def test_accumulation_reduces_in_each_batch(comm_mode):
+    """Accumulation reduces only once if the module calls `set_requires_gradient_sync`."""
     twice = {"trainer": {"accumulate_grad_batches": 2}}
     each = trained(comm_mode, **twice)
     a_batch = fsdp_lines(units_of(), axis="data_parallel", kept="model")
@@ -155,12 +156,12 @@ def test_fsdp1_on_the_cpu(comm_mode, fsdp_tree):
     assert {unit.kind for unit in tree.units} == {"fsdp1"}
 
 
-def test_fsdp1_clips_no_norms():
+def test_fsdp1_refuses_to_clip_norms():
     with pytest.raises(MisconfigurationException, match="'norm'` is currently not supported"):
         fit(Fsdp1(), FsdpOnCpu, gradient_clip_val=1.0)
 
 
-def test_innocent_changes_are_not_told(comm_mode):
+def test_change_without_effect_is_not_reported(comm_mode):
     reviewed = trained(comm_mode)
     torch.manual_seed(1)
     assert not told_of(reviewed, trained(comm_mode, lr=0.5, trainer={"log_every_n_steps": 1}))

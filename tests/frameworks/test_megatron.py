@@ -50,7 +50,7 @@ def trained(comm_mode, *, lr=0.1, **options):
     return observed(comm_mode, model, step)
 
 
-def test_each_unit_is_gathered_in_both_phases_and_reduced_once(comm_mode):
+def test_units_are_gathered_twice_and_reduced_once(comm_mode):
     side = trained(comm_mode)
     sent = [
         (event.phase.value, event.kind, event.nbytes, event.role.value)
@@ -72,7 +72,7 @@ def test_each_unit_is_gathered_in_both_phases_and_reduced_once(comm_mode):
     assert placements == {(("dp", "Shard(0)"),)}
 
 
-def test_an_innocent_change_is_not_told(comm_mode):
+def test_change_without_effect_is_not_reported(comm_mode):
     reviewed = trained(comm_mode)
     torch.manual_seed(1)
     assert not told_of(reviewed, trained(comm_mode, lr=0.5))
@@ -91,6 +91,6 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_told_in_a_true_first_line(comm_mode, change):
+def test_change_is_reported_in_the_first_line(comm_mode, change):
     options, first = CHANGES[change]
     assert told_of(trained(comm_mode), trained(comm_mode, **options))[0] == first

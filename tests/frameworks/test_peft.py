@@ -52,7 +52,7 @@ def test_lora_with_one_unit_a_layer(comm_mode, fsdp_tree, device_mesh):
     assert not tree.findings
 
 
-def test_of_adapters_what_sends_otherwise_is_told(comm_mode, device_mesh):
+def test_change_of_adapters_is_reported(comm_mode, device_mesh):
     def of(**changed):
         model = adapted(device_mesh(), **changed)
         return observed(comm_mode, model, lambda: tiny_llama.loss(model).backward())

@@ -98,7 +98,7 @@ def stage_lines(number, order, *, is_unsharded=False):
 
 
 @pytest.mark.distributed(world_size=4)
-def test_1f1b_gathers_and_reduces_what_its_order_demands(comm_mode, fsdp_tree, device_mesh):
+def test_1f1b_communication_follows_its_order(comm_mode, fsdp_tree, device_mesh):
     mesh = device_mesh(pp=2, dp=2)
     pipeline = Pipeline("Schedule1F1B", 2, mesh["pp"], mesh["dp"])
     witnessed_twice(comm_mode, pipeline.parts, pipeline.step, warm_up=1)
@@ -134,7 +134,8 @@ def test_interleaved_1f1b_with_two_stages_a_rank(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=4)
-def test_activations_go_to_the_next_stage_and_gradients_to_the_one_before(comm_mode, device_mesh):
+def test_1f1b_peers_are_neighbouring_stages(comm_mode, device_mesh):
+    """Activations go to the next stage, gradients to the previous one."""
     mesh = device_mesh(pp=4, dp=1)
     pipeline = Pipeline("Schedule1F1B", 4, mesh["pp"], mesh["dp"])
     witnessed_twice(comm_mode, pipeline.parts, pipeline.step, warm_up=1)
@@ -146,7 +147,7 @@ def test_activations_go_to_the_next_stage_and_gradients_to_the_one_before(comm_m
 
 
 @pytest.mark.distributed(world_size=2)
-def test_the_first_step_also_sends_the_shapes(comm_mode, device_mesh):
+def test_first_step_sends_shapes(comm_mode, device_mesh):
     mesh = device_mesh(pp=2, dp=1)
     pipeline = Pipeline("Schedule1F1B", 2, mesh["pp"], mesh["dp"])
     with comm_mode(pipeline.parts):

@@ -151,7 +151,7 @@ def test_torchtitans_train_py():
     }
 
 
-def test_a_script_that_accelerate_launches():
+def test_script_launched_by_accelerate():
     pytest.importorskip("accelerate")
     Path("train.py").write_text(ACCELERATED)
     options = ("fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP", "num_processes=2")

@@ -71,7 +71,8 @@ def layer_lines(gathered):
     ]
 
 
-def test_weights_are_gathered_in_8_bits_and_scaled_by_one_all_reduce(comm_mode, device_mesh):
+def test_weights_are_gathered_in_8_bits(comm_mode, device_mesh):
+    """Weights are gathered in 8 bits, and one all-reduce computes all scales."""
     training = Training(device_mesh())
     witnessed_twice(comm_mode, training.model, training.step, warm_up=1)
     # The greatest of each weight, all in one.
@@ -82,7 +83,8 @@ def test_weights_are_gathered_in_8_bits_and_scaled_by_one_all_reduce(comm_mode, 
     assert {(e.role, e.dtype) for e in gathers} == {("parameters", "float8_e4m3fn+bfloat16")}
 
 
-def test_without_precomputed_scales_each_gather_asks_for_them(comm_mode, device_mesh):
+def test_scales_are_reduced_before_each_gather(comm_mode, device_mesh):
+    """Scales are reduced separately unless the training step precomputes them."""
     training = Training(device_mesh(), precomputes=False)
     witnessed_twice(comm_mode, training.model, training.step, warm_up=1)
     expected = [*layer_lines(2 * WEIGHT * BYTE + NORM * HALF)]
@@ -92,7 +94,7 @@ def test_without_precomputed_scales_each_gather_asks_for_them(comm_mode, device_
     assert owned_lines(comm_mode) == sorted(expected)
 
 
-def test_without_its_gather_16_bits_are_sent(comm_mode, device_mesh):
+def test_16_bits_are_sent_without_float8_gather(comm_mode, device_mesh):
     training = Training(device_mesh(), in_float8=False)
     witnessed_twice(comm_mode, training.model, training.step, warm_up=1)
     assert owned_lines(comm_mode) == sorted(layer_lines((2 * WEIGHT + NORM) * HALF))
@@ -103,7 +105,7 @@ def of(comm_mode, mesh, **options):
     return observed(comm_mode, training.model, training.step)
 
 
-def test_what_sends_otherwise_is_told(comm_mode, device_mesh):
+def test_change_of_float8_is_reported(comm_mode, device_mesh):
     mesh = device_mesh()
     reviewed = of(comm_mode, mesh)
     assert not told_of(reviewed, of(comm_mode, mesh, learning_rate=1e-3))

@@ -173,7 +173,7 @@ def test_llama3_hsdp(comm_mode, fsdp_tree):
     }
 
 
-def test_llama3_fsdp_with_tensor_and_sequence_parallelism(comm_mode, fsdp_tree):
+def test_llama3_fsdp_with_tp(comm_mode, fsdp_tree):
     model = parallelized(llama3, tp=2)
     witnessed_twice(comm_mode, model, lambda: train_step(model, is_tensor_parallel=True))
     expected = (
@@ -185,7 +185,8 @@ def test_llama3_fsdp_with_tensor_and_sequence_parallelism(comm_mode, fsdp_tree):
 
 
 @pytest.mark.parametrize("ep", [2, 4])
-def test_llama4_experts_are_gathered_over_one_axis_and_fed_over_another(comm_mode, fsdp_tree, ep):
+def test_llama4_experts_use_two_axes(comm_mode, fsdp_tree, ep):
+    """Expert parameters are gathered over `efsdp`; tokens are sent over `ep`."""
     model = parallelized(llama4, ep=ep)
     witnessed_twice(comm_mode, model, lambda: train_step(model, has_expert_groups=True))
     units = units_of()
@@ -270,7 +271,7 @@ class Pipeline:
         ("Interleaved1F1B", "outside", ((0, 3), (1, 2)), 3),
     ],
 )
-def test_pipelines_gather_once_a_step(comm_mode, schedule, phase, layers, hops):
+def test_pipelines_gather_once_per_step(comm_mode, schedule, phase, layers, hops):
     pipeline = Pipeline(schedule)
     witnessed_twice(comm_mode, pipeline.parts, pipeline.step, warm_up=1)
     rank = pipeline.pp.get_local_rank()
@@ -407,7 +408,7 @@ def of(comm_mode, models, *, configure=lambda _: None, **degrees):
     return observed(comm_mode, model, step)
 
 
-def test_of_experts_what_sends_otherwise_is_told(comm_mode):
+def test_change_of_experts_is_reported(comm_mode):
     reviewed = of(comm_mode, llama4, ep=2)
     assert not told_of(reviewed, of(comm_mode, llama4, configure=other_seed_and_rate, ep=2))
     again = of(comm_mode, llama4, configure=recomputed, ep=2)

@@ -74,15 +74,14 @@ def test_fsdp_by_arguments(comm_mode, fsdp_tree, tmp_path, steps, batches):
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_a_model_that_transformers_has_sharded_needs_nothing_on_the_cpu(
-    comm_mode, tmp_path, batches
-):
+def test_plan_of_transformers_needs_no_override(comm_mode, tmp_path, batches):
+    """The plain Trainer uses FSDP2 on the CPU if transformers sharded the model."""
     trainer = by_plan(tmp_path, sizes={"fsdp_size": 4}, gradient_accumulation_steps=batches)
     trained(comm_mode, trainer)
     assert owned_lines(comm_mode) == sorted(expected("fsdp", batches=batches) + clipping("fsdp"))
 
 
-def test_replicas_are_reduced_with_the_last_micro_batch(comm_mode, tmp_path):
+def test_last_micro_batch_reduces_over_replicas(comm_mode, tmp_path):
     sizes = {"fsdp_size": 2, "dp_replicate_size": 2}
     trained(comm_mode, by_plan(tmp_path, sizes=sizes, gradient_accumulation_steps=2))
     sent = [line for line in owned_lines(comm_mode) if not line.startswith(("outside", "optim"))]
@@ -94,7 +93,7 @@ def test_replicas_are_reduced_with_the_last_micro_batch(comm_mode, tmp_path):
     assert sent == sorted(step)
 
 
-def test_of_its_arguments_what_sends_otherwise_is_told(comm_mode, tmp_path):
+def test_change_of_arguments_is_reported(comm_mode, tmp_path):
     def of(**changed):
         given = {"gradient_accumulation_steps": 2} | changed
         return trained(comm_mode, by_arguments(tmp_path, **given))

@@ -65,7 +65,7 @@ def tensor_parallel_lines():
     ]
 
 
-def test_the_automatic_tensor_parallel_plan(comm_mode, fsdp_tree):
+def test_automatic_tensor_parallel_plan(comm_mode, fsdp_tree):
     model = sharded(tp_plan="auto", tp_size=4)
     witnessed_twice(comm_mode, model, lambda: tiny_llama.loss(model).backward())
     assert owned_lines(comm_mode) == sorted(tensor_parallel_lines())
@@ -166,7 +166,8 @@ def mixture_lines(*, tensor_parallel=1, ep):
 
 
 @pytest.mark.parametrize("ep", [2, 4])
-def test_experts_are_gathered_over_one_axis_and_fed_over_another(comm_mode, fsdp_tree, ep):
+def test_experts_use_two_axes(comm_mode, fsdp_tree, ep):
+    """Expert parameters are gathered over `efsdp`; tokens are sent over `ep`."""
     model = mixture(fsdp_size=4, ep_size=ep)
     witnessed_twice(comm_mode, model, lambda: tiny_llama.loss(model).backward())
     assert owned_lines(comm_mode) == sorted(mixture_lines(ep=ep))
@@ -177,7 +178,8 @@ def test_experts_are_gathered_over_one_axis_and_fed_over_another(comm_mode, fsdp
     assert not tree.findings
 
 
-def test_ranks_of_a_tensor_parallel_group_feed_experts_a_slice_each(comm_mode):
+def test_experts_with_tp_send_slices(comm_mode):
+    """Each rank of a `tp` group sends a slice of the tokens."""
     model = mixture(fsdp_size=2, tp_size=2, ep_size=2)
     witnessed_twice(comm_mode, model, lambda: tiny_llama.loss(model).backward())
     expected = [
@@ -201,7 +203,7 @@ def test_ranks_of_a_tensor_parallel_group_feed_experts_a_slice_each(comm_mode):
 
 @pytest.mark.filterwarnings("ignore:.enable_expert_parallel:FutureWarning")
 @pytest.mark.parametrize("sizes", [{"enable_expert_parallel": True}, {"ep_size": 4, "tp_plan": {}}])
-def test_experts_alone_are_refused_over_tensor_parallel_ranks(sizes):
+def test_experts_alone_are_refused_over_tp(sizes):
     # The first is deprecated in favour of the second, which is what it becomes.
     with pytest.raises(ValueError, match="has no `tp_plan`"):
         mixture(tp_size=4, **sizes)
@@ -211,7 +213,7 @@ def seen(comm_mode, model):
     return observed(comm_mode, model, lambda: tiny_llama.loss(model).backward())
 
 
-def test_of_a_tensor_parallel_plan_what_sends_otherwise_is_told(comm_mode):
+def test_change_of_the_plan_is_reported(comm_mode):
     sizes = {"tp_plan": "auto", "tp_size": 4}
     reviewed = seen(comm_mode, sharded(**sizes))
     assert not told_of(reviewed, seen(comm_mode, sharded(**sizes, seed=7)))
