@@ -1,4 +1,4 @@
-"""Training code of models at their real size; it does not use pytest-fsdp-comm."""
+"""Train published models at their real size, without importing pytest-fsdp-comm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _llama(width: int, hidden: int, layers: int, heads: int) -> LlamaConfig:
     )
 
 
-# As published with the weights.
+# The configurations published with the weights.
 LLAMA_3_8B = _llama(4096, 14336, 32, 32)
 LLAMA_3_70B = _llama(8192, 28672, 80, 64)
 LLAMA_3_405B = _llama(16384, 53248, 126, 128)
@@ -63,7 +63,7 @@ ROOT_PLAN = {
 
 
 def build(config: PretrainedConfig, mesh: DeviceMesh) -> nn.Module:
-    """A model sharded over a mesh, of which ``tp`` is tensor parallel."""
+    """Build a model and shard it over a mesh; an axis ``tp`` is for tensor parallelism."""
     model = AutoModelForCausalLM.from_config(config)
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
@@ -72,18 +72,19 @@ def build(config: PretrainedConfig, mesh: DeviceMesh) -> nn.Module:
     for layer in model.model.layers:
         if "tp" in names:
             parallelize_module(layer, mesh["tp"], LAYER_PLAN)
-        fully_shard(layer, mesh=data, mp_policy=POLICY, shard_placement_fn=_by_rows_of_experts)
+        fully_shard(layer, mesh=data, mp_policy=POLICY, shard_placement_fn=_placement)
     fully_shard(model, mesh=data, mp_policy=POLICY)
     return model
 
 
-def _by_rows_of_experts(parameter: nn.Parameter) -> Shard | None:
-    # Experts are the first dimension, and too few: each would be padded to the number of ranks.
+def _placement(parameter: nn.Parameter) -> Shard | None:
+    # The first dimension of expert weights is the expert. There are fewer experts than ranks, so
+    # FSDP would pad that dimension; shard the rows of each expert instead.
     return Shard(1) if parameter.dim() == 3 else None
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One forward, backward and optimizer step on one sequence."""
+    """Run forward, backward and the optimizer on one sequence."""
     tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()

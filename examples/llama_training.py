@@ -1,4 +1,4 @@
-"""Ordinary FSDP2 training code for a Hugging Face Llama; it does not use pytest-fsdp-comm."""
+"""Train a Hugging Face Llama with FSDP2, without importing pytest-fsdp-comm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOSS_CHUNKS = 4
 
 
 def build_model(*, tie_word_embeddings: bool) -> LlamaForCausalLM:
-    """A real Llama built from a config, with random weights and no downloads."""
+    """Build a small Llama with random weights, which needs no download."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -32,7 +32,7 @@ def build_model(*, tie_word_embeddings: bool) -> LlamaForCausalLM:
 
 
 class ChunkedLossLlama(LlamaForCausalLM):
-    """Computes logits and loss in chunks of the sequence, to avoid keeping the full logits."""
+    """Compute the loss in chunks of the sequence, so that the full logits never exist."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.model(input_ids=input_ids).last_hidden_state
@@ -47,7 +47,7 @@ class ChunkedLossLlama(LlamaForCausalLM):
 
 
 def shard(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
-    """Shards each decoder block, then the root with all remaining parameters."""
+    """Shard each decoder block, then the root with the remaining parameters."""
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -55,7 +55,7 @@ def shard(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
 
 
 def train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """One forward, backward and optimizer step on a random batch."""
+    """Run forward, backward and the optimizer on a random batch, and return the loss."""
     tokens = torch.randint(model.config.vocab_size, (2, 16))
     loss = model(tokens, labels=tokens)
     loss.backward()

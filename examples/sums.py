@@ -1,4 +1,4 @@
-"""Sums by hand, with which the examples compare what was recorded."""
+"""Calculate the sizes that the examples expect in their recordings."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ BF16, FLOAT = 2, 4
 
 
 def padded(ranks, *shapes):
-    """Numbers that a unit gathers: each first dimension is cut into as many parts as ranks."""
-    return sum(math.ceil(first / ranks) * ranks * math.prod(rest) for first, *rest in shapes)
+    """Count the elements that a unit gathers; FSDP pads first dimensions to multiples of ranks."""
+    return sum(math.ceil(rows / ranks) * ranks * math.prod(row) for rows, *row in shapes)

@@ -1,4 +1,4 @@
-"""Real models on thousands of simulated ranks, compared with snapshots and with sums by hand."""
+"""Compare real models on thousands of simulated ranks with snapshots and calculated sizes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def record(config, mesh, comm_mode):
 
 
 def check_sizes(comm_mode, config, layer, root, axis="dp"):
-    """Layers are gathered twice, the root once; the gradients of each are reduced once."""
+    """Check that layers are gathered twice, the root once, and each unit reduced once."""
     layers = config.num_hidden_layers
     assert comm_mode.nbytes("all_gather", axis=axis) == (2 * layers * layer + root) * BF16
     assert comm_mode.nbytes("reduce_scatter", axis=axis) == (layers * layer + root) * FLOAT
@@ -53,13 +53,15 @@ def test_llama_8b(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
 
 
 @pytest.mark.large
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of torch, about its own TP
+@pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module"
+)  # torch warns about its own tensor parallelism
 @pytest.mark.distributed(world_size=8192, simulate=True)
 def test_llama_70b(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
     config = layouts.LLAMA_3_70B
     model = record(config, device_mesh(dp=-1, tp=8), comm_mode)
     check_sizes(comm_mode, config, layer_of(config, 1024, tp=8), root_of(config, 1024, tp=8))
-    # Activations of attention and feed-forward, and of the embedding.
+    # The outputs of attention and feed-forward in each layer, and of the embedding.
     sent = (2 * config.num_hidden_layers + 1) * layouts.SEQUENCE * config.hidden_size
     assert comm_mode.nbytes("all_reduce", axis="tp", phase="forward") == sent * BF16
     assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot
@@ -81,7 +83,7 @@ def test_mixtral_8x22b(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
     model = record(config, device_mesh(replicate=128, shard=64), comm_mode)
     width, experts = config.hidden_size, config.num_local_experts
     layer = padded(64, *attention(config), (experts, width), (width,), (width,))
-    layer += experts * 3 * width * config.intermediate_size  # whose rows 64 divides
+    layer += experts * 3 * width * config.intermediate_size  # rows divide by 64: no padding
     root = root_of(config, 64)
     check_sizes(comm_mode, config, layer, root, axis="shard")
     reduced = (config.num_hidden_layers * layer + root) // 64

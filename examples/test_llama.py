@@ -1,4 +1,4 @@
-"""The main job: compares a Llama training step's communication and sharding with snapshots."""
+"""Compare a training step of a Llama, and its sharding, with snapshots."""
 
 from __future__ import annotations
 

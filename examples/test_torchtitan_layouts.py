@@ -1,4 +1,4 @@
-"""torchtitan's largest models, by its own code for GPUs, on thousands of simulated ranks."""
+"""Run torchtitan's code for its largest models on thousands of simulated ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchtitan.models.moe import utils as moe_utils
 
 pytestmark = [
     pytest.mark.large,
-    # Of torch, about what torchtitan does.
+    # Warnings of torch about code in torchtitan.
     pytest.mark.filterwarnings(
         "ignore:DTensor random operators",
         "ignore:FSDP2-wrapped module",
@@ -33,7 +33,7 @@ SEQUENCE = 4096
 
 @pytest.fixture(autouse=True)
 def _without_kernels(monkeypatch):
-    """What torchtitan's experts have for GPUs only: two kernels that route tokens."""
+    """Run two functions that route tokens to experts on the CPU; torchtitan uses GPU kernels."""
     histogram = torch.histc
     monkeypatch.setattr(
         torch, "histc", lambda indices, **bins: histogram(indices.float(), **bins).long()
@@ -47,7 +47,7 @@ def loss_of(logits, tokens):
 
 
 def parallelized(models, args, *, world_size, micro_batches=1, **degrees):
-    """A model as torchtitan's trainer builds it: this rank's part, and the schedule, if any."""
+    """Build a model as torchtitan's trainer does: return this rank's part, and the schedule."""
     config = JobConfig()
     config.training.seq_len = SEQUENCE
     config.training.local_batch_size = micro_batches
@@ -63,8 +63,8 @@ def parallelized(models, args, *, world_size, micro_batches=1, **degrees):
         model = spec.model_cls(args)
     if dims.pp_enabled:
         device, parallelize = torch.device("cuda"), spec.parallelize_fn
-        given = (model, dims, config, device, args, parallelize, loss_of)
-        schedule, (part,), *_ = spec.pipelining_fn(*given)
+        options = (model, dims, config, device, args, parallelize, loss_of)
+        schedule, (part,), *_ = spec.pipelining_fn(*options)
     else:
         schedule, part = None, spec.parallelize_fn(model, dims, config)
     part.to_empty(device="cuda")
@@ -80,7 +80,7 @@ def feed_forward(width, hidden):
 @pytest.mark.distributed(world_size=8192, simulate=True, timeout_s=900)
 def test_deepseek_v3_671b(comm_mode, fsdp_tree, comm_snapshot):
     args = deepseek_v3.deepseekv3_args["671B"]
-    # Flex attention and grouped products are kernels for GPUs; neither changes what is sent.
+    # Flex attention and grouped products need GPU kernels; replacing them changes no collective.
     experts = replace(args.moe_args, use_grouped_mm=False)
     args = replace(args, attn_type="sdpa", moe_args=experts)
     model, _ = parallelized(deepseek_v3, args, ep=64, world_size=8192)
@@ -101,11 +101,11 @@ def test_deepseek_v3_671b(comm_mode, fsdp_tree, comm_snapshot):
     gathered, reduced = 2 * (layers + table) + head, layers + table + head
     assert comm_mode.nbytes("all_gather", axis="fsdp") == gathered * BF16
     assert comm_mode.nbytes("reduce_scatter", axis="fsdp") == reduced * FLOAT
-    # 4 of 256 experts are this rank's, their second dimensions cut by 128 ranks.
-    own = 58 * 4 * 3 * width * args.moe_inter_dim
-    assert comm_mode.nbytes("all_gather", axis="efsdp") == 2 * own * BF16
-    assert comm_mode.nbytes("reduce_scatter", axis="efsdp") == own * FLOAT
-    # Each token to 8 experts and back, and how many go to each of 256.
+    # This rank has 4 of 256 experts; 128 ranks shard their second dimension.
+    expert_parameters = 58 * 4 * 3 * width * args.moe_inter_dim
+    assert comm_mode.nbytes("all_gather", axis="efsdp") == 2 * expert_parameters * BF16
+    assert comm_mode.nbytes("reduce_scatter", axis="efsdp") == expert_parameters * FLOAT
+    # Each token goes to 8 experts and back; ranks also exchange token counts of 256 experts.
     sent = 2 * SEQUENCE * 8 * width * BF16
     assert comm_mode.nbytes("all_to_all", phase="forward") == 58 * (sent + 256 * 8)
     assert comm_mode.nbytes("all_to_all", phase="backward") == 58 * sent
@@ -125,14 +125,14 @@ def test_llama_3_405b(comm_mode, fsdp_tree, comm_snapshot):
         optimizer.step()
 
     width, keys, hidden = args.dim, args.dim // args.n_heads * args.n_kv_heads, 53248
-    own, of_stage = partial(padded, 512), len(part.layers)
+    of_all, num_layers = partial(padded, 512), len(part.layers)
     attention = [(width // 8, width), (keys // 8, width), (keys // 8, width), (width, width // 8)]
-    layer = own(*attention, *feed_forward(width, hidden // 8), (width,), (width,))
+    layer = of_all(*attention, *feed_forward(width, hidden // 8), (width,), (width,))
     table = (args.vocab_size // 8, width)
-    unit = is_first * own(table) + of_stage * layer + is_last * own(table, (width,))
+    unit = is_first * of_all(table) + num_layers * layer + is_last * of_all(table, (width,))
     assert comm_mode.nbytes("reduce_scatter", axis="fsdp") == unit * FLOAT
-    # Stages of a first step run forward once more, to tell each other their shapes.
+    # In the first step, stages run forward once more, to exchange the shapes of activations.
     assert comm_mode.nbytes("all_gather", axis="fsdp") == 2 * unit * BF16
-    scattered = 5 * (2 * of_stage + is_first) * SEQUENCE * width * BF16
+    scattered = 5 * (2 * num_layers + is_first) * SEQUENCE * width * BF16
     assert comm_mode.nbytes("reduce_scatter", axis="tp", phase="forward") == scattered
     assert {"comm": comm_mode, "tree": fsdp_tree(part)} == comm_snapshot
