@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 on CPU ranks, by itself and under the trainers that use it."""
+"""Helpers to use accelerate's FSDP2 on CPU ranks, directly and through trainers."""
 
 from typing import TYPE_CHECKING
 
@@ -10,36 +10,36 @@ from frameworks.changes import observed
 if TYPE_CHECKING:
     from regressions.table import Side
 
-# Whoever imports this file is skipped without it.
+# Without accelerate, this skips the importing test file.
 accelerate = pytest.importorskip("accelerate")
 
 LAYER_CLASS = "LlamaDecoderLayer"
-# For each of these sequences the model is run once a step, on each rank.
+# Each rank runs the model once per step for each of these sequences.
 TOKENS = torch.arange(tiny_llama.LENGTH) % tiny_llama.VOCABULARY
 BATCHES = [{"input_ids": TOKENS, "labels": TOKENS}] * 64
 
 
 def plugin(**changed):
-    given = {"transformer_cls_names_to_wrap": [LAYER_CLASS], "cpu_ram_efficient_loading": False}
+    settings = {"transformer_cls_names_to_wrap": [LAYER_CLASS], "cpu_ram_efficient_loading": False}
     return accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **(given | changed)
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **(settings | changed)
     )
 
 
 def use_fsdp(accelerator, chosen):
-    """accelerate sets these three itself where it finds GPUs; on the CPU it takes DDP."""
+    """Set what accelerate sets only on GPUs; on the CPU it uses DDP."""
     accelerate.PartialState().distributed_type = accelerate.DistributedType.FSDP
     accelerator.state.distributed_type = accelerate.DistributedType.FSDP
     accelerator.state.fsdp_plugin = chosen
 
 
 def forget():
-    """accelerate keeps one state for each process, and a test may make several models."""
+    """Reset accelerate's state of the process, so that a test can prepare several models."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class FsdpOnCpu:
-    """Of a trainer: shards as its arguments ask for."""
+    """Mixin that makes a trainer shard on the CPU as its arguments say."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -50,9 +50,9 @@ class FsdpOnCpu:
 
 
 def arguments(kind, folder, *, steps=1, **changed):
-    """What a trainer is told on CPU ranks, where it shall say and save nothing."""
+    """Return arguments of a trainer that runs on the CPU and prints and saves nothing."""
     forget()
-    given = {
+    settings = {
         "use_cpu": True,
         "max_steps": steps,
         "per_device_train_batch_size": tiny_llama.BATCH,
@@ -61,9 +61,9 @@ def arguments(kind, folder, *, steps=1, **changed):
         "logging_strategy": "no",
         "disable_tqdm": True,
     }
-    return kind(output_dir=str(folder), **(given | changed))
+    return kind(output_dir=str(folder), **(settings | changed))
 
 
 def trained(comm_mode, trainer) -> "Side":
-    """Records all steps of a trainer, after all of them."""
+    """Record all steps of a trainer."""
     return observed(comm_mode, trainer.model, trainer.train, is_traced=False)

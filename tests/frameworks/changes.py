@@ -1,4 +1,4 @@
-"""Changes of a framework's step: one that sends the same is not told, any other in a true line.
+"""Compare recordings of a framework's step before and after a change.
 
 A test records the reviewed step and changed ones, each with `observed`, and asserts::
 
@@ -33,32 +33,32 @@ def observed(
     profiler: bool = True,
     is_traced: bool = True,
 ) -> Side:
-    """Records a step and its tree, on all ranks; both witnesses have seen as much.
+    """Record a step and its tree on all ranks, and check the recording with both witnesses.
 
     Args:
-        comm_mode: The fixture; holds the recording afterwards.
-        model: Whose modules own what is sent; its tree is read after the step.
-        step: As in `oracle.witnessed`, which runs it once more after the recording.
-        warm_up: Steps before.
-        profiler: As in `oracle.witnessed`: False where two runs do not send the same.
-        is_traced: False to record with the bare mode, where the model is not known before.
+        comm_mode: The fixture, which has the recording afterwards.
+        model: The model that is recorded; its tree is read after the step.
+        step: As in `oracle.witnessed`, which runs it again after the recording.
+        warm_up: How many steps run before the recording.
+        profiler: As in `oracle.witnessed`; False if two runs communicate differently.
+        is_traced: False to record without a model, if the step creates or wraps it.
     """
     witnessed(comm_mode, model if is_traced else None, step, warm_up=warm_up, profiler=profiler)
     return side_of(comm_mode, model)
 
 
 def told_of(old: Side, new: Side) -> list[str]:
-    """What a comparison of the written snapshots tells, its first line first; empty if nothing."""
+    """Return the lines of the failure of a communication snapshot; empty if it passes."""
     both_sides(old, new)
     trees = old.tree.common, new.tree.common
-    # None where ranks differ, as in a pipeline.
+    # The common tree is None if ranks differ, as in a pipeline.
     evidence = tree_evidence(*trees) if all(trees) else None
     comparison = compare(old.comm, new.comm, evidence=evidence)
     return told(comparison) if comparison.changes else []
 
 
 def tree_told_of(old: Side, new: Side) -> list[str]:
-    """As `told_of`, of how the model is sharded."""
+    """Return the lines of the failure of a tree snapshot; empty if it passes."""
     changes = tree_diff.compare(old.tree, new.tree)
     if not changes:
         return []

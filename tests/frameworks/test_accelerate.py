@@ -1,4 +1,4 @@
-"""accelerate's FSDP2, by itself."""
+"""FSDP2 through accelerate, without a trainer."""
 
 from contextlib import nullcontext
 
@@ -16,7 +16,7 @@ CLIPPING = f"optimizer - all_reduce[world] {PARAMETERS * FLOAT}"
 
 
 def prepared(*, batches, accumulates=True, lr=0.001, **changed):
-    """A model, and its step of some micro-batches."""
+    """Return a prepared model, and its step of several micro-batches."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=batches)
     use_fsdp(accelerator, plugin(**changed))
     model = tiny_llama.build()

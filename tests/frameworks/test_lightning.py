@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 pytestmark = [
     pytest.mark.distributed(world_size=4),
-    # Of Lightning, about loaders without workers, and of torch, about what Lightning does.
+    # Lightning warns about loaders without workers, torch about calls that Lightning makes.
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -57,14 +57,14 @@ class Module(lightning.LightningModule):
 
 class Fsdp1(Module):
     def configure_model(self):
-        # As the strategy would, which gives FSDP no device where that is the CPU.
+        # The strategy would also wrap, but passes FSDP no device on the CPU.
         policy = ModuleWrapPolicy({Block})
         cpu = torch.device("cpu")
         self.model = FullyShardedDataParallel(self.model, auto_wrap_policy=policy, device_id=cpu)
 
 
 class FsdpOnCpu(FSDPStrategy):
-    """Without a GPU, Lightning refuses FSDPStrategy itself, but no class of the user's."""
+    """Subclass, because Lightning refuses FSDPStrategy without a GPU, but not subclasses."""
 
 
 def fit(module, strategy, **options):
@@ -87,7 +87,7 @@ def model_parallel(data, tensor):
 
 
 def trained(comm_mode, *, data=4, tensor=1, trainer=None, **module):
-    """What one step sends; the Trainer shards the module, so that each fit needs a new one."""
+    """Record one step of a new module; the Trainer shards it, so each fit needs a new one."""
     model = Module(**module)
     run = partial(fit, model, model_parallel(data, tensor), **trainer or {})
     return observed(comm_mode, model, run, warm_up=0, profiler=False)

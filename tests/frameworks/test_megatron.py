@@ -1,4 +1,4 @@
-"""Megatron-FSDP on the fake group, with stand-ins for the CUDA that it asks for."""
+"""Megatron-FSDP on the fake backend, with mocks for the CUDA functions that it calls."""
 
 from contextlib import nullcontext
 from unittest.mock import MagicMock
@@ -15,7 +15,7 @@ import megatron_fsdp
 
 pytestmark = [
     pytest.mark.distributed(world_size=4, backend="fake"),
-    # Of Megatron-FSDP, about packages that it does without, and of torch, about what it calls.
+    # Megatron-FSDP warns about optional packages, torch about calls that it makes.
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -31,7 +31,7 @@ def _without_cuda(monkeypatch):
 
 def trained(comm_mode, *, lr=0.1, **options):
     model = Model()
-    # Without an axis for tensor parallelism it looks for one named None.
+    # Without a tensor-parallel axis, Megatron-FSDP looks for one named None.
     model, optimizer = megatron_fsdp.fully_shard(
         module=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=lr),
@@ -66,7 +66,7 @@ def test_units_are_gathered_twice_and_reduced_once(comm_mode):
     assert sorted(sent) == sorted(
         (phase, kind, nbytes, role) for phase, (kind, role), nbytes in sizes
     )
-    # A unit's buffer has several parameters.
+    # Each buffer holds several parameters, so it has no owner.
     assert {event.owner for event in comm_mode.events} == {None}
     placements = {parameter.placements for parameter in side.tree.common.parameters.values()}
     assert placements == {(("dp", "Shard(0)"),)}

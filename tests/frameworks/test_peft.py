@@ -1,4 +1,4 @@
-"""LoRA of peft: most parameters are frozen, gathered, and never reduced."""
+"""LoRA with peft: most parameters are frozen, so they are gathered but never reduced."""
 
 import pytest
 import tiny_llama
@@ -10,22 +10,22 @@ from torch.distributed.fsdp import fully_shard
 peft = pytest.importorskip("peft")
 
 RANK = 4
-# Two adapters a layer, of two matrices.
+# Each layer has two adapters of two matrices.
 ADAPTERS = 2 * 2 * RANK * WIDTH * FLOAT
 MODEL = "base_model.model.model"
 
 
 pytestmark = [
     pytest.mark.distributed(world_size=4),
-    # Of transformers, about what peft reads.
+    # transformers warns about attributes that peft reads.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
 ]
 
 
 def adapted(mesh, *, change=lambda _: None, units=LAYERS, **changed):
-    """With one unit a layer, of the first layers at least."""
-    given = {"r": RANK, "target_modules": ["q_proj", "v_proj"]} | changed
-    model = peft.get_peft_model(tiny_llama.build(), peft.LoraConfig(**given))
+    """Return a LoRA model in which each layer, or each of the first ones, is a unit."""
+    settings = {"r": RANK, "target_modules": ["q_proj", "v_proj"]} | changed
+    model = peft.get_peft_model(tiny_llama.build(), peft.LoraConfig(**settings))
     change(model)
     for layer in model.get_submodule(f"{MODEL}.layers")[:units]:
         fully_shard(layer, mesh=mesh)
@@ -48,7 +48,7 @@ def test_lora_with_one_unit_a_layer(comm_mode, fsdp_tree, device_mesh):
     tree = fsdp_tree(model)
     trainable = {name for name, entry in tree.named_parameters() if entry.trainable}
     assert trainable == {name for name, entry in tree.named_parameters() if "lora_" in name}
-    # Units of their own for the adapters would gather as many bytes in more collectives.
+    # Separate units for adapters would gather the same bytes in more collectives.
     assert not tree.findings
 
 
@@ -80,7 +80,7 @@ def test_change_of_adapters_is_reported(comm_mode, device_mesh):
     assert told_of(reviewed, of(units=1))[0] == (
         f"{MODEL}.layers.1 merged into (root), gathered with it"
     )
-    # A second head beside the first, gathered with it, of which one is trained.
+    # Adds a second head, which is gathered with the first; only the second is trained.
     copied = told_of(reviewed, of(modules_to_save=["lm_head"]))
     assert copied[:2] == [
         "(root) forward: all_gather[dp] 1, 64.2 -> 96.2 KiB per rank",

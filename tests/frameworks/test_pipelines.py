@@ -14,12 +14,12 @@ from torch.distributed.fsdp import fully_shard
 MICRO_BATCHES = 4
 BATCH = 2 * MICRO_BATCHES
 
-# torch tells which of its own functions the stages call.
+# torch warns about calls that its own stages make.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 class Part(nn.Module):
-    """Two layers of a model with two a stage, by their numbers in it; the first embeds as well."""
+    """A stage of two layers with their numbers in the model; the first stage also embeds."""
 
     def __init__(self, number, mesh):
         super().__init__()
@@ -38,21 +38,21 @@ class Part(nn.Module):
 
 
 class Pipeline:
-    """This rank's stages of `stages`, and a step of the schedule."""
+    """The stages of this rank, out of `stages`, and a step of the schedule."""
 
     def __init__(self, schedule, stages, pp, dp):
         self.rank, ranks = pp.get_local_rank(), pp.size()
         self.last = ranks - 1
         self.numbers = range(self.rank, stages, ranks)
         self.parts = [Part(number, dp) for number in self.numbers]
-        made = [
+        local_stages = [
             pipelining.PipelineStage(
                 part, number, stages, torch.device("cpu"), group=pp.get_group()
             )
             for part, number in zip(self.parts, self.numbers, strict=True)
         ]
         self.schedule = getattr(pipelining, schedule)(
-            made if stages > ranks else made[0],
+            local_stages if stages > ranks else local_stages[0],
             MICRO_BATCHES,
             loss_fn=lambda output, target: (output - target).pow(2).sum(),
         )
@@ -64,7 +64,7 @@ class Pipeline:
 
 
 def gathers(order, *, is_unsharded=False):
-    """The phases in which a layer is gathered, in a schedule that keeps it between backwards.
+    """Return the phases in which a layer is gathered, if backward does not reshard it.
 
     Args:
         order: ``F`` and ``B``, as a stage runs them.
@@ -74,13 +74,13 @@ def gathers(order, *, is_unsharded=False):
     for direction in order:
         if not is_unsharded:
             phases.append("forward" if direction == "F" else "backward")
-        # Forward reshards behind itself, backward leaves that to the end of the step.
+        # Forward reshards the layer; after backward it stays gathered until the step ends.
         is_unsharded = direction == "B"
     return phases
 
 
 def stage_lines(number, order, *, is_unsharded=False):
-    """Owned lines of a stage: its layers, and the root's embedding, which stays gathered."""
+    """Return lines of a stage's layers, and of the root's embedding, which stays gathered."""
     sent = [
         f"{phase} layers.{layer} all_gather[dp] {BLOCK_NBYTES}"
         for layer in (2 * number, 2 * number + 1)
@@ -102,12 +102,12 @@ def test_1f1b_communication_follows_its_order(comm_mode, fsdp_tree, device_mesh)
     mesh = device_mesh(pp=2, dp=2)
     pipeline = Pipeline("Schedule1F1B", 2, mesh["pp"], mesh["dp"])
     witnessed_twice(comm_mode, pipeline.parts, pipeline.step, warm_up=1)
-    # The first stage is ahead of the last by one micro-batch.
+    # The first stage is one micro-batch ahead of the last.
     order = "FFBFBFBB" if pipeline.rank == 0 else "FBFBFBFB"
     hops = [f"outside - {kind}[pp] {ACTIVATION_NBYTES}" for kind in ("send", "recv")]
     expected = stage_lines(pipeline.rank, order) + hops * MICRO_BATCHES
     assert owned_lines(comm_mode) == sorted(expected)
-    # After the last backward, outside of autograd; torch 2.13 and 2.15 have another order of them.
+    # They follow the last backward, outside autograd; their order differs in torch 2.13 and 2.15.
     sent = [line.partition(" < ")[0] for line in lines(comm_mode)]
     reductions = [line for line in sent if "reduce_scatter" in line]
     assert sent[-len(reductions) :] == reductions
@@ -128,7 +128,7 @@ def test_interleaved_1f1b_with_two_stages_a_rank(comm_mode, device_mesh):
         )
         assert sorted(order) == sorted("FB" * MICRO_BATCHES)
         expected += stage_lines(number, order, is_unsharded=True)
-    # Three hops between four stages, there and back, half of them sent from here.
+    # Four stages have three hops in each direction; each rank sends half of them.
     hops = [f"outside - {kind}[pp] {ACTIVATION_NBYTES}" for kind in ("send", "recv")]
     assert owned_lines(comm_mode) == sorted(expected + hops * 3 * MICRO_BATCHES)
 
@@ -139,7 +139,7 @@ def test_1f1b_peers_are_neighbouring_stages(comm_mode, device_mesh):
     mesh = device_mesh(pp=4, dp=1)
     pipeline = Pipeline("Schedule1F1B", 4, mesh["pp"], mesh["dp"])
     witnessed_twice(comm_mode, pipeline.parts, pipeline.step, warm_up=1)
-    # Upwards and around: 1 is the next of four stages, 3 the one before.
+    # Peers count upwards and around: 1 is the next of four stages, 3 the previous one.
     following = [("send", 1), ("recv", 1)] if pipeline.rank < pipeline.last else []
     previous = [("send", 3), ("recv", 3)] if pipeline.rank > 0 else []
     met = [(event.kind, event.peer) for event in comm_mode.events]

@@ -1,4 +1,4 @@
-"""Frameworks' training programs, recorded by one command, and what ``diff`` says of a mistake."""
+"""Frameworks' training programs are recorded by one command, and ``diff`` reports a mistake."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 RECORD = ("-m", "pytest_fsdp_comm", "record")
-# Beside torchtitan's own train.py, what its --experimental.custom_import is for: a model of a
-# tenth of a megabyte, data without a file, and the CPU in the place of a GPU.
+# A module for torchtitan's --experimental.custom_import: a tiny model, data without a file, and
+# workarounds to run on the CPU.
 TITAN = """
 from dataclasses import replace
 from types import SimpleNamespace
@@ -78,7 +78,7 @@ def main():
     parser.add_argument("--forget", action="store_true")
     arguments = parser.parse_args()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    use_fsdp(accelerator, accelerate.FullyShardedDataParallelPlugin())  # by FSDP_* of the launcher
+    use_fsdp(accelerator, accelerate.FullyShardedDataParallelPlugin())  # reads FSDP_*
     model = tiny_llama.build()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for number in range(1, 11):
@@ -101,10 +101,14 @@ PER_MICRO_BATCH = (
 
 def run(*arguments):
     tests = str(Path(__file__).parents[1])
-    given = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": tests}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": tests,
+    }
     return subprocess.run(
         [sys.executable, *arguments],
-        env=given,
+        env=environment,
         capture_output=True,
         encoding="utf-8",
         timeout=300,
@@ -113,7 +117,7 @@ def run(*arguments):
 
 
 def told(*commands):
-    """The lines of `diff` about what two commands record."""
+    """Record with two commands, and return the lines that `diff` prints."""
     for side, command in zip(("old", "new"), commands, strict=True):
         place = command.index("record") + 1
         done = run(*command[:place], "--out", f"{side}.comm", *command[place:])
@@ -142,8 +146,8 @@ def test_torchtitans_train_py():
         "training.local_batch_size": "2",
         "training.steps": "4",
     }
-    given = [word for name, value in options.items() for word in (f"--{name}", value)]
-    train = (*RECORD, "--nproc", "2", "-m", "torchtitan.train", *given)
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    train = (*RECORD, "--nproc", "2", "-m", "torchtitan.train", *flags)
     assert told(train, (*train, "--parallelism.fsdp_reshard_after_forward", "never")) >= {
         "layers.{0..1}, tok_embeddings kept gathered after forward, not gathered in backward: "
         "3 calls, 272.5 KiB in all less",

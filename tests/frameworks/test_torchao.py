@@ -1,4 +1,4 @@
-"""torchao's float8 linears, whose weights FSDP2 gathers in 8 bits."""
+"""torchao's float8 linear layers, whose weights FSDP2 gathers in 8 bits."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed(world_size=4)
 WIDTH, HIDDEN, BATCH, LAYERS = 32, 64, 4, 2
 BYTE, HALF, FLOAT = 1, 2, 4
 WEIGHT = WIDTH * HIDDEN
-"""Elements of either matrix of a layer."""
+"""Elements of each matrix of a layer."""
 NORM = HIDDEN
 WEIGHTS = 2 * LAYERS
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Training:
-    """A model of float8 linears, or of some of them, and its step."""
+    """A model whose linear layers, or some of them, use float8, and its step."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Training:
 
 
 def layer_lines(gathered):
-    """What FSDP2 sends where it gathers so many bytes of a layer, and reduces 32 bits."""
+    """Return what FSDP2 sends if a layer gathers that many bytes and reduces 32 bits."""
     lines = fsdp_lines({str(n): gathered for n in range(LAYERS)}, axis="dp", kept="")
     reduced = (2 * WEIGHT + NORM) * FLOAT
     return [
@@ -75,7 +75,7 @@ def test_weights_are_gathered_in_8_bits(comm_mode, device_mesh):
     """Weights are gathered in 8 bits, and one all-reduce computes all scales."""
     training = Training(device_mesh())
     witnessed_twice(comm_mode, training.model, training.step, warm_up=1)
-    # The greatest of each weight, all in one.
+    # One all-reduce computes the largest value of each weight.
     expected = [*layer_lines(2 * WEIGHT * BYTE + NORM * HALF)]
     expected += [f"outside - all_reduce[dp] {WEIGHTS * FLOAT}"]
     assert owned_lines(comm_mode) == sorted(expected)
@@ -110,7 +110,7 @@ def test_change_of_float8_is_reported(comm_mode, device_mesh):
     reviewed = of(comm_mode, mesh)
     assert not told_of(reviewed, of(comm_mode, mesh, learning_rate=1e-3))
     whole = told_of(reviewed, of(comm_mode, mesh, in_float8=False))
-    # Of 130 bytes of 16 bits, 66 are left.
+    # Of 130 bytes in 16 bits, 66 remain.
     assert whole[0] == "parameters[dp] float8_e4m3fn+bfloat16 -> bfloat16, x65/33 bytes"
     assert whole[-1].startswith("likely: the weights' own fsdp_pre_all_gather, such as torchao's")
     forgotten = told_of(reviewed, of(comm_mode, mesh, precomputes=False))

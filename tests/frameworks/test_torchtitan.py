@@ -1,4 +1,4 @@
-"""torchtitan's models, sharded by its own `parallelize` functions."""
+"""torchtitan's models, sharded by its `parallelize` functions."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from torchtitan.models.moe import utils as moe_utils
 
 pytestmark = [
     pytest.mark.distributed(world_size=4),
-    # Of torch, about what torchtitan does.
+    # torch warns about calls that torchtitan makes.
     pytest.mark.filterwarnings("ignore:DTensor random operators", "ignore:FSDP2-wrapped module"),
 ]
 
@@ -43,13 +43,13 @@ FEED_FORWARD = 3 * WIDTH * HIDDEN * FLOAT
 MATRICES = 4 * WIDTH * WIDTH * FLOAT + FEED_FORWARD
 ROUTER = EXPERTS * WIDTH * FLOAT
 ACTIVATION = BATCH * LENGTH * WIDTH * FLOAT
-# Norms and matrices of two layers, the last norm, embedding and output.
+# Norms and matrices of two layers, the last norm, the embedding and the output.
 PARAMETERS = LAYERS * (2 + 7) + 3
 
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
-    """What torchtitan has for GPUs only: the device, and two kernels that route tokens."""
+    """Replace the device and two routing kernels that torchtitan has only for GPUs."""
     histogram = torch.histc
     monkeypatch.setattr(parallel_dims, "device_type", "cpu")
     monkeypatch.setattr(
@@ -60,12 +60,12 @@ def _on_the_cpu(monkeypatch):
 
 
 def configured(models, configure=lambda _: None, **sizes):
-    """The configuration and the specification of the debug model, made smaller."""
+    """Return configuration, specification and model arguments of a smaller debug model."""
     config = JobConfig()
     config.training.seq_len = LENGTH
     config.training.mixed_precision_param = "float32"
     config.activation_checkpoint.mode = "none"
-    # Otherwise the sizes of all-to-all depend on random weights.
+    # Without it, the sizes of the all-to-all depend on random weights.
     config.debug.moe_force_load_balance = True
     configure(config)
     spec = models.get_train_spec()
@@ -85,19 +85,19 @@ def dims_of(**degrees):
 
 
 def initialized(model):
-    """Filled with weights, and with a reduction that gloo has."""
+    """Initialize the weights, and make FSDP use a reduction that gloo has."""
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # torchtitan sets a divide factor, for which torch asks gloo for PREMUL_SUM.
+            # torchtitan sets a divide factor, so torch would use PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(enable=True)
     return model
 
 
 def parallelized(models, *, configure=lambda _: None, **degrees):
-    """A model as torchtitan's trainer builds it."""
+    """Build a model as torchtitan's trainer does."""
     config, spec, args = configured(models, configure)
     with torch.device("meta"):
         model = spec.model_cls(args)
@@ -113,7 +113,7 @@ def train_step(model, *, is_tensor_parallel=False, has_expert_groups=False):
 
 
 def tensor_parallel_lines():
-    """Sequence parallelism: each gather before a block is a scatter behind it, and vice versa."""
+    """Return lines of sequence parallelism; backward turns gathers into scatters, and back."""
     pairs = [("tok_embeddings", "reduce_scatter", "all_gather")]
     pairs += [("output", "all_gather", "reduce_scatter")]
     norms = ["norm+output"]
@@ -126,7 +126,7 @@ def tensor_parallel_lines():
         *(f"forward {owner} {kind}[tp] {ACTIVATION}" for owner, kind, _ in pairs),
         *(f"backward {owner} {kind}[tp] {ACTIVATION}" for owner, _, kind in pairs),
         *(f"backward {owner} all_reduce[tp] {NORM}" for owner in norms),
-        # The loss over a sharded vocabulary: maximum, sum, and the target's logit, of each token.
+        # The loss over a sharded vocabulary reduces maximum, sum and target logit per token.
         *[f"outside - all_reduce[tp] {BATCH * LENGTH * FLOAT}"] * 3,
     ]
 
@@ -141,7 +141,7 @@ def units_of(*, tensor_parallel=1):
 
 
 def clipping(axis, parameters=PARAMETERS):
-    """One number a parameter."""
+    """Return the all-reduce of the norms, one number per parameter."""
     return [f"optimizer - all_reduce[{axis}] {parameters * FLOAT}"]
 
 
@@ -195,14 +195,14 @@ def test_llama4_experts_use_two_axes(comm_mode, fsdp_tree, ep):
     experts = {"layers.1.moe.experts": EXPERTS * FEED_FORWARD // ep}
     if ep == 2:
         expected += fsdp_lines(experts, axis="efsdp", kept="norm+output")
-    # torch has one group of all ranks, so that with 4 expert groups its axes go by one name.
+    # torch has one group of all ranks, so with ep=4 both axes have the same name.
     axis = "ep" if ep == 2 else "fsdp"
     expected += [
         f"forward layers.1.moe.experts all_to_all[{axis}] {EXPERTS * LONG}",
         *[f"forward layers.1.moe.experts all_to_all[{axis}] {ACTIVATION}"] * 2,
         *[f"backward layers.1.moe.experts all_to_all[{axis}] {ACTIVATION}"] * 2,
     ]
-    # The gradients of experts, over both of their axes at once; the router is a parameter more.
+    # Expert gradients are clipped over both axes at once; the router adds a parameter.
     expected += clipping("fsdp", 3) + clipping("fsdp", PARAMETERS + 1)
     assert owned_lines(comm_mode) == sorted(expected)
     assert unit_names(fsdp_tree(model)) == {"", *units, *experts}
@@ -218,7 +218,7 @@ def test_llama4_with_tensor_parallel_experts_owns_all(comm_mode, etp):
     witnessed_twice(comm_mode, model, step)
     unowned = {(event.phase.value, event.kind) for event in comm_mode.events if event.owner is None}
     assert unowned == {("optimizer", "all_reduce"), ("outside", "all_reduce")}
-    # With tensor-parallel experts each token goes to both ranks of a pair, otherwise to one.
+    # With tensor-parallel experts, each token goes to both ranks of a pair instead of one.
     tokens = ACTIVATION * etp // 2
     assert comm_mode.counts("all_to_all", axis="ep") == 5
     assert comm_mode.nbytes("all_to_all", axis="ep") == 4 * tokens + EXPERTS * LONG
@@ -233,7 +233,7 @@ def test_llama4_with_tensor_parallel_experts_owns_all(comm_mode, etp):
 
 
 class Pipeline:
-    """This rank's stages as torchtitan's trainer builds them, and its step of 4 micro-batches."""
+    """The stages of this rank, built as by torchtitan's trainer, and a step of 4 micro-batches."""
 
     def __init__(self, schedule):
         def configure(config):
@@ -258,16 +258,16 @@ class Pipeline:
         inputs = [tokens] if self.is_first else []
         target = {"target": tokens, "losses": []} if self.is_last else {}
         self.schedule.step(*inputs, **target, return_outputs=False)
-        parameters = [own for part in self.parts for own in part.parameters()]
+        parameters = [parameter for part in self.parts for parameter in part.parameters()]
         clip_grad_norm_(parameters, 1.0, pp_mesh=self.pp)
 
 
 @pytest.mark.parametrize(
     ("schedule", "phase", "layers", "hops"),
     [
-        # Each stage once; what is gathered stays so for all micro-batches.
+        # Each stage gathers once; its parameters stay gathered for all micro-batches.
         ("1F1B", "forward", ((0, 1), (2, 3)), 1),
-        # The schedule gathers ahead, and three hops lie between four stages.
+        # The schedule gathers ahead; four stages have three hops.
         ("Interleaved1F1B", "outside", ((0, 3), (1, 2)), 3),
     ],
 )
@@ -278,7 +278,7 @@ def test_pipelines_gather_once_per_step(comm_mode, schedule, phase, layers, hops
     units = {f"layers.{number}": MATRICES + 2 * NORM for number in layers[rank]}
     units |= {"norm+output": EMBEDDING + NORM} if rank else {"tok_embeddings": EMBEDDING}
     activation = LENGTH * WIDTH * FLOAT
-    # The norm over all stages is the sum of one number each.
+    # The norm over all stages sums one number per stage.
     expected = [*clipping("fsdp", 2 * 9 + 1 + rank), f"outside - all_reduce[pp] {FLOAT}"]
     for unit, nbytes in units.items():
         expected += [f"{phase} {unit} all_gather[fsdp] {nbytes}"]
@@ -288,11 +288,11 @@ def test_pipelines_gather_once_per_step(comm_mode, schedule, phase, layers, hops
     assert owned_lines(comm_mode) == sorted(expected)
 
 
-# SimpleFSDP: each parameter is gathered where forward reads it, and no unit sends it.
+# SimpleFSDP gathers each parameter when forward reads it, without units.
 
 
 def matrices_of(*, tensor_parallel=1):
-    """Each module that reads a parameter, in the order of forward."""
+    """Return the bytes of each module that reads a parameter, in the order of forward."""
     owners = {"tok_embeddings": EMBEDDING // tensor_parallel}
     for layer in range(LAYERS):
         owners[f"layers.{layer}.attention_norm"] = NORM
@@ -320,7 +320,7 @@ ROLES = {"all_gather": "parameters", "reduce_scatter": "gradients", "all_reduce"
 
 
 def assert_roles(comm_mode, axes):
-    """What is sent over axes of data are parameters and their gradients."""
+    """Check that data axes carry only parameters and their gradients."""
     sent = [e for e in comm_mode.events if e.axis in axes and e.phase != "optimizer"]
     assert {e.kind for e in sent} <= ROLES.keys()
     assert all(e.role == ROLES[e.kind] for e in sent)
@@ -336,7 +336,7 @@ def test_simple_fsdp(comm_mode, fsdp_tree):
     assert not tree.units
 
 
-# float8, by torchao.
+# float8 through torchao.
 
 
 def in_float8(config):
@@ -350,7 +350,7 @@ def in_float8(config):
 
 
 def float8_training():
-    """A model whose layers are converted, as by torchtitan's trainer, and its step."""
+    """Convert a model's layers as torchtitan's trainer does; return it and its step."""
     converters = pytest.importorskip("torchtitan.components.quantization.float8")
     pytest.importorskip("torchao.float8", reason="needs torchao")
     config, spec, args = configured(llama3, in_float8)
@@ -374,7 +374,7 @@ def float8_training():
 def test_float8_weights_are_gathered_in_8_bits(comm_mode):
     model, step = float8_training()
     witnessed_twice(comm_mode, model, step, warm_up=1)
-    half, eighth = 2, 4  # of 32 bits
+    half, eighth = 2, 4  # divisors of the size in 32 bits
     gathered = {unit: nbytes // half for unit, nbytes in units_of().items()}
     for layer in ("layers.0", "layers.1"):
         gathered[layer] = MATRICES // eighth + 2 * NORM // half
@@ -384,12 +384,12 @@ def test_float8_weights_are_gathered_in_8_bits(comm_mode):
         if "reduce_scatter" not in line
     ]
     expected += [f"backward {unit} reduce_scatter[fsdp] {n}" for unit, n in units_of().items()]
-    # The greatest of each of the seven matrices of a layer, all in one.
+    # One all-reduce computes the largest value of each of a layer's seven matrices.
     expected += [*clipping("fsdp"), f"outside - all_reduce[fsdp] {LAYERS * 7 * FLOAT}"]
     assert owned_lines(comm_mode) == sorted(expected)
 
 
-# What a team changes in its configuration.
+# Changes that a team makes in its configuration.
 
 
 def other_seed_and_rate(config):
@@ -412,7 +412,7 @@ def test_change_of_experts_is_reported(comm_mode):
     reviewed = of(comm_mode, llama4, ep=2)
     assert not told_of(reviewed, of(comm_mode, llama4, configure=other_seed_and_rate, ep=2))
     again = of(comm_mode, llama4, configure=recomputed, ep=2)
-    # The gather of a rank's 4 experts, the counts, and the tokens there and back.
+    # The gather of a rank's 4 experts, the token counts, and the tokens there and back.
     assert (EXPERTS * FEED_FORWARD // 2 + EXPERTS * LONG + 2 * ACTIVATION) / 1024 == 784.0625
     assert told_of(reviewed, again)[0] == (
         "forward collectives of layers.1.moe.experts repeated by recomputation in backward: "

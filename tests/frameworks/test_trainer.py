@@ -1,4 +1,4 @@
-"""The Trainer of transformers, with FSDP2 of accelerate and with that of transformers itself."""
+"""The Trainer of transformers, with FSDP2 from accelerate or from transformers."""
 
 import pytest
 import tiny_llama
@@ -13,14 +13,14 @@ distributed = pytest.importorskip("transformers.distributed", reason="needs tran
 
 pytestmark = [
     pytest.mark.distributed(world_size=4),
-    # Of torch, about what transformers does.
+    # torch warns about calls that transformers makes.
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
 ]
 RANKS = 4
 LONG = 8
 UNITS = tiny_llama.units()
 KEPT = "lm_head+model.norm"
-# Of each step the number of tokens of all ranks, and at the end the loss.
+# Each step gathers the number of tokens of all ranks; the end gathers the loss.
 COUNTED = f"outside - all_gather[{{axis}}] {RANKS * LONG}"
 LOSS = f"outside - all_gather[{{axis}}] {RANKS * FLOAT}"
 
@@ -30,24 +30,24 @@ class FsdpTrainer(FsdpOnCpu, Trainer):
 
 
 def by_arguments(folder, *, config=None, **changed):
-    """As users write it: the layer's class, and what else the configuration has."""
+    """Return a trainer that shards by its `fsdp_config`, as users write it."""
     fsdp = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": [LAYER_CLASS]}}
     if config is not None:
         fsdp["fsdp_config"] = config
-    given = arguments(TrainingArguments, folder, **(fsdp | changed))
-    return FsdpTrainer(tiny_llama.build(), given, train_dataset=BATCHES)
+    settings = arguments(TrainingArguments, folder, **(fsdp | changed))
+    return FsdpTrainer(tiny_llama.build(), settings, train_dataset=BATCHES)
 
 
 def by_plan(folder, *, sizes, **changed):
-    """Sharded when it is loaded, so that accelerate has nothing to wrap."""
-    given = arguments(TrainingArguments, folder, **changed)
+    """Return a trainer whose model was sharded when it was loaded, not by accelerate."""
+    settings = arguments(TrainingArguments, folder, **changed)
     model = LlamaForCausalLM.from_pretrained(
         None,
         config=tiny_llama.config(),
         state_dict=tiny_llama.build().state_dict(),
         distributed_config=distributed.DistributedConfig(**sizes),
     )
-    return Trainer(model, given, train_dataset=BATCHES)
+    return Trainer(model, settings, train_dataset=BATCHES)
 
 
 def expected(axis, *, steps=1, batches=1, replicate=None):
@@ -88,34 +88,34 @@ def test_last_micro_batch_reduces_over_replicas(comm_mode, tmp_path):
     step = fsdp_lines(
         UNITS, axis="fsdp", kept=KEPT, unreduced_batches=1, replicate=("dp_replicate", 2)
     )
-    # Within a replica each micro-batch is reduced, so that gradients stay sharded.
+    # Within a replica, every micro-batch is reduced, so that gradients stay sharded.
     step += [f"backward {unit} reduce_scatter[fsdp] {nbytes}" for unit, nbytes in UNITS.items()]
     assert sent == sorted(step)
 
 
 def test_change_of_arguments_is_reported(comm_mode, tmp_path):
     def of(**changed):
-        given = {"gradient_accumulation_steps": 2} | changed
-        return trained(comm_mode, by_arguments(tmp_path, **given))
+        settings = {"gradient_accumulation_steps": 2} | changed
+        return trained(comm_mode, by_arguments(tmp_path, **settings))
 
     reviewed = of()
     innocent = {
         "other numbers": {"learning_rate": 0.5, "weight_decay": 0.1, "seed": 7, "data_seed": 7},
-        # Without a name the model says which classes are its layers.
+        # Without a class name, the model names the classes of its layers.
         "no class named": {"config": {}},
-        # A layer is a unit, which backward gathers anyway.
+        # Each layer is a unit, which backward gathers anyway.
         "recomputed": {"activation_checkpointing": True},
     }
     for name, changed in innocent.items():
         assert not told_of(reviewed, of(**changed)), name
 
-    kept = of(config={"reshard_after_forward": False})
+    gathered = of(config={"reshard_after_forward": False})
     # The embedding of 32 KiB and two layers of 160.5, for two micro-batches.
-    assert told_of(reviewed, kept)[0] == (
+    assert told_of(reviewed, gathered)[0] == (
         "model.embed_tokens, model.layers.{0..1} kept gathered after forward, not gathered in "
         "backward: 6 calls, 706.0 KiB in all less"
     )
-    assert tree_told_of(reviewed, kept) == [
+    assert tree_told_of(reviewed, gathered) == [
         "model.embed_tokens: reshard_after_forward True -> False",
         "model.layers.{0..1}: reshard_after_forward True -> False",
     ]
@@ -128,7 +128,7 @@ def test_change_of_arguments_is_reported(comm_mode, tmp_path):
     assert told_of(reviewed, logged) == [
         "(no-module) outside: all_gather[world] 2 -> 4 (+2), 48 -> 96 B in all per rank"
     ]
-    # DDP, which has one bucket of everything.
+    # Falls back to DDP, which has a single bucket.
     assert told_of(reviewed, of(fsdp=None))[0].startswith(
         "lm_head+model.norm, model.embed_tokens, model.layers.{0..1} no longer gathered nor reduced"
     )

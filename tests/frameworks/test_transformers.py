@@ -1,4 +1,4 @@
-"""What transformers shards by its own plans: tensor and expert parallelism, FSDP2, all of them."""
+"""Models sharded by plans of transformers: tensor and expert parallelism, FSDP2, and all three."""
 
 import pytest
 import tiny_llama
@@ -26,7 +26,7 @@ distributed = pytest.importorskip("transformers.distributed", reason="needs tran
 
 pytestmark = [
     pytest.mark.distributed(world_size=4),
-    # Of torch, about what transformers does.
+    # torch warns about calls that transformers makes.
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
 ]
 
@@ -43,7 +43,7 @@ def sharded(*, kind=LlamaForCausalLM, config=None, seed=0, **sizes):
 
 
 def tensor_parallel_lines():
-    """Column-wise layers reduce what goes into them in backward, row-wise ones what comes out."""
+    """Column-wise layers reduce input gradients in backward, row-wise ones outputs in forward."""
     layers = [f"model.layers.{layer}" for layer in range(LAYERS)]
     column_wise = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     column_wise += ("mlp.gate_proj", "mlp.up_proj")
@@ -106,7 +106,7 @@ MOE_LAYERS = [f"model.layers.{layer}" for layer in range(LAYERS)]
 
 
 def mixture(**sizes):
-    """Qwen3's, routed evenly: otherwise the sizes of all-to-all depend on random weights."""
+    """Build a Qwen3 model with even routing, so that no size depends on random weights."""
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
@@ -122,7 +122,7 @@ def mixture(**sizes):
     )
     model = sharded(kind=Qwen3MoeForCausalLM, config=config, **sizes)
 
-    def evenly(router, _given, result):
+    def evenly(router, _inputs, result):
         logits, scores, chosen = result
         return logits, scores, torch.arange(chosen.numel()).view_as(chosen) % router.num_experts
 
@@ -142,7 +142,7 @@ def mixture_units(*, tensor_parallel=1):
 
 
 def dispatch_lines(axis, *, tensor_parallel=1):
-    """How many tokens each expert gets, they, and what experts make of them."""
+    """Return the exchanges of token counts, of tokens, and of the experts' outputs."""
     tokens = DISPATCHED // tensor_parallel
     return [
         line
@@ -161,7 +161,7 @@ def mixture_lines(*, tensor_parallel=1, ep):
     if ep == 2:
         experts = {f"{layer}.mlp.experts": EXPERTS_NBYTES // ep for layer in MOE_LAYERS}
         lines += fsdp_lines(experts, axis="efsdp", kept="")
-    # torch has one group of all ranks, so that with 4 expert groups its axes go by one name.
+    # torch has one group of all ranks, so with ep=4 both axes have the same name.
     return lines + dispatch_lines("ep" if ep == 2 else "fsdp", tensor_parallel=tensor_parallel)
 
 
@@ -191,9 +191,9 @@ def test_experts_with_tp_send_slices(comm_mode):
         attention = f"{layer}.self_attn"
         expected += [
             f"forward {attention}.o_proj all_reduce[tp] {ACTIVATION}",
-            *(f"backward {attention}.{one}_proj all_reduce[tp] {ACTIVATION}" for one in "qkv"),
-            # Each rank has normalized its own heads.
-            *(f"backward {attention}.{one}_norm all_reduce[tp] {HEAD * FLOAT}" for one in "qk"),
+            *(f"backward {attention}.{name}_proj all_reduce[tp] {ACTIVATION}" for name in "qkv"),
+            # Each rank normalizes only its heads.
+            *(f"backward {attention}.{name}_norm all_reduce[tp] {HEAD * FLOAT}" for name in "qk"),
             f"forward {layer}.mlp.experts all_gather[tp] {ACTIVATION}",
             f"backward {layer}.mlp.experts all_gather[tp] {ACTIVATION}",
             f"backward {layer}.mlp.experts all_gather[tp] {WEIGHTS}",
@@ -204,7 +204,7 @@ def test_experts_with_tp_send_slices(comm_mode):
 @pytest.mark.filterwarnings("ignore:.enable_expert_parallel:FutureWarning")
 @pytest.mark.parametrize("sizes", [{"enable_expert_parallel": True}, {"ep_size": 4, "tp_plan": {}}])
 def test_experts_alone_are_refused_over_tp(sizes):
-    # The first is deprecated in favour of the second, which is what it becomes.
+    # The first is deprecated and translated to the second.
     with pytest.raises(ValueError, match="has no `tp_plan`"):
         mixture(tp_size=4, **sizes)
 

@@ -15,17 +15,17 @@ datasets = pytest.importorskip("datasets")
 
 pytestmark = [
     pytest.mark.distributed(world_size=4),
-    # Of transformers and TRL, about what each of them calls of the other.
+    # transformers and TRL warn about each other's calls.
     pytest.mark.filterwarnings("ignore"),
 ]
 RANKS = 4
 LONG = 8
 UNITS = tiny_llama.units()
 RANK = 4
-# Two adapters a layer, of two matrices.
+# Each layer has two adapters of two matrices.
 ADAPTERS = 2 * 2 * RANK * WIDTH * FLOAT
-# Of each step the numbers of tokens, of those that count, and of those that were foreseen; in
-# floating point the entropy and, at the end, the loss.
+# Each step gathers the number of tokens, of counted tokens and of correct ones as integers, and
+# the entropy as a float; the end gathers the loss.
 METRICS = [f"outside - all_gather[world] {RANKS * LONG}"] * 4
 METRICS += [f"outside - all_gather[world] {RANKS * FLOAT}"] * 2
 
@@ -35,7 +35,7 @@ class FsdpTrainer(FsdpOnCpu, trl.SFTTrainer):
 
 
 def tokenizer():
-    """Of the words 0 to 127, so that nothing is downloaded."""
+    """Build a tokenizer of the words 0 to 127, so that nothing is downloaded."""
     unknown, end = "0", "1"
     vocabulary = {f"{word}": word for word in range(tiny_llama.VOCABULARY)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
@@ -45,11 +45,11 @@ def tokenizer():
 
 def fine_tuning(folder, *, lora=None):
     config = {"transformer_layer_cls_to_wrap": [LAYER_CLASS]}
-    given = arguments(trl.SFTConfig, folder, fsdp=True, fsdp_config=config)
+    settings = arguments(trl.SFTConfig, folder, fsdp=True, fsdp_config=config)
     texts = datasets.Dataset.from_list([{"text": "2 3 4 5 6 7 8 9"}] * 64)
     return FsdpTrainer(
         tiny_llama.build(),
-        given,
+        settings,
         train_dataset=texts,
         processing_class=tokenizer(),
         peft_config=lora,
@@ -72,9 +72,9 @@ def test_lora_gathers_the_head_by_hand(comm_mode, tmp_path):
     embedding = f"{root}.model.embed_tokens"
     expected = [
         f"forward {embedding} all_gather[world] {EMBEDDING}",
-        # Nothing needs it in backward, but its gather is prefetched there.
+        # Backward does not need it, but prefetches its gather.
         f"backward {embedding} all_gather[world] {EMBEDDING}",
-        # The last norm is what is left to the root.
+        # The root has only the last norm.
         f"forward . all_gather[world] {NORM}",
         f"forward {root}.lm_head all_gather[world] {EMBEDDING}",
         f"optimizer - all_reduce[world] {2 * 2 * LAYERS * FLOAT}",
