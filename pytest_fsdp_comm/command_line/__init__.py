@@ -1,1 +1,1 @@
-"""The program ``fsdp-comm``: shows, compares and accepts snapshots, outside of any test."""
+"""The program ``fsdp-comm``: show, compare and accept snapshots without running tests."""

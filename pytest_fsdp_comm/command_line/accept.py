@@ -1,4 +1,4 @@
-"""``fsdp-comm accept``: copies the snapshots that CI received, and prints what changed."""
+"""``fsdp-comm accept``: copy received snapshots from CI, and print what changed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from pytest_fsdp_comm.command_line.diff import Pair, print_stories
+from pytest_fsdp_comm.command_line.diff import Pair, print_explanations
 from pytest_fsdp_comm.command_line.documents import describe_problem, find_project, read_document
 from pytest_fsdp_comm.command_line.terminal import print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -18,17 +18,17 @@ from pytest_fsdp_comm.text.words import counted, show_path
 def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm accept``."""
     _, snapshot_dir = find_project(Path.cwd())
-    # From a directory above the project, new files would land where no test reads them.
+    # In a directory above the project, new files would end up where no test reads them.
     if not snapshot_dir.is_dir():
         raise FsdpCommError(
-            f"there is no directory {show_path(snapshot_dir)}; expected that of the snapshots: run "
-            "this in the directory of the project"
+            f"there is no snapshot directory {show_path(snapshot_dir)}; run this command in the "
+            "directory of the project"
         )
     received = Path(options.directory, RECEIVED)
     if not received.is_dir() or _is_link(received, received.parent):
         raise FsdpCommError(
-            f"{options.directory} has no directory {RECEIVED!r}; expected what pytest "
-            "--comm-artifacts=DIR left, unpacked. If no comparison failed, it leaves nothing"
+            f"{options.directory} has no directory {RECEIVED!r}; expected the unpacked output of "
+            "pytest --comm-artifacts=DIR, which is empty if no comparison failed"
         )
     changed: list[Pair] = []
     refused: list[str] = []
@@ -39,21 +39,21 @@ def run(options: argparse.Namespace) -> int:
             refused.append(f"refused: {describe_problem(problem)}")
         else:
             changed += [pair] if pair.old != pair.new else []
-    print_stories(changed)
-    rest = f", {len(refused)} refused" if refused else ""
-    print(f"{counted(len(changed), 'file')} accepted{rest}")  # noqa: T201  # a program's output
+    print_explanations(changed)
+    refusals = f", {len(refused)} refused" if refused else ""
+    print(f"{counted(len(changed), 'file')} accepted{refusals}")  # noqa: T201  # a program's output
     return print_problems(refused)
 
 
 def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
-    """Copy a file to its place among the snapshots; return both sides, or raise FsdpCommError."""
-    # Anybody's pull request may have chosen the names, the texts and the links of `received`.
+    """Copy a file into the snapshot directory; return its old and new text."""
+    # Do not trust `received`: any pull request may have chosen its names, texts and links.
     target = snapshot_dir / file.relative_to(received)
     for path, below in ((file, received), (target, snapshot_dir)):
         if _is_link(path, below):
             raise FsdpCommError(
-                f"{show_path(path)} is or is behind a link to {os.path.realpath(path)}; accept "
-                "follows no links: put the file itself there"
+                f"{show_path(path)} is or is behind a link to {os.path.realpath(path)}, which "
+                "accept does not follow: put the file itself there"
             )
     name = show_path(target)
     old = read_snapshot(target, where=name)
@@ -64,11 +64,11 @@ def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
             write_atomically(target, str(pair.newer))
         except OSError as problem:
             raise FsdpCommError(
-                f"cannot write {name} ({problem.strerror or problem}); what was there is unchanged"
+                f"cannot write {name} ({problem.strerror or problem}); the snapshot is unchanged"
             ) from None
     return pair
 
 
 def _is_link(path: Path, below: Path) -> bool:
-    """Whether a link is on the way from one path to another."""
+    """Return whether `path`, or a directory between `below` and it, is a symlink."""
     return Path(os.path.realpath(path)) != below.resolve() / path.relative_to(below)

@@ -1,4 +1,4 @@
-"""``fsdp-comm diff``, and what git starts as a diff driver: explain how snapshots differ."""
+"""``fsdp-comm diff``, and the diff driver for git: explain how snapshots differ."""
 
 from __future__ import annotations
 
@@ -22,54 +22,54 @@ from pytest_fsdp_comm.snapshots.documents import SnapshotText, body
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
-# What git calls the file of a side that has none.
+# The name that git passes for a side without a file.
 _NOWHERE: Final = "/dev/null"
-# git gives the driver so many arguments for a file that was not renamed.
+# Number of arguments that git passes to the driver for a file that was not renamed.
 _GIT_ARGUMENTS: Final = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two sides of one file; at least one is there, and each can be read to its end.
+    """The old and the new text of one file, at least one of which exists.
 
     Raises:
-        SnapshotFormatError: One is broken.
+        SnapshotFormatError: A text is not valid.
     """
 
     old: SnapshotText | None
     new: SnapshotText | None
     old_path: str
     new_path: str
-    """As `old_path`, unless the file was renamed, or two files were named."""
+    """Equal to `old_path`, unless the file was renamed or the user named two files."""
     is_rename: bool = False
 
     def __post_init__(self) -> None:
-        # Now, since a broken file must not end the explanation of all others.
+        # Parse the texts now, because an error later would prevent the explanation of other pairs.
         for side in (self.old, self.new):
             _ = side and side.profile
 
     @property
     def newer(self) -> SnapshotText:
-        """The newer side that there is."""
+        """The new text, or the old one if the file was removed."""
         return cast("SnapshotText", self.new or self.old)
 
 
 def run_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm diff``."""
     pairs, problems = _pairs_of(options.old, options.new)
-    differs = print_stories(pairs, with_lines=options.lines)
+    differs = print_explanations(pairs, with_lines=options.lines)
     return print_problems(problems) or (DIFFERENT if differs else SAME)
 
 
 def run_git_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm git-diff``, which git starts for a file as ``diff.<driver>.command``."""
-    # git gives a path, then file, hash and mode of the old side and of the new one; after a rename
-    # the new path and a header; a path alone if it is unmerged. Any exit status but 0 ends git's
-    # own work, so a broken file is shown as lines.
+    # git passes a path, then file, hash and mode of the old and the new side; after a rename also
+    # the new path and a header; for an unmerged file only the path. Any exit status but 0 aborts
+    # git itself, so the lines of a broken file are printed without an explanation.
     arguments = options.arguments
     old_path = arguments[0]
     if len(arguments) < _GIT_ARGUMENTS:
-        print_lines([f"{old_path}: unmerged; resolve the conflict, or take a side"])
+        print_lines([f"{old_path}: unmerged; resolve the conflict, or check out one side"])
         return SAME
     new_path = arguments[_GIT_ARGUMENTS] if len(arguments) > _GIT_ARGUMENTS else old_path
     old, new = (None if name == _NOWHERE else Path(name) for name in (arguments[1], arguments[4]))
@@ -82,50 +82,52 @@ def run_git_diff(options: argparse.Namespace) -> int:
             is_rename=old_path != new_path,
         )
     except FsdpCommError as problem:
-        print_lines([f"no story: {describe_problem(problem)}"])
-        was, now = (
+        print_lines([f"no explanation: {describe_problem(problem)}"])
+        old_text, new_text = (
             file.read_bytes().decode("utf-8", "replace") if file else None for file in (old, new)
         )
-        print_lines(_patch_lines(was, now, old_path, new_path))
+        print_lines(_patch_lines(old_text, new_text, old_path, new_path))
     else:
-        print_stories([pair], with_lines=True)
+        print_explanations([pair], with_lines=True)
     return SAME
 
 
 def _pairs_of(old: str, new: str) -> tuple[list[Pair], list[str]]:
-    """Pair two files and the trees beside them, or two directories; and why others are broken."""
+    """Pair two files with their trees, or the files of two directories; also return problems."""
     are_directories = [Path(side).is_dir() for side in (old, new)]
     if all(are_directories):
         return _pairs_in_directories(old, new)
     if any(are_directories):
-        one, other = (old, new) if are_directories[0] else (new, old)
-        raise FsdpCommError(f"{one} is a directory and {other} is not; expected two of a kind")
+        directory, file = (old, new) if are_directories[0] else (new, old)
+        raise FsdpCommError(
+            f"{directory} is a directory and {file} is not; expected two files or two directories"
+        )
     pairs = [_pair_of_files(old, new)]
-    trees = [_tree_beside(old), _tree_beside(new)]
-    # They explain each other, and a job is judged by both.
+    trees = [_tree_path(old), _tree_path(new)]
+    # Also compare the trees: they help to explain the communication.
     if trees[0] != old and trees[1] != new and all(Path(tree).is_file() for tree in trees):
         pairs.append(_pair_of_files(*trees))
     return pairs, []
 
 
-def _tree_beside(name: str) -> str:
+def _tree_path(name: str) -> str:
     return f"{name.removesuffix(SUFFIX).removesuffix('.json').removesuffix('.tree')}.tree{SUFFIX}"
 
 
 def _pair_of_files(old: str, new: str) -> Pair:
-    was, now = (read_document(Path(name), where=name) for name in (old, new))
-    ranks, profile = was.profile.recorded_ranks, now.profile
-    # One simulated rank is compared with the same one of a job.
-    if ranks and not profile.recorded_ranks and was.profile.world_size == profile.world_size:
+    old_text, new_text = (read_document(Path(name), where=name) for name in (old, new))
+    ranks, profile = old_text.profile.recorded_ranks, new_text.profile
+    # Compare a simulated rank with the same rank of a recording of all ranks.
+    if ranks and not profile.recorded_ranks and old_text.profile.world_size == profile.world_size:
         of_ranks = (
             restrict(profile, ranks)
             if isinstance(profile, CommProfile)
             else profile.restricted(ranks)
         )
-        now = SnapshotText.of(of_ranks, where=new)
-        only = f"{new} is compared on {name_ranks(ranks)} alone, as {old} has no other"
-        print(f"fsdp-comm: {only}", file=sys.stderr)  # noqa: T201  # beside the story
-    return Pair(old=was, new=now, old_path=old, new_path=new)
+        new_text = SnapshotText.of(of_ranks, where=new)
+        scope = f"compares only {name_ranks(ranks)} of {new}, because {old} has no other rank"
+        print(f"fsdp-comm: {scope}", file=sys.stderr)  # noqa: T201  # not part of the explanation
+    return Pair(old=old_text, new=new_text, old_path=old, new_path=new)
 
 
 def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
@@ -135,11 +137,11 @@ def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
         for side in sides
     ]
     if not any(files):
-        raise FsdpCommError(f"neither {names[0]} nor {names[1]} holds a snapshot (*{SUFFIX})")
+        raise FsdpCommError(f"neither {names[0]} nor {names[1]} contains a snapshot (*{SUFFIX})")
 
-    def read(path: str, place: int) -> SnapshotText | None:
-        where = f"{names[place].rstrip('/')}/{path}"
-        return read_document(sides[place] / path, where=where) if path in files[place] else None
+    def read(path: str, side: int) -> SnapshotText | None:
+        where = f"{names[side].rstrip('/')}/{path}"
+        return read_document(sides[side] / path, where=where) if path in files[side] else None
 
     pairs, problems = [], []
     for path in sorted(files[0] | files[1]):
@@ -150,21 +152,21 @@ def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
     return pairs, problems
 
 
-def print_stories(pairs: Sequence[Pair], *, with_lines: bool = False) -> bool:
-    """Print what differs; return whether anything that is compared does."""
-    # The comm and tree snapshots of one test explain each other.
+def print_explanations(pairs: Sequence[Pair], *, with_lines: bool = False) -> bool:
+    """Print an explanation of each difference; return whether compared content differs."""
+    # The comm and tree snapshots of a test help to explain each other.
     groups: defaultdict[object, list[Pair]] = defaultdict(list)
     for pair in pairs:
         groups[_test_of(pair)].append(pair)
     evidence = {
         test: evidence_of(
-            (one.old.profile, one.new.profile) for one in group if one.old and one.new
+            (pair.old.profile, pair.new.profile) for pair in group if pair.old and pair.new
         )
         for test, group in groups.items()
     }
     is_first, differs = True, False
     for pair in pairs:
-        text, is_change = _tell(pair, evidence[_test_of(pair)])
+        text, is_change = _explain(pair, evidence[_test_of(pair)])
         differs |= is_change
         if text is not None:
             print_lines([*([] if is_first else [""]), text.head, *text.body])
@@ -175,13 +177,13 @@ def print_stories(pairs: Sequence[Pair], *, with_lines: bool = False) -> bool:
 
 
 def _test_of(pair: Pair) -> object:
-    """Equal for the comm and tree files of one test at one world size, or of one recording."""
+    """Return a key that the comm and tree files of one test and world size share."""
     path = PurePath(pair.new_path)
     return path.parent, read_basename(path.stem) or path.stem.removesuffix(".tree")
 
 
-def _tell(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None, bool]:
-    """How the sides differ, None if they do not, and whether anything that is compared does."""
+def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None, bool]:
+    """Explain a difference (None without one); also return whether compared content differs."""
     name = pair.new_path
     if pair.old is None or pair.new is None:
         head = f"{name}: {'removed' if pair.new is None else 'added'}"
@@ -190,24 +192,23 @@ def _tell(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None, bo
     head = f"{pair.old_path} -> {name}" if pair.old_path != name else name
     if pair.old == pair.new and not pair.is_rename:
         return None, False
-    # All but the first line is compared.
     if body(pair.old) == body(pair.new):
-        first_line = "its first line alone, which is not compared"
-        what = "renamed, nothing else" if pair.is_rename else first_line
-        return FailureText(head=f"{head}: {what}"), pair.is_rename
+        first_line = "only its first line differs, which is not compared"
+        change = "renamed, otherwise unchanged" if pair.is_rename else first_line
+        return FailureText(head=f"{head}: {change}"), pair.is_rename
     difference = explain_profiles(
         (pair.old.profile, pair.new.profile), where=name, evidence=evidence
     )
     text = difference.explanation
     scope = f" ({text.scope})" if text.scope else ""
-    # An update may write in other words what compares as equal.
+    # Texts may differ although they compare as equal, after an update for example.
     changes = text.changes if text.body else (difference.text or "nothing that is compared",)
     is_change = bool(difference.changes or difference.text) or pair.is_rename
     return replace(text, head=f"{head}:{scope}", changes=changes, cures=()), is_change
 
 
 def _patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:
-    """The lines that differ, as ``git apply`` reads them; None is a missing file."""
+    """Return a unified diff for ``git apply``; None is a missing file."""
     return difflib.unified_diff(
         (old or "").splitlines(),
         (new or "").splitlines(),

@@ -1,4 +1,4 @@
-"""What commands read: snapshots, recordings and trees, and the settings of the project."""
+"""Read snapshots, recordings, trees and the project's pytest settings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from pytest_fsdp_comm.tree.profile import fold as fold_tree
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
-    """Read a snapshot, or JSON as the snapshot that it would be."""
-    # The profile of JSON has call sites. `where` is the file as the user would type it; empty for
-    # the path itself.
+    """Read a snapshot, or convert a JSON recording or tree to one (its profile has call sites).
+
+    `where` is the name of the file for errors, by default its path.
+    """
     where = where or str(path)
     if path.is_dir():
         raise FsdpCommError(
@@ -41,16 +42,18 @@ def read_document(path: Path, *, where: str = "") -> SnapshotText:
 
 
 def merge_recordings(recordings: Sequence[Recording]) -> CommProfile:
-    """Make one profile of what several ranks recorded; those that are alike are counted once."""
-    folded = {parts_of(one): one for one in recordings}
-    profiles = {parts: fold(one) for parts, one in folded.items()}
+    """Merge the recordings of several ranks into one profile."""
+    # Fold identical recordings only once.
+    distinct = {parts_of(recording): recording for recording in recordings}
+    profiles = {parts: fold(recording) for parts, recording in distinct.items()}
     return merge(
-        [profiles[parts_of(one)] for one in recordings], ranks=[one.rank for one in recordings]
+        [profiles[parts_of(recording)] for recording in recordings],
+        ranks=[recording.rank for recording in recordings],
     )
 
 
 def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
-    """Read a tree as tests save it, or recordings of one block in the order of their ranks."""
+    """Read a saved tree, or the recordings of one block, sorted by rank."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -65,7 +68,7 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
         raise FsdpCommError(f"{where}: {problem}") from None
     if not recordings:
         raise FsdpCommError(
-            f"{where}: expected recordings, got a file that holds none; save one after a block: "
+            f"{where}: expected recordings, got a file without any; save one after a block: "
             "comm_mode.save(path)"
         )
     ranks = [recording.rank for recording in recordings]
@@ -79,16 +82,16 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
 
 
 def describe_problem(problem: FsdpCommError) -> str:
-    """What is wrong with a file, without the remedy, which is for tests that fail."""
+    """Return the text of an error without the remedy, which applies only to failed tests."""
     return str(problem).partition(". Nothing was overwritten")[0]
 
 
 def summary_lines(profile: Profile) -> Iterator[str]:
-    """A snapshot in a few statements."""
+    """Summarize a snapshot in a few phrases."""
     yield counted(profile.world_size, "rank")
     if isinstance(profile, CommProfile):
         for total in profile.totals():
-            of_all = f" of {total.num_ranks} ranks together" if total.num_ranks > 1 else ""
+            of_all = f" on {total.num_ranks} ranks together" if total.num_ranks > 1 else ""
             has_size = total.nbytes or total.unsized
             nbytes = f", {show_nbytes(total.nbytes, total.unsized)}" if has_size else ""
             yield f"{total.count} {total.kind}[{total.axis}]{nbytes}{of_all}"
@@ -102,24 +105,24 @@ def summary_lines(profile: Profile) -> Iterator[str]:
 
 
 def find_project(start: Path) -> tuple[Path, Path]:
-    """The root of the project that an absolute directory is in, and its directory of snapshots."""
+    """Return pytest's root directory for `start`, an absolute path, and the snapshot directory."""
     config = _read_settings(start)
-    given = config.getini("fsdp_comm_snapshot_dir") or "snapshots"
-    return config.rootpath, Path(os.path.normpath(config.rootpath / given))
+    snapshot_dir = config.getini("fsdp_comm_snapshot_dir") or "snapshots"
+    return config.rootpath, Path(os.path.normpath(config.rootpath / snapshot_dir))
 
 
 def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
-    """The directories and the patterns of files that ``pytest`` without arguments collects."""
+    """Return the directories and file patterns that ``pytest`` without arguments collects."""
     config = _read_settings(start)
     root, names = config.rootpath, config.getini("testpaths")
-    places = [root / place for name in names for place in glob.glob(name, root_dir=root)]  # noqa: PTH207  # as pytest, which allows ".."
-    places = places or [root / name for name in names if not glob.has_magic(name)]
-    found = [Path(os.path.normpath(place)) for place in places if not place.is_file()]
-    return found or [root], config.getini("python_files")
+    paths = [root / path for name in names for path in glob.glob(name, root_dir=root)]  # noqa: PTH207  # as pytest, which allows ".."
+    paths = paths or [root / name for name in names if not glob.has_magic(name)]
+    directories = [Path(os.path.normpath(path)) for path in paths if not path.is_file()]
+    return directories or [root], config.getini("python_files")
 
 
 class _ReadSettings:
-    """A plugin that ends pytest once it has read its settings."""
+    """A pytest plugin that stores the configuration and ends pytest."""
 
     config: Any = None
 
@@ -129,14 +132,14 @@ class _ReadSettings:
 
 
 def _read_settings(start: Path) -> Any:
-    """Pytest's configuration for tests in an absolute directory, which may not exist yet."""
+    """Return pytest's configuration for an absolute directory, which may not exist yet."""
     import pytest  # noqa: PLC0415  # importing it takes longer than most commands run
 
     plugin = _ReadSettings()
-    directory = next(one for one in (start, *start.parents) if one.is_dir())
-    # Neither the project's code nor other plugins' options are needed for that.
-    quietly = ("--noconftest", "-o", "addopts=")
-    pytest.main(["-p", "fsdp_comm", *quietly, str(directory)], plugins=[plugin])
+    directory = next(path for path in (start, *start.parents) if path.is_dir())
+    # Skip the project's code and its default options, which may need other plugins.
+    arguments = ("--noconftest", "-o", "addopts=", str(directory))
+    pytest.main(["-p", "fsdp_comm", *arguments], plugins=[plugin])
     if plugin.config is None:
-        raise FsdpCommError(f"pytest cannot read its settings for {directory}, as it says above")
+        raise FsdpCommError(f"pytest cannot read its settings for {directory}: see its error above")
     return plugin.config

@@ -1,4 +1,4 @@
-"""The program ``fsdp-comm``: its arguments, its errors, its exit statuses."""
+"""The program ``fsdp-comm``: arguments, errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from typing import Any
 from pytest_fsdp_comm.command_line.terminal import FAILED
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# Every command, and what it calls, raises FsdpCommError for whatever a user can cause, with the
-# remedy; `main` alone catches it, except where the problem of one file must not hide the others.
+# Commands raise FsdpCommError, with a remedy, for every error that a user can cause. Only `main`
+# catches it, except where an error in one file must not hide other files.
 #
-# Why argparse: git starts the program for every file that it shows. Over an empty interpreter it
-# costs 7 ms, click 29 and typer 75 (CPU, Python 3.11), and nothing here needs either of them.
+# Why argparse: git starts the program for every file in a diff. argparse adds 7 ms to the start of
+# the interpreter, click 29 and typer 75 (CPU, Python 3.11).
 
 _DIFF = """\
-explain how snapshots differ: what a change costs, what changed and why
+explain how snapshots differ: the changes, their cost and the likely cause
 
-Compares two snapshots, two recordings (.json), or two directories of snapshots. For revisions, use
-git diff A..B -- snapshots with the driver that docs/command-line.md describes.
+Compares two snapshots, two recordings (.json), or two directories of snapshots. To compare
+revisions, use git diff A..B -- snapshots with the driver from docs/command-line.md.
 
-exit status: 0 if nothing that is compared differs, 1 if something does, 2 for errors
+exit status: 0 without differences (except in the first line), 1 with differences, 2 for errors
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with the arguments of the process, or others; return the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    # A file's name may be no UTF-8, and a C locale no UTF-8 at all. What `record` runs writes, and
-    # ends, as it would by itself.
-    runs_script = given[:1] == ["record"]
+    """Run the program with these arguments (default: the process's); return the exit status."""
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
+    # Do not fail at file names that are not UTF-8, or under a C locale. `record` must leave the
+    # script's streams, errors and exit status unchanged.
+    runs_script = command_line[:1] == ["record"]
     for stream in (sys.stdout, sys.stderr) if not runs_script else ():
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream
-    options = _parser().parse_args(given)
-    # A command's file imports what the command needs, and no other is imported.
-    module, _, name = options.run.partition(":")
+    options = _parser().parse_args(command_line)
+    # Start fast: import only the module of this command.
+    name, _, function = options.run.partition(":")
     try:
-        found = import_module(module if module.startswith(".") else f".{module}", __package__)
-        status: int = getattr(found, name or "run")(options)
+        module = import_module(name if name.startswith(".") else f".{name}", __package__)
+        status: int = getattr(module, function or "run")(options)
         if not runs_script:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has read enough; Python must not complain of it again at its exit.
+        # The reader closed the pipe, as `head` does. Prevent a second error when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return 130
     except FsdpCommError as problem:
-        from pytest_fsdp_comm.command_line.documents import describe_problem  # noqa: PLC0415  # read by then
+        from pytest_fsdp_comm.command_line.documents import describe_problem  # noqa: PLC0415  # already loaded
 
         print(f"fsdp-comm: {describe_problem(problem)}", file=sys.stderr)  # noqa: T201  # an error's place
         return FAILED
@@ -69,12 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(run: str, name: str, summary: str, **about: Any) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=summary, **about)
-        added.set_defaults(run=run)
-        return added
+        parser = commands.add_parser(name, help=summary, **about)
+        parser.set_defaults(run=run)
+        return parser
 
-    show = command("show", "show", "show a snapshot, a recording or a tree for reading")
-    show.add_argument("files", nargs="+", metavar="FILE", help=".comm, or .json as tests save it")
+    show = command("show", "show", "print a snapshot, a recording or a tree for reading")
+    show.add_argument("files", nargs="+", metavar="FILE", help=".comm or .json")
 
     diff = command(
         "diff:run_diff",
@@ -90,22 +90,21 @@ def _parser() -> argparse.ArgumentParser:
     accept = command(
         "accept",
         "accept",
-        "copy what CI received (pytest --comm-artifacts) over the snapshots",
-        description="Copies the received snapshots, and prints what changed. The exit status is 2 "
-        "if a file is refused: one that is behind a link, is outside of the snapshot directory, or "
-        "cannot be read.",
+        "copy snapshots that CI received (pytest --comm-artifacts) over the project's",
+        description="Copies received snapshots and prints what changed. The exit status is 2 if a "
+        "file is behind a link, outside the snapshot directory or unreadable.",
     )
     accept.add_argument("directory", metavar="DIR", help="the artifacts, unpacked")
 
     record = command(
         "..record",
         "record",
-        "run a training script, and record what one of its steps sends",
+        "run a training script and record the communication of a step",
         description="Runs the script unchanged, records a step, and ends the script there. "
         "Writes a snapshot (.comm), the sharded tree (.tree.comm) and a recording (.json).",
         usage="fsdp-comm record [options] [-m] SCRIPT [ARGUMENT...]",
     )
-    record.add_argument("--step", default="3", metavar="N", help="from 3 on, or 3-4 (default: 3)")
+    record.add_argument("--step", default="3", metavar="N", help="3 or later, or 3-4 (default: 3)")
     record.add_argument("--out", default="step.comm", metavar="FILE", help="default: step.comm")
     record.add_argument("--go-on", action="store_true", help="let the script run to its end")
     record.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
@@ -115,12 +114,12 @@ def _parser() -> argparse.ArgumentParser:
         "--local-world-size", type=int, metavar="L", help="ranks of each simulated host, 8 if unset"
     )
     record.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT is a module, as of python -m"
+        "-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m"
     )
     record.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
-    test = command("write_test", "test", "write a test, and its snapshots, from what record wrote")
-    test.add_argument("recording", metavar="RECORDING", help=".json, with the tree beside it")
+    test = command("write_test", "test", "write a test and its snapshots from a recorded script")
+    test.add_argument("recording", metavar="RECORDING", help=".json, next to its .tree.comm")
     test.add_argument(
         "-o", "--output", metavar="FILE", help="default: test_SCRIPT.py, where pytest collects"
     )
@@ -128,8 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     git_diff = command(
         "diff:run_git_diff",
         "git-diff",
-        "what git runs as diff.<driver>.command",
-        description="See docs/command-line.md for the lines that tell git of it.",
+        "explain a file for git, which runs this as diff.<driver>.command",
+        description="See docs/command-line.md for the configuration of git.",
     )
-    git_diff.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="as git gives them")
+    git_diff.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="as git passes them")
     return parser

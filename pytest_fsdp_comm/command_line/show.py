@@ -1,4 +1,4 @@
-"""Shows one document for reading: totals, peak, then each phase and its modules."""
+"""``fsdp-comm show``: print a file for reading, with totals, peak, phases and modules."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pytest_fsdp_comm.tree.profile import TreeProfile
 _PHASES: Final = tuple(map(str, Phase))
 _LAST: Final = ("bytes in all", "peak gathered")
 _FRAME: Final = ("world_size ", "mesh ", "total ")
-_MADE: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
-"""What a snapshot was recorded with, in its first line."""
+_VERSIONS: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
+"""Torch version and backend in the first line of a snapshot."""
 _AMOUNT: Final = re.compile(r"[0-9.]+( [KMGTP]?i?B)?")
 
 
@@ -34,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm show``."""
     texts = {name: read_document(Path(name)) for name in options.files}
     for number, (name, text) in enumerate(texts.items()):
-        several = [*([""] if number else []), f"{name}:"] if len(texts) > 1 else []
-        print_lines(several)
+        heading = [*([""] if number else []), f"{name}:"] if len(texts) > 1 else []
+        print_lines(heading)
         if isinstance(text.profile, CommProfile):
             print_lines(_show_comm(text, text.profile))
         else:
@@ -46,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
         if isinstance(text.profile, CommProfile)
     ]
     if len(profiles) > 1:
-        print_lines(["", "side by side, of one rank", *_side_by_side(profiles)])
+        print_lines(["", "side by side, one rank each", *_side_by_side(profiles)])
     return SAME
 
 
 def _side_by_side(profiles: Sequence[tuple[str, CommProfile]]) -> Iterator[str]:
-    """Show calls, bytes and peak of the rank that sends most, with a column for each file."""
+    """Return a table of calls, bytes and peak of the busiest rank, one column a file."""
     columns = [
         {row.label: row.after for row in cost_rows(cost_of_change(profile, profile))}
         for _, profile in profiles
@@ -61,13 +61,13 @@ def _side_by_side(profiles: Sequence[tuple[str, CommProfile]]) -> Iterator[str]:
     return _columns([("", *(name for name, _ in profiles)), *rows])
 
 
-def _head(what: str, text: SnapshotText) -> str:
+def _head(subject: str, text: SnapshotText) -> str:
     profile = text.profile
     recorded = profile.recorded_ranks
     only = f", recorded on {name_ranks(recorded)}" if recorded else ""
-    made = _MADE.search(text.partition("\n")[0])
-    by = f" ({made[1]})" if made else ""
-    return f"{what} of {counted(profile.world_size, 'rank')}{only}{by}"
+    versions = _VERSIONS.search(text.partition("\n")[0])
+    recorded_with = f" ({versions[1]})" if versions else ""
+    return f"{subject} of {counted(profile.world_size, 'rank')}{only}{recorded_with}"
 
 
 def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
@@ -75,18 +75,18 @@ def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
     yield f"mesh: {show_mesh(profile.mesh_axes)}"
     for peak in profile.peaks:
         on = f" on {name_ranks(peak.ranks)}" if peak.ranks else ""
-        # As textconv of git it must not hide a change that rounding does.
+        # Print exact bytes, too: as git's textconv, this output must show changes within rounding.
         yield f"peak gathered: {show_nbytes(peak.nbytes)} ({peak.nbytes:_} B){on}"
     if not profile.sizes_activations:
         yield "sizes of activations: not compared"
-    for one in profile.answers:
-        yield f"answered {one.value} to {one.site} ({one.how})"
+    for answer in profile.answers:
+        yield f"answered {answer.value} to {answer.site} ({answer.how})"
     totals = sorted(profile.totals(), key=lambda total: total.axis)
     if totals:
         yield ""
         num_ranks = totals[0].num_ranks
-        of = "each rank" if num_ranks == 1 else f"{num_ranks} ranks together, which differ"
-        yield f"calls and bytes of {of}"
+        scope = "each rank" if num_ranks == 1 else f"all {num_ranks} ranks together (they differ)"
+        yield f"calls and bytes of {scope}"
         yield from _columns(_totals(totals))
     records = [line for line in text.splitlines() if line.partition(" ")[0] in _PHASES]
     for phase, lines in groupby(records, key=lambda line: line.partition(" ")[0]):
@@ -102,24 +102,25 @@ def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
 
 def _totals(totals: Sequence[Total]) -> Iterator[Sequence[str]]:
     for axis, group in groupby(totals, key=lambda total: total.axis):
-        alike = list(group)
+        of_axis = list(group)
         count, nbytes, unsized = (
-            sum(getattr(total, name) for total in alike) for name in ("count", "nbytes", "unsized")
+            sum(getattr(total, name) for total in of_axis)
+            for name in ("count", "nbytes", "unsized")
         )
         yield (axis, f"{count}", show_nbytes(nbytes, unsized))
-        for total in alike:
+        for total in of_axis:
             yield (f"  {total.kind}", f"{total.count}", show_nbytes(total.nbytes, total.unsized))
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Align columns, numbers to the right, the last one open."""
+    """Align columns: numbers to the right, text to the left, without padding the last cells."""
     table = [tuple(row) for row in rows]
     if not table:
         return
-    # The last cell of a row is open: no other one has to be as wide.
+    # The last cell of a row does not widen its column.
     widths = [
-        max((len(row[place]) for row in table if place < len(row) - 1), default=0)
-        for place in range(max(map(len, table)))
+        max((len(row[column]) for row in table if column < len(row) - 1), default=0)
+        for column in range(max(map(len, table)))
     ]
     for row in table:
         cells = [
@@ -137,11 +138,14 @@ def _show_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:
     else:
         yield f"mesh: {show_mesh(tree.mesh_axes)}"
         units = sum(map(len, tree.units.values()))
-        held = [(math.prod(one.shape), itemsize(one.dtype)) for one in tree.parameters.values()]
-        numel = sum(count for count, _ in held)
-        nbytes = show_nbytes(sum(count * size for count, size in held))
-        parameters = counted(len(held), "parameter")
+        sizes = [
+            (math.prod(parameter.shape), itemsize(parameter.dtype))
+            for parameter in tree.parameters.values()
+        ]
+        numel = sum(count for count, _ in sizes)
+        nbytes = show_nbytes(sum(count * size for count, size in sizes))
+        parameters = counted(len(sizes), "parameter")
         yield f"{counted(units, 'unit')}; {parameters} of {numel:_} elements, {nbytes}"
     yield ""
-    # All but the first line, what was said above, and the last line.
+    # Leave out the first line, the last one, and those that the lines above summarize.
     yield from (line for line in text.splitlines()[1:-1] if not line.startswith(_FRAME))

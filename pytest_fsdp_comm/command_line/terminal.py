@@ -1,4 +1,4 @@
-"""What the program prints, and its exit statuses."""
+"""Output and exit statuses of the program ``fsdp-comm``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pytest_fsdp_comm.errors import printable
 SAME: Final = 0
 DIFFERENT: Final = 1
 FAILED: Final = 2
-"""Exit statuses as diff(1) has them: no difference, a difference, or trouble."""
+"""Exit statuses, as of diff(1): no differences, differences, an error."""
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines on standard output, whatever names they hold."""
+    """Print lines on standard output, with control characters escaped."""
     for line in lines:
         print(printable(line, "\t"))  # noqa: T201  # a program's output
 
 
 def print_problems(problems: Iterable[str]) -> int:
-    """Print problems with single files on standard error; return the exit status."""
+    """Print problems on standard error; return the exit status."""
     status = SAME
     for problem in problems:
         print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place

@@ -1,4 +1,4 @@
-"""``fsdp-comm test``: from a recording of a script, the test that guards it, and its snapshots."""
+"""``fsdp-comm test``: write a test and its snapshots from the recording of a script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pytest_fsdp_comm.snapshots.documents import Profile
 from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
-_TEST: Final = '''"""Guards what a training step of {script} sends, and how its model is sharded."""
+_TEST: Final = '''"""Guard the communication and the sharding of a training step of {script}."""
 
 {imports}
 from pytest_fsdp_comm import record_script
@@ -32,7 +32,7 @@ from pytest_fsdp_comm import record_script
 def {name}({fixtures}comm_mode, fsdp_tree, comm_snapshot):
 {host}    model = record_script(
         comm_mode,
-{given}    )
+{arguments}    )
     assert {{"comm": comm_mode, "tree": fsdp_tree(model)}} == comm_snapshot
 '''
 
@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
         ran = load_run(recording.read_text(encoding="utf-8"))
     if ran is None or not tree.is_file() or ran.first_step != ran.last_step:
         raise FsdpCommError(
-            f"{recording}: expected a recording of one step of a script, with {tree.name} beside "
-            "it, as fsdp-comm record --out step.comm train.py writes them"
+            f"{recording}: expected a recording of one step of a script, next to {tree.name}, as "
+            "fsdp-comm record --out step.comm train.py writes them"
         )
     comm = read_document(recording)
     name = Path(ran.script).stem.replace(".", "_").replace("-", "_")
@@ -77,13 +77,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _start_of(ran: ScriptRun, recording: Path) -> Path:
-    """The directory that the script was recorded in."""
-    above = (Path.cwd(), *recording.absolute().parents)
-    start = next((one for one in above if ran.is_module or (one / ran.script).is_file()), None)
+    """Return the directory in which the script was recorded."""
+    candidates = (Path.cwd(), *recording.absolute().parents)
+    start = next(
+        (path for path in candidates if ran.is_module or (path / ran.script).is_file()), None
+    )
     if start is None:
         raise FsdpCommError(
-            f"there is no file {ran.script}, which {recording} was recorded from; run fsdp-comm "
-            "test in the directory that fsdp-comm record ran in"
+            f"there is no file {ran.script}, from which {recording} was recorded; run fsdp-comm "
+            "test in the directory in which fsdp-comm record ran"
         )
     return start
 
@@ -103,8 +105,8 @@ def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile)
     if not ran.is_module:
         imports = f"from pathlib import Path\n\n{imports}"
         script = f"str(Path(__file__).parent / {json.dumps(os.path.relpath(path, test.parent))})"
-    given = [script, *map(json.dumps, ran.arguments), f"step={ran.first_step}"]
-    given += ["is_module=True"] * ran.is_module
+    arguments = [script, *map(json.dumps, ran.arguments), f"step={ran.first_step}"]
+    arguments += ["is_module=True"] * ran.is_module
     return _TEST.format(
         script=path.name,
         imports=imports,
@@ -112,5 +114,5 @@ def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile)
         name=name,
         fixtures="monkeypatch, " if host else "",
         host="".join(host),
-        given="".join(f"        {one},\n" for one in given),
+        arguments="".join(f"        {argument},\n" for argument in arguments),
     )

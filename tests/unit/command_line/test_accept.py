@@ -114,7 +114,7 @@ def test_accept_takes_the_directory_of_the_settings(artifacts, write, fsdp_comm)
     assert (artifacts / "reviewed" / COMM).read_text() == NEW
     # As from a directory above the project.
     write("pytest.ini", "[pytest]\n")
-    assert "there is no directory snapshots" in fsdp_comm("accept", "ci").err
+    assert "there is no snapshot directory snapshots" in fsdp_comm("accept", "ci").err
     assert not (artifacts / "snapshots").exists()
 
 
@@ -122,7 +122,7 @@ def test_accept_names_settings_that_pytest_cannot_read(artifacts, write, fsdp_co
     write("pytest.ini", "[pytest\n")
     done = fsdp_comm("accept", "ci")
     assert done.status == 2
-    assert f"pytest cannot read its settings for {artifacts}, as it says above" in done.err
+    assert f"pytest cannot read its settings for {artifacts}: see its error above" in done.err
     assert "pytest.ini:1: " in done.err
     assert files(artifacts)[COMM] == OLD
 

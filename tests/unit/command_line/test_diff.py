@@ -40,7 +40,9 @@ def test_equal_files_and_those_that_differ_in_what_is_not_compared_exit_with_0(w
         assert (told.status, told.out) == (0, "")
     told = fsdp_comm("diff", "old.comm", "torch.comm")
     assert told.status == 0
-    assert told.lines == ["old.comm -> torch.comm: its first line alone, which is not compared"]
+    assert told.lines == [
+        "old.comm -> torch.comm: only its first line differs, which is not compared"
+    ]
 
 
 def test_a_recording_is_compared_with_a_snapshot(write, fsdp_comm):
@@ -101,8 +103,11 @@ def test_directories_are_compared_file_by_file(write, fsdp_comm):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["a.comm", "d"], "d is a directory and a.comm is not; expected two of a kind"),
-        (["d", "d"], "neither d nor d holds a snapshot (*.comm)"),
+        (
+            ["a.comm", "d"],
+            "d is a directory and a.comm is not; expected two files or two directories",
+        ),
+        (["d", "d"], "neither d nor d contains a snapshot (*.comm)"),
         (["gone.comm", "a.comm"], "there is no file gone.comm"),
     ],
 )
@@ -146,7 +151,7 @@ def test_git_diff_explains_and_stays_a_patch(write, git, project):
     assert "\n  +" in shown
     assert "here.ws8.comm: added" in shown
     assert "gone.ws4.comm: removed" in shown
-    assert "odd name.ws8.comm -> plain.ws8.comm: renamed, nothing else" in shown
+    assert "odd name.ws8.comm -> plain.ws8.comm: renamed, otherwise unchanged" in shown
     # Still a patch.
     (project / "p.patch").write_text(shown)
     git("apply", "-R", "--check", "p.patch")
@@ -155,7 +160,7 @@ def test_git_diff_explains_and_stays_a_patch(write, git, project):
     # What is no snapshot is shown as lines.
     write("a.ws8.comm", "<<<<<<< ours\n")
     broken = git("diff", "HEAD", "--", "a.ws8.comm")
-    assert "no story: a.ws8.comm, line 1: it reads '<<<<<<< ours'" in broken
+    assert "no explanation: a.ws8.comm, line 1: it reads '<<<<<<< ours'" in broken
     assert "+<<<<<<< ours" in broken
     write("a.ws8.comm", OLD)
     git("commit", "-qm", "two", "-a")
@@ -174,7 +179,7 @@ def test_git_diff_explains_and_stays_a_patch(write, git, project):
 
 def test_git_diff_reports_an_unmerged_file(fsdp_comm):
     told = fsdp_comm("git-diff", "a.ws8.comm")
-    assert told.lines == ["a.ws8.comm: unmerged; resolve the conflict, or take a side"]
+    assert told.lines == ["a.ws8.comm: unmerged; resolve the conflict, or check out one side"]
 
 
 def test_one_broken_file_leaves_the_stories_of_the_others(write, fsdp_comm):

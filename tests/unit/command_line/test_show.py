@@ -47,7 +47,7 @@ def test_show_several_files_prints_a_table(write, fsdp_comm):
         peaks = (GatheredPeak(nbytes=1024 * size),)
         write(f"a.ws{size}.comm", format_profile(replace(profile, world_size=size, peaks=peaks)))
     lines = fsdp_comm("show", "a.ws8.comm", "a.ws64.comm").lines
-    table = lines[lines.index("side by side, of one rank") + 1 :]
+    table = lines[lines.index("side by side, one rank each") + 1 :]
     assert [re.split("  +", line.strip()) for line in table] == [
         ["a.ws8.comm", "a.ws64.comm"],
         ["all_gather[dp] calls", "7", "7"],
@@ -67,7 +67,7 @@ def test_show_several_files_prints_a_table(write, fsdp_comm):
 def test_ranks_that_differ_are_summed_up_and_labelled(write, fsdp_comm):
     write("two.json", dump_recordings([recording(0), recording(1, calls=2)]))
     shown = fsdp_comm("show", "two.json")
-    assert "calls and bytes of 2 ranks together, which differ" in shown.lines
+    assert "calls and bytes of all 2 ranks together (they differ)" in shown.lines
     assert re.search(r"^  dp +3  24 B$", shown.out, re.MULTILINE)
     assert re.search(r"x2 of 8 B float32 ranks 1$", shown.out, re.MULTILINE)
 
@@ -137,7 +137,7 @@ def test_a_saved_file_without_recordings_is_refused(write, fsdp_comm):
     shown = fsdp_comm("show", "none.json")
     assert (shown.status, shown.err) == (
         2,
-        "fsdp-comm: none.json: expected recordings, got a file that holds none; save one after a "
+        "fsdp-comm: none.json: expected recordings, got a file without any; save one after a "
         "block: comm_mode.save(path)\n",
     )
 

@@ -10,7 +10,7 @@ from sample_files import TREE, recording
 
 from pytest_fsdp_comm.comm.json import ScriptRun, dump_recordings, join_recordings
 
-WRITTEN = '''"""Guards what a training step of train.py sends, and how its model is sharded."""
+WRITTEN = '''"""Guard the communication and the sharding of a training step of train.py."""
 
 from pathlib import Path
 
@@ -168,7 +168,7 @@ def test_missing_script_is_named(recorded, fsdp_comm, project):
     (project / "train.py").unlink()
     done = fsdp_comm("test", "step.json")
     assert done.status == 2
-    assert "there is no file train.py, which step.json was recorded from; run" in done.err
+    assert "there is no file train.py, from which step.json was recorded; run" in done.err
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "setup.py", ""])
@@ -194,7 +194,7 @@ def test_what_is_no_recording_of_a_step_of_a_script_is_refused(recorded, write, 
         return done.err
 
     recorded(last=5)
-    assert "step.json: expected a recording of one step of a script, with step.tree" in refused()
+    assert "step.json: expected a recording of one step of a script, next to step.tree" in refused()
     (project / "step.tree.comm").unlink()
     assert "expected a recording of one step of a script" in refused()
     write("own.json", dump_recordings([recording(0)]))
