@@ -55,10 +55,7 @@ class TextStore:
 
 
 class Exchange:
-    """Exchanges texts with the other ranks of a test, one comparison at a time.
-
-    It uses no collective, which would be recorded, and could hang.
-    """
+    """Exchanges texts between the ranks of a test, without collectives, which could hang."""
 
     def __init__(self, texts: TextStore, rank: int, ranks: Sequence[int]) -> None:
         self._texts = texts
@@ -125,11 +122,7 @@ class Exchange:
 
 
 def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
-    """Exchange values of one class; raise RanksDivergedError if the ranks' labels differ.
-
-    Returns:
-        The values in rank order; equal values are one object.
-    """
+    """Exchange values in rank order, equal ones as one object, or raise RanksDivergedError."""
     texts = gather(json.dumps([label, to_json(value)], separators=(",", ":")))
     decoded = {text: json.loads(text) for text in dict.fromkeys(texts)}
     other_labels = sorted({rank_label for rank_label, _ in decoded.values()} - {label})

@@ -47,11 +47,7 @@ def resolve(
     parametrized: int | None,
     count_gpus: Callable[[], int],
 ) -> DistributedSettings:
-    """Combine the marker, which takes precedence, with the session's options.
-
-    Raises:
-        BadValueError: An argument is wrong. The caller names the test.
-    """
+    """Combine the marker with the session's options, or raise BadValueError for an argument."""
     # `parametrized` is the item's world size if the marker lists several. `count_gpus` is slow, so
     # call it only if the backend depends on it.
     arguments = _parse_arguments(mark)

@@ -118,9 +118,7 @@ def _status_of(run: Callable[[], None]) -> int:
     except KeyboardInterrupt as error:
         # Let Python print the error, because it then exits as if SIGINT had killed it.
         trace, hook = _of_script(error.__traceback__), sys.excepthook
-        sys.excepthook = lambda kind, interrupt, _: hook(
-            kind, interrupt.with_traceback(trace), trace
-        )
+        sys.excepthook = lambda kind, error, _: hook(kind, error.with_traceback(trace), trace)
         raise
     except Exception as error:  # noqa: BLE001  # the script's
         error.__traceback__ = _of_script(error.__traceback__)

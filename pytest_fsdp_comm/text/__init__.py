@@ -1,1 +1,1 @@
-"""How things are written: names of modules and their patterns, bytes, ranks, paths, JSON."""
+"""Texts and formats: module names and their patterns, bytes, rank lists, paths, JSON."""

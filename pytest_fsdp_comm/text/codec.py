@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON and back: messages, recordings, profiles and trees."""
+"""Convert frozen dataclasses to JSON and back: messages, recordings, profiles and trees."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from typing import Any, Final, TypeVar, cast
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# Note [No codec library]: what msgspec and cattrs cost counts for sessions without a distributed
-# test: beside pytest and syrupy, importing msgspec 0.22 takes 6 to 7 ms and cattrs 26.2 about 30
-# ms, this module less than one. msgspec also refuses text that is no UTF-8, such as what a rank may
-# print, and a union of dataclasses, such as the messages of a channel.
+# Why no library: this module is imported even by sessions without distributed tests, in less than
+# 1 ms. After pytest and syrupy, msgspec 0.22 takes 6 to 7 ms and cattrs 26.2 about 30 ms. msgspec
+# also rejects text that is not UTF-8, such as a rank's output, and unions of dataclasses, such as
+# the messages of a channel.
 
 _Value = TypeVar("_Value")
 _Reader = Callable[[Any, str], Any]
 
 _TAG: Final = "type"
 _PLAIN: Final = frozenset({str, int, bool, types.NoneType})
-_MOST_SHOWN: Final = 60
+_MAX_QUOTED: Final = 60
 
 
 class CodecError(FsdpCommError):
-    """A JSON value is not what its reader expects; the text says where."""
+    """A JSON value does not fit its class; the text says where."""
 
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911  # a case for each type
-    """Turn a value into what `json` can write."""
-    # An object of a class that `from_json` does not know becomes its repr, and so does a number
-    # that JSON has not: what a plugin hangs onto a report must not cost the whole report.
+    """Convert a value to types that `json` can write."""
+    # Fall back to the repr for other objects, and for numbers that JSON lacks: an attribute that
+    # another plugin added to a report must not make the report fail.
     cls = type(value)
     if cls in _PLAIN:
         return value
@@ -54,7 +54,7 @@ def to_json(value: Any) -> Any:  # noqa: PLR0911  # a case for each type
                 key if isinstance(key, str) else str(to_json(key)): to_json(entry)
                 for key, entry in value.items()
             }
-        # Also subclasses of what JSON has, such as numpy's float64.
+        # Also subclasses of JSON types, such as numpy's float64.
         case str() | PurePath():
             return str(value)
         case int():
@@ -67,20 +67,21 @@ def to_json(value: Any) -> Any:  # noqa: PLR0911  # a case for each type
 
 
 def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
-    """Read a value of a class from what `to_json` made of one, or raise CodecError."""
-    # Fields may hold str, int, float, bool, None, Path, Enum, Literal, Any, dataclasses, and
-    # tuples, dicts and unions of these. `where` begins an error, which says what was expected and
-    # what came.
+    """Convert the output of `to_json` back to a class, or raise CodecError.
+
+    Fields may be str, int, float, bool, None, Path, Enum, Literal, Any, dataclasses, and tuples,
+    dicts and unions of these. Errors start with `where`, by default the name of the class.
+    """
     return cast("_Value", _reader(cast("Hashable", cls))(data, where or cls.__name__))
 
 
 def dump_tagged(value: Any) -> str:
-    """Write one of several dataclasses on one line, with the name of its class."""
+    """Write a dataclass as one line of JSON that includes the name of its class."""
     return _write({_TAG: type(value).__name__, **to_json(value)})
 
 
 def load_tagged(classes: Mapping[str, type[_Value]], text: str | bytes) -> _Value:
-    """Read what `dump_tagged` wrote of one of some classes, or raise CodecError."""
+    """Read the output of `dump_tagged` for one of these classes, or raise CodecError."""
     data = _parse(text, "a message")
     name = data.pop(_TAG, None) if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in classes:
@@ -89,17 +90,17 @@ def load_tagged(classes: Mapping[str, type[_Value]], text: str | bytes) -> _Valu
 
 
 def dump_document(kind: str, version: int, value: Any) -> str:
-    """Write a dataclass as JSON that says what it is, for other programs and later ones."""
+    """Write a dataclass as JSON with its kind and format version, for files."""
     return _write({"kind": kind, "version": version, "value": to_json(value)})
 
 
 def load_document(cls: type[_Value], kind: str, version: int, text: str) -> _Value:
-    """Read what `dump_document` wrote, or raise CodecError for another kind or version too."""
+    """Read the output of `dump_document`; raise CodecError also for another kind or version."""
     data = _parse(text, f"a {kind}")
     got = (data.get("kind"), data.get("version")) if isinstance(data, dict) else data
     if got != (kind, version):
         raise CodecError(
-            f"expected a {kind} of JSON version {version}, got {_shown(got)}; dump it again with "
+            f"expected a {kind} of JSON version {version}, got {_quoted(got)}; save it again with "
             "this version of pytest-fsdp-comm"
         )
     return from_json(cls, data.get("value"), where=kind)
@@ -109,11 +110,11 @@ def _write(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
-def _parse(text: str | bytes, what: str) -> Any:
+def _parse(text: str | bytes, subject: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as problem:
-        raise CodecError(f"expected {what} as JSON, but it does not parse: {problem}") from None
+        raise CodecError(f"expected {subject} as JSON, but it does not parse: {problem}") from None
 
 
 @cache
@@ -121,14 +122,13 @@ def _field_names(cls: Hashable) -> tuple[str, ...] | None:
     return tuple(entry.name for entry in fields(cls)) if is_dataclass(cls) else None
 
 
-# Note [Readers]: what reads a value of an annotation is put together once for each annotation, of
-# what reads its parts: resolving the names in a dataclass's annotations costs more than reading
-# one, and ranks send many messages.
+# Readers are composed once for each annotation and cached, because ranks send many messages:
+# resolving the annotations of a dataclass costs more than reading an instance.
 
 
 @cache
 def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # a case for each type
-    """What reads values of an annotation: called with the data and what to call it in an error."""
+    """Return the reader of an annotation; it takes the data and its name for errors."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind) or kind:
         case typing.Any:
@@ -136,13 +136,13 @@ def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # a case for each type
         case typing.Literal:
             return partial(_read_choice, {value: value for value in arguments})
         case typing.Union | types.UnionType:
-            readers = [_reader(one) for one in arguments if one is not types.NoneType]
+            readers = [_reader(member) for member in arguments if member is not types.NoneType]
             return partial(_read_union, readers, len(readers) < len(arguments))
         case builtins.tuple:
-            readers = [_reader(one) for one in arguments if one is not Ellipsis]
+            readers = [_reader(entry) for entry in arguments if entry is not Ellipsis]
             return partial(_read_tuple, readers, Ellipsis in arguments)
         case builtins.dict | collections.abc.Mapping:
-            # JSON has texts as keys only.
+            # JSON keys are always strings.
             read_key = _read_whole_number if arguments[0] is int else _reader(arguments[0])
             return partial(_read_mapping, read_key, _reader(arguments[1]))
         case type() as cls if is_dataclass(cls):
@@ -172,14 +172,14 @@ def _read_whole_number(key: str, where: str) -> int:
 
 def _read_choice(choices: Mapping[Any, Any], data: Any, where: str) -> Any:
     for value, chosen in choices.items():
-        # Not `in`: 1 equals True.
+        # Compare types too, because 1 equals True.
         if type(data) is type(value) and data == value:
             return chosen
     raise _unexpected(where, f"one of {', '.join(map(repr, choices))}", data)
 
 
 def _read_union(readers: list[_Reader], is_optional: bool, data: Any, where: str) -> Any:
-    """Read the first of the alternatives that the data fits; None is tried first."""
+    """Return the value of the first alternative that fits the data, None before all others."""
     if data is None and is_optional:
         return None
     for read in readers[:-1]:
@@ -230,9 +230,9 @@ def _read_dataclass(cls: type, data: Any, where: str) -> Any:
 
 
 def _unexpected(where: str, expected: str, got: Any) -> CodecError:
-    return CodecError(f"{where}: expected {expected}, got {_shown(got)}")
+    return CodecError(f"{where}: expected {expected}, got {_quoted(got)}")
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
+    return text if len(text) <= _MAX_QUOTED else f"{text[: _MAX_QUOTED - 1]}…"

@@ -1,4 +1,4 @@
-"""Fully qualified names as text: escaped, in natural order, numbered siblings folded into one."""
+"""Fully qualified names (FQNs) as text: escape them, sort them, fold numbered siblings."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from typing import Final, TypeAlias
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.text.rank_lists import runs_of
 
-# Note [Patterns]: a pattern is the text of one or more FQNs: `layers.{0..3,7}.mlp.weight` is five
-# names. `fold_fqns` writes patterns and `expand` reads them; one undoes the other, whatever the
-# names hold. `expand` also reads patterns that `fold_fqns` writes otherwise: write them again to
-# check. `matcher` checks whether a name matches one.
+# A pattern is the text of one or more FQNs: `layers.{0..3,7}.mlp.weight` is five names. `fold_fqns`
+# writes patterns and `expand` inverts it for any names. `expand` also accepts patterns that
+# `fold_fqns` would write differently; to reject those, fold the names again and compare.
 
-# How the root's FQN, which is empty, is written. Parentheses in names are escaped.
+# The text of the root's FQN, which is empty. Parentheses in names are escaped.
 ROOT_TEXT: Final = "(root)"
 
-# What is written where there is no module.
+# The text for rows without a module.
 NO_MODULE: Final = "(no-module)"
 
-# The most FQNs that a pattern may stand for.
+# The largest number of FQNs in a pattern.
 MAX_NAMES: Final = 131_072
 
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
 _DIGITS: Final = re.compile(r"([0-9]+)")
-# `+` joins the modules of one FSDP unit in `events`, so it may be next to a number too.
+# `events` joins the modules of one FSDP unit with `+`, so a number may also be next to it.
 _SEPARATOR: Final = re.compile(r"([.+])")
-# At most nine digits: such a number is exact everywhere, and no model has more siblings.
+# At most nine digits, which is exact in every reader; no model has more siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")
@@ -39,15 +38,15 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 
 _NaturalPart: TypeAlias = tuple[bool, int, str]
 NaturalKey: TypeAlias = tuple[tuple[tuple[_NaturalPart, ...], ...], str]
-"""What `natural_key` gives: its order alone is of use."""
-# The numbers at each numbered position of an FQN, ascending.
+"""The sort key that `natural_key` returns."""
+# The values of each number in an FQN, ascending: together all their combinations.
 Box: TypeAlias = tuple[tuple[int, ...], ...]
-# The same numbers as first and last of each run; ascending, with a gap between two runs.
+# The values of one number as runs from first to last, ascending, with gaps between the runs.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def natural_key(fqn: str) -> NaturalKey:
-    """Sort FQNs as people count: parents before children, ``layers.2`` before ``layers.10``."""
+    """Return a sort key: parents come before children, ``layers.2`` before ``layers.10``."""
     segments = tuple(
         tuple(_natural_part(part) for part in _DIGITS.split(segment) if part)
         for segment in fqn.split(".")
@@ -59,24 +58,24 @@ def natural_key(fqn: str) -> NaturalKey:
 def _natural_part(part: str) -> _NaturalPart:
     if not _DIGITS.fullmatch(part):
         return (True, 0, part)
-    # Compared by length and then as text: int() refuses more than 4300 digits.
+    # Compare by length, then as text, because int() rejects more than 4300 digits.
     significant = part.lstrip("0")
     return (False, len(significant), significant)
 
 
 def escape(fqn: str) -> str:
-    """Write an FQN as one word: reserved characters as escapes, the root as `ROOT_TEXT`."""
+    """Write an FQN as one word, with escapes for reserved characters; the root is `ROOT_TEXT`."""
     return _escape_word(fqn) if fqn else ROOT_TEXT
 
 
 def write_word(text: str) -> str:
-    """Write any text without whitespace; unlike `escape`, keep parentheses and commas."""
+    """Escape only whitespace and backslashes, not parentheses or commas as `escape` does."""
     return _escape_word(text, reserved="\\")
 
 
 def read_word(text: str) -> str:
-    """Read what `write_word` wrote; ValueError for an escape that `escape` never writes."""
-    # To check the rest, the caller writes the word again.
+    """Read the output of `write_word`; raise ValueError for an escape that is not valid."""
+    # Callers that must reject superfluous escapes write the word again and compare.
 
     def unescaped(match: re.Match[str]) -> str:
         digits = match[1] or match[2] or match[3]
@@ -106,15 +105,15 @@ def _escape_word(text: str, reserved: Container[str] = _RESERVED) -> str:
 
 
 def unescape(text: str) -> str:
-    """Read what `escape` wrote; ValueError for an escape that it never writes."""
+    """Read the output of `escape`; raise ValueError for an escape that is not valid."""
     return "" if text == ROOT_TEXT else read_word(text)
 
 
 def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
-    """Write a set of FQNs as few patterns, in natural order of the first FQN of each."""
-    # Numbers that form a full product are folded, the innermost first, so that the odd block stands
-    # out whole: eight experts in layers 0 to 2 and four in layer 3 become
-    # `layers.{0..2}.experts.{0..7}` and `layers.3.experts.{0..3}`.
+    """Fold FQNs into few patterns, in natural order of their first FQNs."""
+    # Fold inner numbers first, so that a block that differs has its own pattern: with eight experts
+    # in layers 0 to 2 and four in layer 3, the patterns are `layers.{0..2}.experts.{0..7}` and
+    # `layers.3.experts.{0..3}`.
     by_words: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for fqn in dict.fromkeys(fqns):
         words, numbers = _split_numbers(fqn)
@@ -128,17 +127,17 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
 
 
 def name_owners(owners: Iterable[str | None], *, most: int = 3) -> str:
-    """Name modules, None for none, by few patterns: ``(root), layers.{0..3} and 2 more``."""
-    held = list(owners)
-    patterns = [*fold_fqns(name for name in held if name is not None)]
-    patterns += [NO_MODULE] if None in held else []
+    """Name owners (None for no module) by patterns: ``(root), layers.{0..3} and 2 more``."""
+    names = list(owners)
+    patterns = [*fold_fqns(name for name in names if name is not None)]
+    patterns += [NO_MODULE] if None in names else []
     more = len(patterns) - most
-    shown = ", ".join(patterns[:most])
-    return f"{shown} and {more} more" if more > 0 else shown
+    text = ", ".join(patterns[:most])
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Split an FQN into the text before, between and after its numbers, and these."""
+    """Split an FQN into its numbers and the text around them."""
     words = [""]
     numbers: list[int] = []
     for token in _SEPARATOR.split(fqn):
@@ -151,15 +150,14 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
-    """Partition points into boxes, innermost numbers first."""
+    """Merge points into boxes, starting with the innermost number."""
     boxes: list[Box] = [tuple((number,) for number in point) for point in points]
     for axis in reversed(range(len(points[0]))):
         merged: dict[Box, list[int]] = {}
         for box in boxes:
             merged.setdefault(box[:axis] + box[axis + 1 :], []).extend(box[axis])
         boxes = [
-            (*others[:axis], tuple(sorted(values)), *others[axis:])
-            for others, values in merged.items()
+            (*box[:axis], tuple(sorted(values)), *box[axis:]) for box, values in merged.items()
         ]
     return boxes
 
@@ -181,41 +179,41 @@ def _write_ranges(ranges: Ranges) -> str:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """List the FQNs of a pattern, the last number running fastest; ValueError if it is none."""
+    """List the FQNs of a pattern, last number fastest; raise ValueError for an invalid one."""
     literals, axes = _split_pattern(pattern)
     words = [unescape(literal) for literal in literals]
     sizes = (sum(last - first + 1 for first, last in ranges) for ranges in axes)
     if math.prod(sizes) > MAX_NAMES:
         raise ValueError(
-            f"{quoted_part(pattern)} stands for too many names: expected at most {MAX_NAMES}"
+            f"{quoted_part(pattern)} contains too many names: expected at most {MAX_NAMES}"
         )
     numbers = ([str(n) for a, b in ranges for n in range(a, b + 1)] for ranges in axes)
     return tuple(_join(words, chosen) for chosen in product(*numbers))
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Match FQNs with a pattern whose ``*`` is (part of) a segment; ValueError as `expand`."""
+    """Return a predicate for FQNs that match; in the pattern, ``*`` is (part of) a segment."""
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
     literals, ranges = _split_pattern(pattern)
-    # An asterisk of a name is written with an escape, which no snapshot needs.
+    # Every `*` is a wildcard; an asterisk in a name must be escaped.
     words = (
-        "[^.+]+".join(re.escape(read_word(one)) for one in word.split("*")) for word in literals
+        "[^.+]+".join(re.escape(read_word(part)) for part in word.split("*")) for word in literals
     )
     shape = re.compile(f"({_FOLDABLE.pattern})".join(words), re.DOTALL)
 
     def matches(fqn: str) -> bool:
-        found = shape.fullmatch(fqn)
-        return found is not None and all(
+        match = shape.fullmatch(fqn)
+        return match is not None and all(
             any(first <= int(number) <= last for first, last in axis)
-            for number, axis in zip(found.groups(), ranges, strict=True)
+            for number, axis in zip(match.groups(), ranges, strict=True)
         )
 
     return matches
 
 
 def _split_pattern(pattern: str) -> tuple[list[str], list[Ranges]]:
-    """Split a pattern into the text around its braces and the numbers in them."""
+    """Split a pattern into the text outside of braces and the ranges inside."""
     parts = _BRACES.split(pattern)
     brace = next((character for character in "".join(parts[::2]) if character in "{}"), "")
     if brace:

@@ -1,4 +1,4 @@
-"""Ranks as people write them: ``0-3``, ``0-62/2``, ``0-39:8/16``."""
+"""Lists of ranks as text: ``0-3``, ``0-62/2``, ``0-39:8/16``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Final
 
 from pytest_fsdp_comm.errors import quoted_part
 
-# Note [Lists of ranks]: `write_ranks` gives each set of ranks one text, and `read_ranks` reads no
-# other:
-# - ranks that follow each other are a run, `0-3`;
-# - from the left, at least `FOLDED` runs of one length and at one distance are written as one, as
-#   many as there are: `0-62/2` is every second rank from 0 to 62, and `0-55:8/16` is the first 8 of
-#   every 16 from 0 to 55. Such are the ranks of a device mesh that share some of its coordinates;
-# - the others are listed one by one, in ascending order: `0,2-3`.
-# The Linux kernel lists CPUs so, but writes `:1` too, and may cut the last run short.
+# Each set of ranks has exactly one text, and `read_ranks` rejects all others:
+# - Consecutive ranks are a run, `0-3`.
+# - From the left, `FOLDED` or more runs of equal length and distance are folded: `0-62/2` is every
+#   second rank from 0 to 62, `0-55:8/16` the first 8 of every 16 from 0 to 55. Ranks of a device
+#   mesh that share some coordinates form such runs.
+# - All other runs are listed in ascending order: `0,2-3`.
+# The Linux kernel writes CPU lists this way too, but with `:1`, and its last run may be shorter.
 
-# The fewest runs that are written as one: `0,2,4` reads faster than a stride.
+# The smallest number of runs to fold: `0,2,4` is easier to read than a stride.
 FOLDED: Final = 4
 # A regular expression that every list of ranks matches.
 RANKS_PATTERN: Final = r"[0-9][0-9,:/-]*"
@@ -27,7 +26,7 @@ _ENTRY: Final = re.compile(rf"(0|{_NUMBER})(?:-({_NUMBER})(?:(?::({_NUMBER}))?/(
 
 
 def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """First and last of each run of ascending numbers: ``0, 1, 2, 5`` as ``(0, 2), (5, 5)``."""
+    """Return first and last number of each run: ``(0, 2), (5, 5)`` for ``0, 1, 2, 5``."""
     if not numbers:
         return ()
     runs = []
@@ -47,30 +46,30 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def write_ranks(ranks: Sequence[int], *, separator: str = ",") -> str:
-    """Write ascending ranks as ``0,2-3``; empty for none."""
+    """Write ascending ranks as ``0,2-3``; empty without ranks."""
     return separator.join(_entries(runs_of(ranks)))
 
 
 def _entries(runs: Sequence[tuple[int, int]]) -> Iterator[str]:
-    place = 0
-    while place < len(runs):
-        first, last = runs[place]
-        distance = runs[place + 1][0] - first if place + 1 < len(runs) else 0
-        end = place + 1
+    start = 0
+    while start < len(runs):
+        first, last = runs[start]
+        distance = runs[start + 1][0] - first if start + 1 < len(runs) else 0
+        end = start + 1
         while end < len(runs) and runs[end] == (runs[end - 1][0] + distance, last + distance):
             last += distance
             end += 1
         length = last - runs[end - 1][0] + 1
-        if end - place >= FOLDED:
+        if end - start >= FOLDED:
             yield f"{first}-{last}{f':{length}' if length > 1 else ''}/{distance}"
-            place = end
+            start = end
         else:
             yield str(first) if length == 1 else f"{first}-{first + length - 1}"
-            place += 1
+            start += 1
 
 
 def read_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """Read what `write_ranks` wrote, or raise ValueError, at the cost of listing all ranks."""
+    """Read the output of `write_ranks` for ranks below `world_size`, or raise ValueError."""
     ranks: list[int] = []
     for entry in text.split(","):
         listed = _read_entry(entry, world_size)
@@ -87,7 +86,7 @@ def read_ranks(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def _read_entry(entry: str, world_size: int) -> list[int]:
-    """The ranks of ``3``, ``0-3``, ``0-62/2`` or ``0-55:8/16``; none if there are no such."""
+    """List the ranks of ``3``, ``0-3``, ``0-62/2`` or ``0-55:8/16``; empty if invalid."""
     match = _ENTRY.fullmatch(entry)
     if match is None:
         return []
@@ -96,19 +95,19 @@ def _read_entry(entry: str, world_size: int) -> list[int]:
     distance = int(match[4] or max(1, last - first + 1))
     length = int(match[3] or (1 if match[4] else distance))
     starts = range(first, last + 1, distance)
-    # Otherwise runs would overlap, or the last one would be cut short.
+    # Reject runs that overlap, and a last run that is shorter than the others.
     if last >= world_size or not starts or length > distance or last != starts[-1] + length - 1:
         return []
     return [rank for start in starts for rank in range(start, start + length)]
 
 
 def ranks_or_empty_if_all(ranks: Sequence[int], count: int) -> tuple[int, ...]:
-    """Ranks as values hold them: none for all of ``count`` ranks."""
+    """Return the ranks, or none if they are all of the ``count`` ranks."""
     return () if len(ranks) == count else tuple(ranks)
 
 
 def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Group ranks by equal texts, in order of their lowest rank."""
+    """Group ranks with equal texts, ordered by the lowest rank of each group."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(texts):
         groups.setdefault(texts[rank], []).append(rank)
@@ -116,5 +115,5 @@ def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def name_equal(texts: Mapping[int, str]) -> list[str]:
-    """Texts after the names of their ranks, equal ones once: ``ranks 0-1 passed``."""
+    """Write each distinct text after the ranks that have it: ``ranks 0-1 passed``."""
     return [f"{name_ranks(ranks)} {text}" for ranks, text in fold_equal(texts)]

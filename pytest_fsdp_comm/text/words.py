@@ -1,4 +1,4 @@
-"""Words of messages: counts, bytes, cut lines and paths."""
+"""Texts for messages: counts, bytes, shortened lines and paths."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ _AMOUNT: Final = re.compile(
     rf"(?:\d+ -> )?\d+ calls?\b(?:(?:,| of) {_NBYTES})?(?: in all)?|{_NBYTES}(?: in all)?"
 )
 
-# From here on people compare factors rather than percents.
+# From this ratio on, texts show a factor instead of percent.
 _FACTOR: Final = 3
 
 
 def counted(count: int, noun: str) -> str:
-    """Write ``1 rank``, ``2 ranks``; the noun is in the singular, and takes an s."""
+    """Write ``1 rank`` or ``2 ranks``; `noun` is a singular with a plural in s."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def cut(text: str, most: int) -> str:
-    """Cut a text to so many characters, at least 60, and say how many more there are."""
+    """Cut a text to `most` characters (at least 60), and append how many more there are."""
     if len(text) <= most:
         return text
-    kept = text[: most - 40]
-    return f"{kept}\n... and {len(text) - len(kept):_} more characters"
+    beginning = text[: most - 40]
+    return f"{beginning}\n... and {len(text) - len(beginning):_} more characters"
 
 
 def first_of(entries: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
-    """So many entries, and how many more there are: never one, which takes as much room."""
+    """Return the first entries, and how many more there are."""
+    # Never "1 more": the entry itself needs no more room.
     if len(entries) <= most + 1:
         return entries, 0
     return entries[:most], len(entries) - most
 
 
 def shorten(line: str, most: int) -> str:
-    """Cut a line to at most so many characters."""
+    """Cut a line to at most `most` characters, ending in ``...``."""
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def show_path(path: str | Path, root: Path | None = None) -> str:
-    """Write a path relative to `root` or the working directory if below it; `printable`."""
+    """Write a path relative to `root` (default: the working directory) if it is below that."""
     try:
         return printable(str(Path(path).relative_to(root or Path.cwd())))
     except (ValueError, OSError):
@@ -60,7 +61,7 @@ def show_path(path: str | Path, root: Path | None = None) -> str:
 
 
 def shell_word(text: str) -> str:
-    """Quote a word of a command: in bash's ``$'...'`` where it is not printable."""
+    """Quote a word for a shell; with characters that are not printable as bash's ``$'...'``."""
     if text.isprintable():
         return shlex.quote(text)
     written = (
@@ -73,23 +74,23 @@ def shell_word(text: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element; 1 if the name, such as ``bool``, has no number of bits."""
-    # The largest of several, in which gradients are reduced too.
+    """Return the bytes of an element; 1 if the name has no number of bits, such as ``bool``."""
+    # For mixed dtypes, ``bfloat16+float32``, use the largest: FSDP reduces gradients in it, too.
     names = (re.search(r"\d+", name) for name in dtype.split("+"))
     return max(int(bits[0]) // 8 if bits else 1 for bits in names)
 
 
 def show_nbytes(nbytes: int, unsized: int = 0) -> str:
-    """Round to one decimal in the largest binary unit that leaves at least 1: ``512.0 KiB``.
+    """Write bytes with one decimal in the largest binary unit that fits: ``512.0 KiB``.
 
-    Of calls together, `unsized` is the number of those whose size is unknown.
+    `unsized` is the number of calls with an unknown size among those that the bytes sum up.
     """
     if unsized:
         sized = f"{show_nbytes(nbytes)} and " if nbytes else ""
         return f"{sized}{unsized} of unknown size"
     amount = float(nbytes)
     for unit in _UNITS[:-1]:
-        # Rounds up to the next unit rather than write "1024.0 KiB".
+        # Avoid "1024.0 KiB": use the next unit.
         if abs(amount) < _STEP - 0.05:
             return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= _STEP
@@ -97,7 +98,7 @@ def show_nbytes(nbytes: int, unsized: int = 0) -> str:
 
 
 def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) -> str:
-    """Write both sides, rounded as by `show_nbytes` unless that makes them equal."""
+    """Write old and new bytes, rounded as in `show_nbytes` unless that makes them equal."""
     if any(unsized):
         return f"{show_nbytes(old, unsized[0])} -> {show_nbytes(new, unsized[1])}"
     # `1.4 -> 2.3 MiB`, `512 B -> 2.0 KiB`, `0 -> 2.0 KiB`, `74_000 -> 74_008 B`.
@@ -105,28 +106,28 @@ def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) ->
     if before == after and old != new:
         return f"{old:_} -> {new:_} B"
     amount, _, unit = before.partition(" ")
-    # Nothing has no unit, except where the other side has none to share either.
+    # Write the unit once if both sides have it; 0 needs none.
     is_shared = unit == after.partition(" ")[2] or not old
     return f"{amount if is_shared else before} -> {after}"
 
 
 def without_amounts(line: str) -> str:
-    """Leave out of a line how many bytes and calls there are, but not whether bytes grew."""
+    """Replace numbers of bytes and calls by "some", and changes of bytes by "more" or "less"."""
 
     def direction(match: re.Match[str]) -> str:
         before, unit, after, unit_after = match.groups()
-        was, now = (
+        old, new = (
             (_UNITS.index(unit), float(amount))
             for amount, unit in ((before, unit or unit_after), (after, unit_after))
         )
-        return "more" if was < now else "less"
+        return "more" if old < new else "less"
 
     return _AMOUNT.sub("some", _NBYTES_CHANGE.sub(direction, line))
 
 
 def show_growth(old: float, new: float) -> str:
-    """Say how much more or less one number is than another, so that no change looks like none."""
-    # `+63 %`, `-0.3 %`, `x4.0` from three times on, `unchanged`, `new` where there was nothing.
+    """Write the growth of a number as ``+63 %``, ``x4.0``, ``new`` (from 0) or ``unchanged``."""
+    # A change never rounds to 0 % or to -100 %, which would read as no change or as nothing left.
     if old == new:
         return "unchanged"
     if not old:
@@ -137,7 +138,6 @@ def show_growth(old: float, new: float) -> str:
     percent = (ratio - 1) * 100
     if abs(percent) < 0.1:  # noqa: PLR2004  # the last digit that is shown
         return f"<0.1 % {'more' if percent > 0 else 'fewer'}"
-    # What is left of something is not nothing.
     if new and percent < -99:  # noqa: PLR2004  # rounds to -100
         return f"{max(percent, -99.9):.1f} %"
     return f"{percent:+.1f} %" if abs(percent) < 9.95 else f"{percent:+.0f} %"  # noqa: PLR2004  # two digits

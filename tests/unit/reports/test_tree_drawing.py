@@ -162,10 +162,10 @@ def test_json_round_trips():
     ("text", "problem"),
     [
         ("", "expected a tree as JSON, but it does not parse: "),
-        ("[1]", "expected a tree of JSON version 1, got [1]; dump it again with this version"),
+        ("[1]", "expected a tree of JSON version 1, got [1]; save it again with this version"),
         (
             '{"kind": "tree", "version": 2}',
-            "expected a tree of JSON version 1, got ('tree', 2); dump it again with this version",
+            "expected a tree of JSON version 1, got ('tree', 2); save it again with this version",
         ),
         ('{"kind": "tree", "version": 1, "value": {}}', "tree lacks 'backend'"),
     ],
