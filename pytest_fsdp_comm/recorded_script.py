@@ -16,7 +16,7 @@ from pytest_fsdp_comm.command_line.documents import merge_recordings, summary_li
 from pytest_fsdp_comm.errors import FsdpCommError, IncompleteRecordingError
 from pytest_fsdp_comm.gathering import RankFiles
 from pytest_fsdp_comm.recording.comm_mode import CommMode, publish
-from pytest_fsdp_comm.recording.mesh_axes import own_world
+from pytest_fsdp_comm.recording.mesh_axes import current_world
 from pytest_fsdp_comm.recording.script import too_short
 from pytest_fsdp_comm.recording.steps import StepRecorder, check_steps
 from pytest_fsdp_comm.sharding.capture import capture_tree
@@ -39,7 +39,7 @@ class RecordedScript:
         self._run, self._out = run, out
         self._json, self._tree = out.with_suffix(".json"), out.with_suffix(".tree.comm")
         self._files, self._tree_files = RankFiles(self._json), RankFiles(self._tree)
-        self._rank, self._num_ranks, backend = own_world()
+        self._rank, self._num_ranks, backend = current_world()
         # A simulated rank has no peers, so it writes the files whatever its number is.
         self._is_fake = backend == "fake"
         self._is_writer = self._is_fake or self._rank == 0

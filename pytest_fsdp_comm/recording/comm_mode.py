@@ -31,7 +31,7 @@ from pytest_fsdp_comm.errors import (
 from pytest_fsdp_comm.gathering import RankFiles, gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers, RecordedBlock
 from pytest_fsdp_comm.recording.estimates import Estimate, estimating
-from pytest_fsdp_comm.recording.mesh_axes import existing_axes, own_world
+from pytest_fsdp_comm.recording.mesh_axes import current_world, existing_axes
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
 from pytest_fsdp_comm.recording.owners.module_names import parts_of
 from pytest_fsdp_comm.recording.recorder import Recorder
@@ -351,7 +351,7 @@ class CommMode(CommDebugAnswers):
             files = RankFiles(Path(path))
             if not os.fspath(path).endswith(".json"):
                 raise FsdpCommError(f"saving expects a path that ends with .json, got {path}")
-            if own_world()[0] == 0:
+            if current_world()[0] == 0:
                 files.clear()
             self(model).__enter__()
             is_recording = True

@@ -194,7 +194,7 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
-def own_world() -> tuple[int, int, str]:
+def current_world() -> tuple[int, int, str]:
     """This rank, the number of ranks and the backend; 0, 1 and empty without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1, ""

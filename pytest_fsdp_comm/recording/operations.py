@@ -1,8 +1,8 @@
-"""Say which operations communicate or copy, in which direction, and how much."""
+"""Tables of the operations that communicate: their kinds, directions and sizes."""
 
-# Note [Operations not functions]
-# What is looked up here are torch's dispatched operations: dist.all_gather_single is new in torch
-# 2.13, and the operation below it is still c10d._allgather_base_. Read in 2.6, 2.9, 2.11, 2.13.
+# The tables list dispatched operations, not functions of torch.distributed, because functions come
+# and go: dist.all_gather_single is new in torch 2.13, but it still calls c10d._allgather_base_.
+# Checked in torch 2.6, 2.9, 2.11 and 2.13.
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ NAMESPACES: Final = frozenset(
 )
 
 UNKNOWN: Final = "unknown:"
-"""How the kind of an operation begins that the tables lack, such as those of symmetric memory. All
-its tensors count as sent."""
+"""Prefix of the kind of an operation that is not in the tables, such as one of symmetric memory.
+All its tensors count as sent."""
 
 
 class Place(Enum):
-    """Where the tensors of an operation are that no single argument holds."""
+    """Where an operation's tensors are, if not in one named argument."""
 
     NOWHERE = auto()
-    """There are none; as received, also where the operation changes what it sends."""
+    """It has no such tensors; for `received`, also if it overwrites the tensors that it sends."""
     RESULT = auto()
     ALL = auto()
-    """In all arguments, of an operation that the tables lack."""
+    """In all arguments: the operation is not in the tables."""
 
 
 NOWHERE: Final = Place.NOWHERE
 
 BATCH: Final = "batch"
-"""The kind of an operation whose arguments list ``isend`` and ``irecv``, a message each."""
+"""The kind of an operation that runs a list of ``isend`` and ``irecv``, one message each."""
 
 TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "all")
-"""What seconds are summed up by."""
+"""The categories in which host seconds are summed up."""
 
 _SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
 
-# Not communication of their own: they wait for it, wrap its result, or look things up.
+# Operations that send nothing: they wait, wrap a result, or look something up.
 SILENT: Final = frozenset(
     {
         *("wait_tensor", "wait_tensors", "_wrap_tensor_autograd"),
         *("check_for_nan", "mesh_get_process_group"),
-        # Of symmetric memory: what others wrote is awaited, looked at or multiplied.
+        # Symmetric memory: these wait for, read or multiply data that other ranks wrote.
         *("nccl_wait_for_signal", "nccl_wait_signal", "nvshmem_wait_for_signal", "_rendezvous"),
         *("get_remote_tensors", "memset32_", "stream_write_value32_", "_async_input_mm"),
     }
@@ -68,13 +68,13 @@ class Operation:
     kind: str
     """One of `events.COLLECTIVE_KINDS`, ``unknown:<op>`` or, for several messages, `BATCH`."""
     sent: str | Place = "input"
-    """The argument with the tensors to send, or where else they are."""
+    """The argument with the tensors to send, or another place."""
     received: str | Place = Place.RESULT
-    """The argument with the output tensors, or where else they are."""
+    """The argument with the output tensors, or another place."""
     root: str = ""
-    """Argument with the group rank that alone gives or receives all data; empty if none has."""
+    """The argument with the group rank that sends or receives all data; empty without a root."""
     peer: str = ""
-    """Argument with the group rank at the other end, in a batch with a list; empty if none has."""
+    """The argument with the peer's group rank, a list in a batch; empty without a peer."""
 
     def tensors_sent(self, bound: Mapping[Any, Any]) -> list[Any]:
         return tensors_in(bound if self.sent is Place.ALL else bound.get(self.sent))
@@ -107,7 +107,7 @@ _C10D: Final = {
     "monitored_barrier_": Operation("barrier", NOWHERE, NOWHERE),
 }
 
-# Apart, since ``broadcast_`` is in both, with other arguments.
+# A separate table: both namespaces have a ``broadcast_``, with different arguments.
 _FUNCTIONAL: Final = {
     "all_gather_into_tensor": Operation("all_gather"),
     "all_gather_into_tensor_out": Operation("all_gather"),
@@ -130,25 +130,25 @@ _FUNCTIONAL: Final = {
 
 
 def look_up(func: Any) -> Operation | None:
-    """How a ``torch._ops.OpOverload`` communicates; None if it does not."""
+    """Return how a ``torch._ops.OpOverload`` communicates; None if it does not."""
     name = func.overloadpacket.__name__
     if func.namespace not in NAMESPACES or name in SILENT:
         return None
-    known = (_C10D if func.namespace == "c10d" else _FUNCTIONAL).get(name)
-    return known or Operation(f"{UNKNOWN}{name}", Place.ALL, NOWHERE)
+    operation = (_C10D if func.namespace == "c10d" else _FUNCTIONAL).get(name)
+    return operation or Operation(f"{UNKNOWN}{name}", Place.ALL, NOWHERE)
 
 
 class Call:
-    """An operation that communicates, and how to read its arguments."""
+    """An operation that communicates, and the names and defaults of its arguments."""
 
     def __init__(self, func: Any, operation: Operation) -> None:
-        """Read its schema, a private name, but the only list of its arguments."""
+        """Read the schema of `func`: a private attribute, but the only list of its arguments."""
         self.func = func
         self.operation = operation
         self.namespace: str = func.namespace
         self.may_be_units = self.namespace == "c10d" and operation.kind in _SENT_BY_UNITS
-        """Whether FSDP's units send by it. By a functional collective DTensor does, for them too:
-        FSDP reduces partial gradients of its so."""
+        """Whether FSDP units call it. They call no functional collective directly; DTensor does,
+        also for units: FSDP reduces partial gradients through it."""
         self.op = f"{func.namespace}.{func.overloadpacket.__name__}"
         arguments = func._schema.arguments
         self._names = [argument.name for argument in arguments]
@@ -157,39 +157,39 @@ class Call:
         }
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
-        """The arguments by name, those included that torch leaves out as the default."""
+        """Return all arguments by name, with defaults for those that torch left out."""
         return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
 
 @functools.cache
 def call_of(func: Any) -> Call | None:
-    """How to read a call of an operation; None if it does not communicate."""
+    """Return the `Call` of an operation; None if it does not communicate."""
     operation = look_up(func)
     return None if operation is None else Call(func, operation)
 
 
 def group_of(bound: Mapping[Any, Any]) -> dist.ProcessGroup | None:
-    """The group of a call, by its arguments; None if it has none that is known here."""
-    given: Any = bound.get("process_group", bound.get("group_name"))
-    group: dist.ProcessGroup | None = given
-    if isinstance(given, torch.ScriptObject):
-        group = dist.ProcessGroup.unbox(given)
-    elif isinstance(given, str):
-        # Private, but what torch's own functional collectives call (read in torch 2.6 to 2.13).
+    """Return the process group among a call's arguments; None if there is none."""
+    argument: Any = bound.get("process_group", bound.get("group_name"))
+    group: dist.ProcessGroup | None = argument
+    if isinstance(argument, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(argument)
+    elif isinstance(argument, str):
+        # Private, but torch's functional collectives call it too (checked in torch 2.6 to 2.13).
         distributed: Any = dist.distributed_c10d
-        group = distributed._resolve_process_group(given)
+        group = distributed._resolve_process_group(argument)
     return group
 
 
 def shows_async() -> bool:
-    """Whether this torch says which calls are asynchronous."""
+    """Whether this torch passes the operation a flag for asynchronous calls."""
     arguments = torch.ops.c10d.allreduce_.default._schema.arguments
-    # As torch 2.13 and earlier ones name the argument.
+    # torch up to 2.13 uses one of these names.
     return not {"async_op", "asyncOp"}.isdisjoint(argument.name for argument in arguments)
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """All tensors of nested lists, in order."""
+    """Return all tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -202,7 +202,7 @@ def tensors_in(value: Any) -> list[Any]:
 def messages(
     operation: Operation, group: dist.ProcessGroup | None, bound: Mapping[Any, Any], result: Any
 ) -> list[dict[str, Any]]:
-    """List a call's messages as fields of `comm.events.Collective`: one, unless it is a batch."""
+    """Return a call's messages as fields of `comm.events.Collective`: one, or those of a batch."""
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
         calls = [(_FUNCTIONAL[name], number, tensor) for name, number, tensor in batched]
@@ -220,7 +220,7 @@ def messages(
     return [
         {
             "kind": operation.kind,
-            "dtype": joined_dtypes(own.dtype for own in sent or received),
+            "dtype": joined_dtypes(tensor.dtype for tensor in sent or received),
             "nbytes_sent": _nbytes(sent),
             "nbytes_received": _nbytes(received),
             "peer": _peer(group, bound[operation.peer]) if operation.peer else None,
@@ -232,15 +232,16 @@ def messages(
 
 
 def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[str, int], ...]:
-    """Dtype and bytes of each tensor, if gloo sends one after the other; else empty."""
+    """Return dtype and bytes of each tensor if gloo sends them one by one; else nothing."""
     if operation.kind != "reduce_scatter":
         return ()
-    return tuple((_dtype_name(own.dtype), _nbytes([own])) for own in operation.tensors_sent(bound))
+    tensors = operation.tensors_sent(bound)
+    return tuple((_dtype_name(tensor.dtype), _nbytes([tensor])) for tensor in tensors)
 
 
 def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
-    # torch's own functional sends and broadcasts pass the number of the world as it is, which a
-    # smaller group may not have.
+    # torch's functional sends and broadcasts pass a global rank where a group rank is expected; it
+    # may be too large for a smaller group.
     if group is None or number is None or not 0 <= number < group.size():
         return None
     return number
@@ -251,19 +252,19 @@ def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
     return None if group is None or rank is None else (rank - group.rank()) % group.size()
 
 
-def reduce_op(given: Any) -> str | None:
-    """The name of a reduction that a collective is given, such as ``sum``; None if unknown."""
-    if given is None:
+def reduce_op(argument: Any) -> str | None:
+    """Return the name of a collective's reduction, such as ``sum``; None if unknown."""
+    if argument is None:
         return None
-    if isinstance(given, str):  # of a functional collective
-        return given.lower()
-    # c10d is given a boxed object, whose only method says a number. Some torch does not show it.
-    number = getattr(given, "op", None)
+    if isinstance(argument, str):  # of a functional collective
+        return argument.lower()
+    # c10d gets a boxed object whose only method returns a number. Some torch versions hide it.
+    number = getattr(argument, "op", None)
     return None if number is None else str(dist.ReduceOp.RedOpType(number()).name).lower()
 
 
 def joined_dtypes(dtypes: Iterable[torch.dtype]) -> str:
-    """Each once, in order of appearance, as in `comm.events.Collective.dtype`."""
+    """Join distinct dtypes in order of appearance, as in `comm.events.Collective.dtype`."""
     return "+".join(dict.fromkeys(map(_dtype_name, dtypes)))
 
 
@@ -278,15 +279,15 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 
 @functools.cache
 def timing_categories(kind: str, source: Source) -> tuple[str, ...]:
-    """To which of `TIMING_CATEGORIES` a collective's seconds belong."""
+    """Return the `TIMING_CATEGORIES` to which a collective's host seconds are added."""
     if kind == "all_gather":
         return ("all", "all_gather_object" if source is Source.OBJECT else "all_gather")
     return ("all", "reduce") if kind in REDUCING else ("all",)
 
 
-# In torch 2.13 those with the tag data_dependent_output or dynamic_output_shape that are no
-# composites of others. The ones that make a tensor sparse call nonzero, or
-# masked_select (2.7).
+# These are the operations of torch 2.13 tagged data_dependent_output or dynamic_output_shape,
+# without those composed of other operations. Conversions to sparse tensors are covered: they call
+# nonzero, or masked_select in torch 2.7.
 VALUE_READS: Final = tuple(
     f"aten::{name}"
     for name in (
@@ -295,4 +296,4 @@ VALUE_READS: Final = tuple(
         *("unique_dim_consecutive", "allclose"),
     )
 )
-"""The operations that show values of tensors to Python, or make a shape of them."""
+"""The operations that return tensor values to Python, or whose output shape depends on values."""

@@ -1,10 +1,10 @@
-"""Events while their recording runs: complete but for what only its end shows."""
+"""Events of a running recording, before modules and process groups have names."""
 
 # Note [Names come last]
-# An event gets the names of its modules and of its group when its recording ends, or when a test
-# queries it in the block. A mesh that names a group, the root that names modules and the replica
-# that a bucket serves may all show up after their first use, and how far ahead a gather was issued
-# is known once the unit is used. Until then modules are held as such, and a group by its key.
+# Modules and groups get their names when the recording ends, or when a test queries it in the
+# block. The mesh that names a group, the root that FQNs are relative to, and the DDP replica that a
+# bucket serves may all appear after their first use. The prefetch distance of a gather is known
+# once its unit is used. Until then, an event refers to module objects and to the key of its group.
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, Modules,
 Event = TypeVar("Event", bound=Collective | Reshard | Redistribution)
 
 _REDUCES: Final = frozenset({Phase.BACKWARD, Phase.OUTSIDE})
-"""The phases in which it matters how many backward passes came before a reduction."""
+"""The phases in which a reduction may belong to one of several backward passes."""
 IN_MODULES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
-"""The phases in which modules run, or their backward does."""
+"""The phases in which modules, or their backward, run."""
 
 
 @dataclass(slots=True)
@@ -48,36 +48,45 @@ class Pending(Generic[Event]):
     index: int
     """Its place in the recording, from 0."""
     attribution: Attribution
-    """Its owner is the unit that was unsharded or resharded, where that is the event."""
+    """For a `Reshard`, the owner is the unit that was unsharded or resharded."""
     fields: dict[str, Any]
-    """The fields of the record that its call showed."""
+    """The fields of the record that were known at its call."""
     group: str | None = None
-    """The key of a collective's group in `GroupNames`; None if the operation shows none."""
+    """The key of a collective's group in `GroupNames`; None if its arguments name no group."""
     parts: tuple[tuple[str, int], ...] = ()
-    """As of `parts_sent`."""
+    """From `parts_sent`."""
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
-        """Make the record, with axes by the keys of their groups."""
-        own, record = self.attribution, self.record
-        found = {**self.fields, "index": self.index, "phase": own.phase}
-        found["issued_in"] = names.issued_in(own)
-        found["module" if record is Reshard else "owner"] = names.owner(own)
-        kind = found.get("kind", "")
-        # Not of what an extension (float8) sends before its gather. A reshard has no kind.
-        gather = own.gather if record is Reshard or kind == "all_gather" else None
+        """Create the record. `axes` maps keys of groups to axes."""
+        attribution, record = self.attribution, self.record
+        values = {**self.fields, "index": self.index, "phase": attribution.phase}
+        values["issued_in"] = names.issued_in(attribution)
+        values["module" if record is Reshard else "owner"] = names.owner(attribution)
+        kind = values.get("kind", "")
+        # Leave out what an extension (float8) sends before its gather. A reshard has no kind.
+        gather = attribution.gather if record is Reshard or kind == "all_gather" else None
         if record is Reshard or record is Collective:
-            found["ahead"] = gather and gather.ahead
+            values["ahead"] = gather and gather.ahead
         if record is Collective:
-            if gather and gather.dtypes and found["dtype"] == "uint8":
-                found["dtype"] = joined_dtypes(chain(*gather.dtypes))
-            found["source"], found["role"] = own.source, _role(kind, found["dtype"], own)
+            if gather and gather.dtypes and values["dtype"] == "uint8":
+                values["dtype"] = joined_dtypes(chain(*gather.dtypes))
+            values["source"], values["role"] = (
+                attribution.source,
+                _role(kind, values["dtype"], attribution),
+            )
             axis = None if self.group is None else axes[self.group]
-            found["axis"] = "" if axis is None else axis.name
-            after = found.pop("after_backwards")
-            if found["role"] is Role.GRADIENTS and own.phase in _REDUCES and kind in REDUCING:
-                found["backward"], found["num_backwards"] = names.place_of_backward(own, after)
-            found["group_size"] = 0 if axis is None else axis.size
-        return record(**found)
+            values["axis"] = "" if axis is None else axis.name
+            after = values.pop("after_backwards")
+            if (
+                values["role"] is Role.GRADIENTS
+                and attribution.phase in _REDUCES
+                and kind in REDUCING
+            ):
+                values["backward"], values["num_backwards"] = names.place_of_backward(
+                    attribution, after
+                )
+            values["group_size"] = 0 if axis is None else axis.size
+        return record(**values)
 
 
 class OwnerNames:
@@ -92,7 +101,7 @@ class OwnerNames:
         self._passes: dict[tuple[Source, tuple[int, ...]], list[int]] = {}
 
     def owner(self, attribution: Attribution) -> str | None:
-        """The FQN of the owner; None if there is none, or it is below no root."""
+        """Return the owner's FQN; None without an owner, or if the owner is outside all roots."""
         label = attribution.label
         if label is not None:
             registering = self._registering.get(id(label.parameter), {})
@@ -102,37 +111,45 @@ class OwnerNames:
         return self.modules.joined(attribution.owner)
 
     def issued_in(self, attribution: Attribution) -> str | None:
-        """The FQN of the module that was running; None as in `owner`."""
+        """Return the FQN of the module that was running; None as in `owner`."""
         running = attribution.issued_in
         return self.modules.fqn(running[0]) if running else None
 
     def _replica_around(self, running: Modules) -> Modules:
-        """Find the replicated module around `running`; else the first of the model, or its root."""
-        owners = self._replica_of
-        known = [owners[id(module)] for module in running if id(module) in owners]
-        return tuple((known or [*owners.values()] or self._roots)[:1])
+        """Return the DDP replica around `running`; else the model's first replica, or its root."""
+        replicas = self._replica_of
+        around = [replicas[id(module)] for module in running if id(module) in replicas]
+        return tuple((around or [*replicas.values()] or self._roots)[:1])
 
-    def place_of_backward(self, own: Attribution, after: int) -> tuple[int | None, int | None]:
-        """Of the passes that add to what is reduced: the last of the first `after`, and the number.
+    def place_of_backward(
+        self, attribution: Attribution, after: int
+    ) -> tuple[int | None, int | None]:
+        """Return which backward pass a reduction follows, and the number of passes.
 
-        None for both unless there are several.
+        Only passes that add to the reduced gradients count. None for both unless there are several.
+
+        Args:
+            attribution: Of the reduction.
+            after: The number of all passes that began before it.
         """
         if len(self._backwards) <= 1:
             return None, None
-        source, modules = own.source, own.owner
-        if own.label is not None:
-            modules = tuple(self._registering.get(id(own.label.parameter), {}).values())
+        source, modules = attribution.source, attribution.owner
+        if attribution.label is not None:
+            modules = tuple(self._registering.get(id(attribution.label.parameter), {}).values())
         elif source is Source.DDP:
-            modules = self._replica_around(own.issued_in)
+            modules = self._replica_around(attribution.issued_in)
         ids = tuple(map(id, modules))
         if (source, ids) not in self._passes:
-            leaves = {id(one) for module in modules for one in module.parameters()}
+            leaves = {id(parameter) for module in modules for parameter in module.parameters()}
             if source is Source.FSDP:
                 leaves = self._leaves_of_units[ids]
             elif source is not Source.DDP:
-                # Of all modules if none is known.
+                # The parameters of all modules if the modules are unknown.
                 leaves = {
-                    one for one, by in self._registering.items() if not ids or by.keys() & ids
+                    parameter
+                    for parameter, by in self._registering.items()
+                    if not ids or by.keys() & ids
                 }
             self._passes[source, ids] = [
                 number
@@ -140,29 +157,29 @@ class OwnerNames:
                 if not leaves.isdisjoint(added)
             ]
         passes = self._passes[source, ids]
-        number = sum(one <= after for one in passes)
+        number = sum(place <= after for place in passes)
         return (number, len(passes)) if number and len(passes) > 1 else (None, None)
 
     @cached_property
     def _leaves_of_units(self) -> defaultdict[tuple[int, ...], set[int]]:
-        found: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        leaves: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for modules, parameter in unit_parameters(self.modules.modules):
-            found[tuple(map(id, modules))].add(id(parameter))
-        return found
+            leaves[tuple(map(id, modules))].add(id(parameter))
+        return leaves
 
     @cached_property
     def _replica_of(self) -> dict[int, nn.Module]:
         modules = (module for root in self._roots for module in root.modules())
         replicas = (module for module in modules if replicated_over(module) is not None)
-        # Parents come first, so that an inner replica overrides the outer one.
+        # Parents come first, so an inner replica overrides an outer one.
         return {id(child): replica for replica in replicas for child in replica.modules()}
 
     @cached_property
     def _registering(self) -> dict[int, dict[int, nn.Module]]:
-        found: dict[int, dict[int, nn.Module]] = {}
-        for own, module in registered_parameters(self._roots):
-            found.setdefault(id(own), {})[id(module)] = module
-        return found
+        registering: dict[int, dict[int, nn.Module]] = {}
+        for parameter, module in registered_parameters(self._roots):
+            registering.setdefault(id(parameter), {})[id(module)] = module
+        return registering
 
 
 def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
@@ -172,8 +189,8 @@ def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
         reduces = kind in REDUCING and attribution.gather is None
         return Role.GRADIENTS if reduces else Role.PARAMETERS
     if attribution.source is Source.DDP:
-        # Its broadcasts carry buffers, and how it has rebuilt its buckets.
-        # An int32 is the reducer's map of which parameters were used; gradients are no integers.
+        # Broadcasts carry buffers and the layout of rebuilt buckets. An int32 reduction is the
+        # reducer's map of used parameters: gradients are not integers.
         is_map = dtype == "int32" and not attribution.is_from_hook
         reduced = Role.UNUSED_PARAMETERS if is_map else Role.GRADIENTS
         return reduced if kind in REDUCING else None

@@ -1,4 +1,4 @@
-"""Record what one rank sends, from the time that it is issued."""
+"""Record the collectives of one rank, each when it is issued."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pytest_fsdp_comm.recording.dtensors import RedistributionWatch
 from pytest_fsdp_comm.recording.flight_recorder import Witness
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.kernels import WatchingMode
-from pytest_fsdp_comm.recording.mesh_axes import GroupNames, own_world, process_groups
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames, current_world, process_groups
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
     TIMING_CATEGORIES,
@@ -70,7 +70,7 @@ from pytest_fsdp_comm.recording.pending import Event, OwnerNames, Pending
 from pytest_fsdp_comm.recording.value_dependence import (
     ValueReads,
     answers_of_process,
-    is_told_of_values,
+    caller_reports_reads,
 )
 from pytest_fsdp_comm.text.fqn import escape
 from pytest_fsdp_comm.text.words import counted
@@ -89,20 +89,24 @@ class Recorder:
         *,
         traces_operations: bool,
     ) -> None:
-        """Prepare to name modules relative to `models`, or to the outermost ones that run.
+        """Prepare a recording; `watching` starts it.
 
-        `backward` knows nodes of earlier blocks, `earlier_roots` hold what acts only in backward.
+        Args:
+            models: FQNs are relative to these; without any, to the outermost modules that run.
+            backward: Maps autograd nodes to modules, also the nodes of earlier blocks.
+            earlier_roots: Roots of earlier blocks, for modules that act only in backward here.
+            traces_operations: Also record each operation, as CommDebugMode does.
         """
-        # Now, since the block may destroy the group.
-        self._rank, self._world_size, self._backend = own_world()
+        # Read now: the block may destroy the process group.
+        self._rank, self._world_size, self._backend = current_world()
         self._roots: list[nn.Module] = list(models)
         self._earlier_roots = earlier_roots
-        self._has_given_root = bool(models)
+        self._has_models = bool(models)
         self.lacks_root = not models
-        """Whether no module is known yet that names are relative to."""
+        """Whether there is no root yet that FQNs are relative to."""
         self.idle: list[nn.Module] = []
-        """The given models without a module that has run."""
-        # An index is taken before the call: what the call itself causes comes after it.
+        """The models passed in of which no module has run yet."""
+        # Each call takes its index before it runs, so events caused by the call come after it.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
         self._groups = GroupNames()
@@ -116,13 +120,13 @@ class Recorder:
         self.tensors = TensorOwners(self._roots)
         self.reads = ValueReads(self._where) if self._backend == "fake" else None
         self.answers: dict[Answer, None] = {}
-        # Of each backward pass, the ids of the tensors to whose gradients it adds.
+        # For each backward pass, the ids of the tensors whose gradients it adds to.
         self._backwards: list[set[int]] = []
         self._is_recording = False
         self.number = next(_numbers)
-        # Of threads of earlier blocks, and at the end of kernels that others have registered.
+        # Gaps for threads of earlier blocks and, at the end, for kernels of other libraries.
         self._unseen: dict[Gap, None] = {}
-        # .attribution on a thread that runs a callback which the block registered.
+        # Has `.attribution` on a thread that runs a callback registered in the block.
         self._here = threading.local()
         self._num_resumed = 0
         self._lock = threading.Lock()  # other threads record too
@@ -134,14 +138,14 @@ class Recorder:
         self._note_running(self.backward.modules)
         problem = kernels.register_collectives()
         if problem:
-            also = "or known to torch's flight recorder at most"
+            also = "or listed only by torch's flight recorder"
             if self.reads is not None:
-                also = "as is a warning of code that reads values"
+                also = "and so are warnings about code that reads values"
             self._notes.append(
-                f"{problem}, so a dispatch mode records this thread alone; what others send is "
-                f"missing, {also}"
+                f"{problem}, so a dispatch mode records only this thread; collectives of other "
+                f"threads are missing, {also}"
             )
-        elif self.reads is not None and not is_told_of_values():
+        elif self.reads is not None and not caller_reports_reads():
             kernels.register_value_reads()
         with contextlib.ExitStack() as block:
             block.enter_context(patches.watching())
@@ -163,7 +167,7 @@ class Recorder:
                 self._note_lost_owners()
 
     def finish(self) -> RecordedBlock:
-        """Name everything, and keep no module and no group."""
+        """Name all events, then drop every reference to modules and process groups."""
         block = self._named()
         self._pending.clear()
         self.units.forget()
@@ -175,7 +179,7 @@ class Recorder:
         return block
 
     def so_far(self) -> RecordedBlock:
-        """Name what was recorded up to now, and leave the block as it is."""
+        """Name the events recorded so far, and let the recording go on."""
         roots, lacks_root = [*self._roots], self.lacks_root
         with self._groups.unchanged():
             block = self._named()
@@ -183,8 +187,11 @@ class Recorder:
         return block
 
     def owners_so_far(self) -> dict[tuple[str, int], str]:
-        """Name owners by group and number in the flight recorder; callable on any thread."""
-        names = OwnerNames([*self._roots], (), are_parts=self._has_given_root)
+        """Return owners by process group and sequence number in torch's flight recorder.
+
+        Any thread may call this.
+        """
+        names = OwnerNames([*self._roots], (), are_parts=self._has_models)
         recorded = sorted(self._all(Collective), key=attrgetter("index"))
         numbered = self._witness.numbered(recorded)
         return {at: names.owner(call.attribution) or "" for at, call in numbered.items()}
@@ -193,16 +200,16 @@ class Recorder:
         return [entry for entry in [*self._pending] if entry.record is record]
 
     def _named(self) -> RecordedBlock:
-        if not self._backend:  # unless the block has made the group
-            self._rank, self._world_size, self._backend = own_world()
-        if not self._has_given_root:
+        if not self._backend:  # the block may have created the process group
+            self._rank, self._world_size, self._backend = current_world()
+        if not self._has_models:
             self._learn_roots()
-        names = OwnerNames(self._roots, self._backwards, are_parts=self._has_given_root)
+        names = OwnerNames(self._roots, self._backwards, are_parts=self._has_models)
         units = [unit for _, unit in param_groups(names.modules.modules)]
         self._groups.learn_parameters(names.modules.modules)
-        if self._is_recording:  # otherwise its end has
+        if self._is_recording:  # at the end of the block, `_note_lost_owners` has done it
             self.tensors.settle()
-        # By index: an event is held when its call returns, after what the call itself caused.
+        # Sort by index: events are appended when calls return, so nested events come first.
         pending = sorted(self._pending, key=attrgetter("index"))
         axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
 
@@ -227,7 +234,10 @@ class Recorder:
                 *self._notes,
                 *notes,
                 *(gap.text for gap in gaps),
-                *(f"{one.call_site} was answered {one.value} ({one.how})" for one in answers),
+                *(
+                    f"{answer.call_site} was answered {answer.value} ({answer.how})"
+                    for answer in answers
+                ),
             ),
             peak_gathered_nbytes=self.units.peak_gathered_nbytes(units, names.modules.modules),
             gaps=gaps,
@@ -243,7 +253,7 @@ class Recorder:
         )
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
-        """What is known to be missing, and notes; only after the axes were named."""
+        """Return gaps and notes. Call it only after the axes are named."""
         if self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.known(used_groups)[0])
@@ -251,44 +261,44 @@ class Recorder:
         return (*unseen, *self._unseen, *of_values, *self._idle_gaps()), self._witness.notes
 
     def _idle_gaps(self) -> Iterator[Gap]:
-        """The given models that did not run, where modules of others sent something."""
-        # Clipping, an optimizer's step or a checkpoint run no module, so they need none that ran.
+        """Yield a gap for each model that did not run while another model communicated."""
+        # Clipping, optimizer steps and checkpoints run no module, so they cause no gap.
         if not self.idle:
             return
-        given = {id(module) for root in self._roots for module in root.modules()}
+        module_ids = {id(module) for root in self._roots for module in root.modules()}
         foreign = [
-            own.acting
-            for own in (entry.attribution for entry in self._all(Collective))
-            if (own.acting or own.adds_gradient) and given.isdisjoint(map(id, own.acting))
+            call.acting
+            for call in (entry.attribution for entry in self._all(Collective))
+            if (call.acting or call.adds_gradient) and module_ids.isdisjoint(map(id, call.acting))
         ]
         if not foreign:
             return
-        # Of a gradient that is added, the module may be unknown.
-        found = next(filter(None, foreign), ())
-        example = f", such as a {printable(type(found[0]).__name__)}," if found else ""
+        # The module may be unknown if the collective carries a gradient that is being added.
+        modules = next(filter(None, foreign), ())
+        example = f" (for example, a {printable(type(modules[0]).__name__)})" if modules else ""
         for model in self.idle:
             yield Gap(
                 kind="idle_model",
-                text=f"no module of the given {printable(type(model).__name__)} ran, while those "
-                f"of another model{example} issued {counted(len(foreign), 'collective')}",
+                text=f"no module of the {printable(type(model).__name__)} passed to comm_mode ran, "
+                f"but another model{example} issued {counted(len(foreign), 'collective')}",
             )
 
     def _note_running(self, modules: Sequence[nn.Module]) -> None:
         ran = set(map(id, modules))
         if ran:
-            # Ends at the model itself, which is nearly always the first to run.
-            self.idle = [one for one in self.idle if ran.isdisjoint(map(id, one.modules()))]
+            # `isdisjoint` stops at the model itself, which is nearly always the first to run.
+            self.idle = [model for model in self.idle if ran.isdisjoint(map(id, model.modules()))]
 
     def _learn_roots(self) -> None:
-        """Find the roots of modules whose forward did not run in the block."""
-        known = {id(module) for root in self._roots for module in root.modules()}
+        """Add the roots of modules whose forward did not run in the block."""
+        below_roots = {id(module) for root in self._roots for module in root.modules()}
         acts: list[Pending[Any]] = [*self._all(Collective), *self._all(Reshard)]
         for entry in sorted(acts, key=attrgetter("index")):
             for module in entry.attribution.acting:
-                root = None if id(module) in known else self._root_above(module)
+                root = None if id(module) in below_roots else self._root_above(module)
                 if root is not None:
                     self._add_root(root)
-                    known.update(map(id, root.modules()))
+                    below_roots.update(map(id, root.modules()))
 
     def _root_above(self, module: nn.Module) -> nn.Module | None:
         for root in (earlier() for earlier in self._earlier_roots):
@@ -303,8 +313,8 @@ class Recorder:
         recorded: Sequence[Collective],
         used_groups: Iterable[str],
     ) -> Names:
-        """List the names that queries may use; only after the axes were named: it learns some."""
-        if dist.is_initialized():  # the block may have destroyed it
+        """Return the names that queries may use. Call it only after the axes are named."""
+        if dist.is_initialized():  # the block may have destroyed the process group
             for unit in units:
                 self._groups.learn_unit(unit)
         groups, axes = self._groups.known(used_groups)
@@ -318,28 +328,31 @@ class Recorder:
             axes=axes.union(event.axis for event in recorded),
             groups=groups,
             kinds=frozenset(event.kind for event in recorded).difference(COLLECTIVE_KINDS),
-            has_model=self._has_given_root,
+            has_model=self._has_models,
         )
 
-    # Called by patches, on a thread that has entered the recording.
+    # `patches` calls these two on a thread that has entered the recording.
 
     def enter_module(self, module: nn.Module) -> int:
-        """A module runs from now on; returns what `backward.leave` takes."""
+        """Note that a module starts to run. Returns the depth to pass to `backward.leave`."""
         depth = self.backward.enter(module)
         if self.idle or self.lacks_root:
             self._note_acting((module,), self.backward.outermost)
         return depth
 
     def enter_engine(self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool) -> int:
-        """The engine runs from now on, and adds to gradients or not; returns as `enter_module`."""
+        """Note that autograd starts a backward. Returns the depth to pass to `backward.leave`.
+
+        `adds` is False for `torch.autograd.grad`, which adds to no `.grad`.
+        """
         if adds:
-            # A backward within another one, as of a reentrant checkpoint, is a part of it.
+            # A nested backward, such as that of a reentrant checkpoint, is part of the outer one.
             if not (self._backwards and self.backward.is_in_engine):
                 self._backwards.append(set())
             self._backwards[-1] |= leaves_of(outputs, inputs)
         return self.backward.enter(None)
 
-    # Called by kernels, on any thread.
+    # `kernels` and `patches` call the following on any thread.
 
     def run_collective(
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
@@ -349,10 +362,10 @@ class Recorder:
         bound = call.bind(args, kwargs)
         unit = self._attribute_unit() if call.may_be_units and not kwargs else None
         scan = StackScan() if unit is not None else scan_stack()
-        given = redistributed(scan.redistribution)
-        own = unit or self._attribute(scan, call.namespace)
+        dtensor = redistributed(scan.redistribution)
+        attribution = unit or self._attribute(scan, call.namespace)
         if unit is None:
-            own.carried = self.tensors.carried(scan, operation, bound, own, given)
+            attribution.carried = self.tensors.carried(scan, operation, bound, attribution, dtensor)
         call_site = find_call_site() if unit is not None else scan.call_site
         batch = len(bound["op_list"]) - 1 if operation.kind == BATCH else 0
         indices = [next(self._indices) for _ in range(1 + batch)]
@@ -361,82 +374,82 @@ class Recorder:
             result = run()
         finally:
             seconds = time.perf_counter() - started
-            for category in timing_categories(operation.kind, own.source):
+            for category in timing_categories(operation.kind, attribution.source):
                 self._seconds[category] += seconds
         group = group_of(bound)
         key = None if group is None else self._groups.note(group)
-        if own.carried is not None and own.carried.label is None:
-            self.tensors.follow(operation, own, operation.tensors_received(bound, result))
-        if self.reads is not None and not is_told_of_values() and operation.kind == "all_to_all":
+        if attribution.carried is not None and attribution.carried.label is None:
+            self.tensors.follow(operation, attribution, operation.tensors_received(bound, result))
+        if self.reads is not None and not caller_reports_reads() and operation.kind == "all_to_all":
             self.reads.note_splits(bound, call_site)
         parts = parts_sent(operation, bound)
-        shown = {"op": call.op, "call_site": call_site, "after_backwards": len(self._backwards)}
+        common = {"op": call.op, "call_site": call_site, "after_backwards": len(self._backwards)}
         sent = messages(operation, group, bound, result)
         for index, message in zip(indices, sent, strict=True):
-            self._hold(Pending(Collective, index, own, {**shown, **message}, key, parts))
+            self._append(Pending(Collective, index, attribution, {**common, **message}, key, parts))
         if scan.redistributing is None:
             self._redistribution_watch.last = None
             return result
         fields = self._redistribution_watch.note_collective(scan.redistributing)
         if fields is not None:
-            fields |= {"is_explicit": given is not None, "call_site": call_site}
-            self._hold(Pending(Redistribution, next(self._indices), own, fields))
+            fields |= {"is_explicit": dtensor is not None, "call_site": call_site}
+            self._append(Pending(Redistribution, next(self._indices), attribution, fields))
         return result
 
-    def _hold(self, entry: Pending[Any]) -> None:
+    def _append(self, entry: Pending[Any]) -> None:
         with self._lock:
-            if self._is_recording:  # otherwise the block has ended while a callback's call ran
+            if self._is_recording:  # the block may have ended while a callback's call ran
                 self._pending.append(entry)
                 if entry.group is not None:
                     self._witness.follow()
 
     def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if self.reads is not None and not is_told_of_values():
+        if self.reads is not None and not caller_reports_reads():
             self.reads.note_operation(func, args, kwargs)
 
     def note_read_by_method(self, name: str) -> None:
-        """A method is about to show values to Python without an operation that has a kernel."""
-        if self.reads is not None and not is_told_of_values():
+        """Note that a method is about to return values to Python without calling a kernel."""
+        if self.reads is not None and not caller_reports_reads():
             self.reads.note(name)
 
     def note_outliving_thread(self, call: Call) -> None:
-        """A thread that was started in an earlier block sends in this one."""
+        """Note that a thread started in an earlier block communicates in this one."""
         name = printable(threading.current_thread().name)
         self.note_unseen(
-            f"thread '{name}' of an earlier block sent {call.op} in this one, where it is not "
-            "recorded; end it with the block that starts it"
+            f"thread '{name}' from an earlier block sent {call.op}, which is not recorded; join "
+            "the thread in the block that starts it"
         )
 
     def note_unseen(self, text: str) -> None:
-        """Something is sent that is not recorded."""
+        """Add a gap: something was sent that is not recorded."""
         self._unseen[Gap(kind="unseen", text=text)] = None
 
     def _note_reshard(
         self, action: ReshardAction, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
     ) -> None:
-        own = self._attribute_unit() or self._attribute(scan_stack())
+        attribution = self._attribute_unit() or self._attribute(scan_stack())
         if action == "reshard":
             self._seconds["resharding"] += seconds
             self._seconds["all"] += seconds
-        if own.owner is not modules or own.source is not Source.FSDP:
-            own = replace(own, owner=modules, source=Source.FSDP)
+        if attribution.owner is not modules or attribution.source is not Source.FSDP:
+            attribution = replace(attribution, owner=modules, source=Source.FSDP)
         fields = {"action": action, "nbytes": nbytes}
-        self._pending.append(Pending(Reshard, next(self._indices), own, fields))
+        self._pending.append(Pending(Reshard, next(self._indices), attribution, fields))
 
     @contextlib.contextmanager
     def resumed(self, attribution: Attribution) -> Iterator[None]:
-        """Record a callback on any thread as part of what registered it."""
-        before = getattr(self._here, "attribution", None)
+        """Attribute a callback, on whichever thread it runs, to the code that registered it."""
+        previous = getattr(self._here, "attribution", None)
         self._here.attribution = attribution
         self._num_resumed += 1
         try:
             yield
         finally:
-            self._here.attribution = before
+            self._here.attribution = previous
             self._num_resumed -= 1
 
     def attribute_callback(self) -> Attribution:
-        """The attribution of what registers a callback now."""
+        """Return the attribution of the code that registers a callback now."""
         return self._attribute(scan_stack())
 
     def _where(self) -> tuple[Phase, str]:
@@ -446,10 +459,10 @@ class Recorder:
     def _attribute_unit(self) -> Attribution | None:
         if self._num_resumed:
             return None
-        found = attribute_unit(self.units, self.backward)
-        if found is not None and (self.idle or not self._has_given_root):
-            self._note_acting(found.acting, self.backward.outermost)
-        return found
+        attribution = attribute_unit(self.units, self.backward)
+        if attribution is not None and (self.idle or not self._has_models):
+            self._note_acting(attribution.acting, self.backward.outermost)
+        return attribution
 
     def _attribute(self, scan: StackScan, namespace: str = "") -> Attribution:
         inherited: Attribution | None = getattr(self._here, "attribution", None)
@@ -464,15 +477,15 @@ class Recorder:
     def _note_acting(self, modules: Modules, outermost: nn.Module | None) -> None:
         if self.idle:
             self._note_running(modules)
-        if not self._has_given_root and outermost is not None:
+        if not self._has_models and outermost is not None:
             self._add_root(outermost)
 
     def _add_root(self, module: nn.Module) -> None:
-        if not any(module is known for root in self._roots for known in root.modules()):
+        if not any(module is child for root in self._roots for child in root.modules()):
             # A module that contains an earlier root replaces it.
             inside = {id(child) for child in module.modules()}
             self.lacks_root = False
-            # The same list, since others hold it.
+            # Change the list in place: `tensors` and `backward` refer to it.
             self._roots[:] = [module if id(root) in inside else root for root in self._roots]
             if not any(root is module for root in self._roots):
                 self._roots.append(module)
@@ -480,11 +493,11 @@ class Recorder:
     def _note_unseen_groups(self) -> None:
         for group in process_groups():
             kind = type(group)
-            # torch gives the module of its own in C++ as another one.
+            # torch reports both modules for its C++ process groups.
             if not kind.__module__.startswith(("torch._C", "torch.distributed.distributed_c10d")):
                 self.note_unseen(
-                    f"group {printable(group.group_desc)!r} is a {kind.__name__}, which is written "
-                    "in Python and sends without any operation of torch"
+                    f"group {printable(group.group_desc)!r} is a {kind.__name__}, written in "
+                    "Python, whose methods bypass the torch operations that are recorded"
                 )
 
     def _note_entry_state(self) -> None:
@@ -508,17 +521,17 @@ class Recorder:
         names = sorted(replaced_methods(groups))
         if names:
             self.note_unseen(
-                f"{', '.join(names)} of FSDP's units had been replaced before the block began, as "
-                "FSDPMemTracker does, so that owners may be wrong; enter comm_mode first, and on a "
-                "model that was not tracked before"
+                f"{', '.join(names)} of FSDP units had been replaced before the block began (for "
+                "example, by FSDPMemTracker), so owners may be wrong; enter comm_mode first, with "
+                "a model that was not tracked before"
             )
 
     def _note_lost_owners(self) -> None:
         self.tensors.settle()
-        owns = [entry.attribution for entry in self._all(Collective)]
-        count = sum(own.lacks_forward and own.label is None for own in owns)
+        calls = [entry.attribution for entry in self._all(Collective)]
+        count = sum(call.lacks_forward and call.label is None for call in calls)
         if count:
             self._notes.append(
-                "collectives of backward whose module is not known, because their forward ran "
-                f"outside of `with comm_mode`: {count}"
+                "collectives in backward without an owner, because their forward ran outside "
+                f"`with comm_mode`: {count}"
             )

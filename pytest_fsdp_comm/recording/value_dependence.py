@@ -142,7 +142,7 @@ def told_of_values() -> Iterator[None]:
         _num_tellers -= 1
 
 
-def is_told_of_values() -> bool:
+def caller_reports_reads() -> bool:
     """Whether `told_of_values` is under way."""
     return bool(_num_tellers)
 

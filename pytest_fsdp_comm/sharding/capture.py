@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.mesh_axes import own_world
+from pytest_fsdp_comm.recording.mesh_axes import current_world
 from pytest_fsdp_comm.sharding.readers import (
     fsdp2_meshes,
     read_ddp,
@@ -53,7 +53,7 @@ def capture_tree(
     units += read_ddp(visit, axes, taken)
     units.sort(key=lambda read: read.unit.modules[0])
     parameters, by_slot = _collect_parameters(visit, units, axes)
-    rank, world_size, backend = own_world()
+    rank, world_size, backend = current_world()
     meta = sum(parameter.device == "meta" for parameter in parameters)
     on_meta = f"{meta} of {len(parameters)} parameters are on the meta device and hold no data yet"
     tree = ShardTree(

@@ -201,7 +201,7 @@ def test_no_name_controls_the_terminal(plain):
     for part in (
         "all_reduce[a\\x1b[31m\\n::error::x\\r`|<b>\\u202e\\u2028group] 2 -> 3 (+1)",
         "rank 0 waits in all_reduce #1 of a\\x1b[31m\\n::error::x",
-        "no module of the given a\\x1b[31m\\n::error::x",
+        "no module of the a\\x1b[31m\\n::error::x",
         "mesh axis a\\x1b[31m\\n::error::x",
     ):
         assert part in output, part

@@ -236,8 +236,8 @@ def test_a_thread_that_a_block_left_belongs_to_no_later_block(comm_mode):
     assert sizes(first) == [1]
     assert sizes(comm_mode) == [2]
     assert comm_mode.recording.gaps[-1].text == (
-        "thread 'left_0' of an earlier block sent c10d.allreduce_ in this one, where it is not "
-        "recorded; end it with the block that starts it"
+        "thread 'left_0' from an earlier block sent c10d.allreduce_, which is not recorded; join "
+        "the thread in the block that starts it"
     )
 
 

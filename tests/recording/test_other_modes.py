@@ -163,7 +163,7 @@ def test_a_memory_tracker_before_the_block_is_a_gap(comm_mode, device_mesh):
     model = sharded(device_mesh)
     for _ in range(2):  # it leaves its methods on the groups
         (gap,) = recorded(comm_mode, model, lambda: FSDPMemTracker(model)).gaps
-        assert gap.text.startswith("post_backward, pre_backward of FSDP's units had been replaced")
+        assert gap.text.startswith("post_backward, pre_backward of FSDP units had been replaced")
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")

@@ -69,8 +69,8 @@ def without_kernels(monkeypatch):
 
 
 MODE_NOTE = (
-    "this torch has no torch._C.moved, so a dispatch mode records this thread alone; what others "
-    "send is missing, or known to torch's flight recorder at most"
+    "this torch has no torch._C.moved, so a dispatch mode records only this thread; "
+    "collectives of other threads are missing, or listed only by torch's flight recorder"
 )
 
 

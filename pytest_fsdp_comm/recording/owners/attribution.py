@@ -1,4 +1,4 @@
-"""Decide for each collective its owner, where it was issued, its phase and its source."""
+"""Attribute each collective: its owner, the module that issued it, its phase and its source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
-from pytest_fsdp_comm.recording.owners.fsdp import Gather, UnitWatch, own_parameters
+from pytest_fsdp_comm.recording.owners.fsdp import Gather, UnitWatch, direct_parameters
 from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, compiled_module, is_graph, running
 from pytest_fsdp_comm.upstream import look_up
@@ -23,41 +23,41 @@ from pytest_fsdp_comm.upstream import look_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """What a tensor is."""
+    """The parameter and role of a tensor."""
 
     parameter: torch.Tensor | None
-    """Whose value or gradient; None if it may be that of several."""
+    """The parameter whose value or gradient it is; None if it may belong to several."""
     role: Role | None
-    """None if it may be either."""
+    """None if it may be a value or a gradient."""
 
 
 @dataclass(slots=True)
 class Carried:
-    """What a collective carries. Where its result goes may show that after its call."""
+    """What a collective carries. A later use of its result may still set the label."""
 
     label: Label | None = None
-    """None if nothing proves it."""
+    """None without proof."""
 
 
 @dataclass(slots=True)
 class Attribution:
-    """Which modules an event belongs to, and why it happened."""
+    """The modules that an event is attributed to, and the circumstances in which it happened."""
 
     owner: Modules
-    """The modules of the unit that it serves, or the one module; empty if none."""
+    """The modules of the unit that it serves, or a single module; empty if none."""
     issued_in: Modules
-    """The module that was running, or those of the unit whose hook was; empty if none."""
+    """The module that was running, or those of the unit whose hook ran; empty if none."""
     phase: Phase
     source: Source
     lacks_forward: bool = False
-    """It happened in backward, and the forward that would name its module was not recorded."""
+    """Whether it happened in backward, and the forward that names its module was not recorded."""
     adds_gradient: bool = False
-    """It is issued while the gradient of a parameter is added, and no unit of FSDP requested it."""
+    """Whether it was issued while a parameter's gradient was added, and not by an FSDP unit."""
     is_from_hook: bool = False
-    """Of DDP: Python code requested it, such as a communication hook, and not the reducer."""
+    """For DDP: whether Python code, such as a communication hook, issued it, not the reducer."""
     gather: Gather | None = None
     carried: Carried | None = None
-    """What it carries, of a collective that no unit sends; None for any other."""
+    """What it carries, for a collective that no unit issued; None for other events."""
 
     @property
     def label(self) -> Label | None:
@@ -69,48 +69,50 @@ class Attribution:
 
 
 # Note [Backward map]
-# In backward no module runs, so what is sent there belongs to the module whose forward made the
-# autograd node that runs. A thread numbers its nodes, so the ones that a module makes lie between
-# the numbers at its borders, less those at the borders of the modules that it calls: at each border
-# the nodes since the last one are noted as those of what has run until then. That also holds for a
-# node made in a forward pre-hook, before the module's first own operation, and for one of an
-# autograd.Function, whose forward runs without grad mode. The node that adds a gradient, which no
-# forward made, belongs to the module of its parameter. A node that a backward made
-# (create_graph=True) belongs to the module that called this backward, if any did.
-# A graph may run backward in a later block than the one that made it, so the notes live as long as
-# their comm_mode, and hold modules weakly. What made a node between two blocks is not known. Each
-# thread numbers its nodes from 0.
+# No module runs in backward. A collective there is attributed to the module whose forward created
+# the autograd node that runs. Autograd numbers the nodes of each thread from 0. Whenever a module
+# call starts or ends, the map assigns the numbers since the last start or end to the module that
+# was running. This includes nodes created in a forward pre-hook, and those of an autograd.Function,
+# whose forward runs without grad mode. No forward creates AccumulateGrad nodes: they belong to the
+# module of their parameter. A node created in backward (create_graph=True) belongs to the module
+# that called that backward, if any.
+# A later block may run backward through a graph of an earlier block, so the map lives as long as
+# its comm_mode and refers to modules weakly. The makers of nodes between two blocks are unknown.
 
 
 class Maker(Enum):
-    """What made an autograd node, if no known module did."""
+    """The maker of an autograd node, if it is not a known module."""
 
-    NO_MODULE = auto()  # code outside of every module, or a module that no longer exists
-    UNSEEN = auto()  # whatever ran while nothing was recorded
+    NO_MODULE = auto()  # code outside all modules, or a module that no longer exists
+    UNSEEN = auto()  # code that ran while nothing was recorded
 
 
 class BackwardMap:
-    """Find, in backward, the module whose forward made a node. See Note [Backward map]."""
+    """Find, in backward, the module whose forward created a node. See Note [Backward map]."""
 
     def __init__(self) -> None:
-        """Look up what it needs of autograd (the same in torch 2.7 to 2.15)."""
+        # These private functions are the same in torch 2.7 to 2.15.
         self._next_number: Callable[[], int] = look_up("torch.autograd", "_get_sequence_nr")
         self._current_node: Callable[[], Any] = look_up("torch._C", "_current_autograd_node")
         self._current_task: Callable[[], int] = look_up("torch._C", "_current_graph_task_id")
         self._roots: list[nn.Module] = []
-        # By identity of a parameter, the first module that registered it; None if none did.
+        # By the id of a parameter: the first module that registered it; None if none did.
         self._registering: dict[int, nn.Module | None] = {}
         self._holders: list[nn.Module] = []
-        # What is under way, outermost first: modules, and None for the engine.
+        # The running calls, outermost first: modules, and None for the autograd engine.
         self._running: list[nn.Module | None] = []
         self._thread = 0
-        self._end = 0  # the number after that of the last node whose maker is known
-        # Of each run of nodes of one maker, the number after its last node, and the maker.
+        self._end = 0  # the number after the last node that has a maker
+        # For each run of consecutive nodes with one maker: the number after its last node, and the
+        # maker.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | Maker] = []
 
     def begin(self, roots: list[nn.Module]) -> None:
-        """Begin a block, whose roots may still grow: what made nodes before was not recorded."""
+        """Begin a block; nodes created since the last block count as `UNSEEN`.
+
+        The recorder may still add to `roots`.
+        """
         self._roots, self._registering, self._holders = roots, {}, []
         thread = threading.get_ident()
         if thread != self._thread:
@@ -127,17 +129,17 @@ class BackwardMap:
 
     @property
     def innermost(self) -> nn.Module | None:
-        """The module that runs; in backward only one that a recomputation runs. None if none."""
+        """The running module; in backward, a module runs only for recomputation. None if none."""
         return self._running[-1] if self._running else None
 
     @property
     def is_in_engine(self) -> bool:
-        """Whether Python called the engine further up, on whichever thread."""
+        """Whether a call of the autograd engine is running, on whichever thread."""
         return any(module is None for module in self._running)
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose calls are under way, outermost first."""
+        """The modules that are running, outermost first."""
         return [module for module in self._running if module is not None]
 
     @property
@@ -145,49 +147,49 @@ class BackwardMap:
         return next(iter(self.modules), None)
 
     def enter(self, entered: nn.Module | None) -> int:
-        """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
+        """Note that a module starts to run, or the engine (None); return the depth for `leave`."""
         self.note_nodes()
         depth = len(self._running)
         if not is_graph(entered):
-            # It is called by a method that was kept when it was compiled, which nothing watches.
+            # Nothing watches the method kept from before compilation that calls the graph.
             self._running.append(compiled_module(entered))
         return depth
 
     def leave(self, depth: int) -> None:
-        """Note that what was entered then has returned or failed, and all that it entered."""
+        """Note that the call entered at `depth`, and all calls in it, have returned or raised."""
         self.note_nodes()
         del self._running[depth:]
 
     def leave_method(self, module: nn.Module) -> None:
-        """As `leave`, of a method other than forward that is an entry of a unit."""
+        """Leave a method other than forward that was registered with FSDP as a forward method."""
         if self.innermost is module:
             self.leave(len(self._running) - 1)
 
     def note_nodes(self) -> None:
-        """Note the nodes that were made since this was last called, as those of what runs."""
+        """Assign the nodes created since the last call of this method to the running module."""
         number = self._next_number()
         if number <= self._end:
             return
         modules = self.modules
-        held = weakref.ref(modules[-1]) if modules else Maker.NO_MODULE
+        maker = weakref.ref(modules[-1]) if modules else Maker.NO_MODULE
         self._end = number
-        # weakref.ref() of one module is one object.
-        if self._makers[-1] is held:
+        # weakref.ref() returns the same object for the same module, so `is` works.
+        if self._makers[-1] is maker:
             self._ends[-1] = number
         else:
             self._ends.append(number)
-            self._makers.append(held)
+            self._makers.append(maker)
 
     def is_in_backward(self) -> bool:
         """Whether the autograd engine runs a graph task on this thread."""
         return self._current_task() != -1
 
     def adds_gradient(self) -> bool:
-        """Whether the node that runs adds to the gradient of a parameter, so no forward made it."""
+        """Whether the running node is an AccumulateGrad, which no forward creates."""
         return hasattr(self._current_node(), "variable")
 
     def maker_of_current_node(self) -> tuple[nn.Module | Maker, bool]:
-        """Find what made the node that runs, and whether it adds to a parameter's gradient."""
+        """Return the maker of the running node, and whether the node is an AccumulateGrad."""
         node = self._current_node()
         if node is None:
             return Maker.NO_MODULE, False
@@ -196,59 +198,60 @@ class BackwardMap:
             module = self._module_of_parameter(parameter)
         else:
             run = bisect_right(self._ends, node._sequence_nr())
-            held = self._makers[run] if run < len(self._makers) else Maker.NO_MODULE
-            if isinstance(held, Maker):
-                return held, False
-            module = held()
-        # Never the truth of a module, which is its length, or an error.
+            maker = self._makers[run] if run < len(self._makers) else Maker.NO_MODULE
+            if isinstance(maker, Maker):
+                return maker, False
+            module = maker()
+        # Compare with None: bool() of a module may be its length, or raise.
         return Maker.NO_MODULE if module is None else module, parameter is not None
 
     def _module_of_parameter(self, parameter: torch.Tensor) -> nn.Module | None:
         if id(parameter) not in self._registering:
             self._register()
         if id(parameter) not in self._registering:
-            # To list them takes long, and each unit has new parameters once it is gathered.
+            # Listing the modules is slow, and units register new parameters when gathered, so keep
+            # the list and read their parameters again.
             modules = (module for root in self._roots for module in root.modules())
             self._holders = [module for module in modules if module._parameters]
             self._register()
-            # So that a foreign parameter costs one search only.
+            # Search only once for a parameter of another model.
             self._registering.setdefault(id(parameter), None)
         return self._registering[id(parameter)]
 
     def _register(self) -> None:
         for module in self._holders:
-            for own in own_parameters(module):
-                self._registering.setdefault(id(own), module)
+            for parameter in direct_parameters(module):
+                self._registering.setdefault(id(parameter), module)
 
 
 def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
-    """The ids of the tensors to whose gradients a backward adds: of `inputs`, or of all leaves."""
+    """Return the ids of the tensors whose gradients a backward adds to: `inputs`, or all leaves."""
     if inputs:
         return set(map(id, inputs))
-    # A reentrant checkpoint hides leaves, which the backward within it reaches.
-    reached = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
-    seen, leaves = {None, *reached}, set[int]()
-    # Each node costs a few hundred nanoseconds, of some thousands in a backward.
-    while reached:
-        node = reached.pop()
-        following = node.next_functions if node is not None else ()
-        if not following:
+    # Leaves inside a reentrant checkpoint are not reached; its nested backward adds them.
+    pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
+    visited, leaves = {None, *pending}, set[int]()
+    # A node takes a few hundred nanoseconds; a backward has some thousands.
+    while pending:
+        node = pending.pop()
+        inputs_of_node = node.next_functions if node is not None else ()
+        if not inputs_of_node:
             leaves.add(id(getattr(node, "variable", None)))  # of an AccumulateGrad
-        for after, _ in following:
-            if after not in seen:
-                seen.add(after)
-                reached.append(after)
+        for function, _ in inputs_of_node:
+            if function not in visited:
+                visited.add(function)
+                pending.append(function)
     return leaves
 
 
 def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
-    """As `attribute`, without a look at the stack; None if that is needed."""
+    """Attribute an event of the acting unit without reading the stack; None if that is needed."""
     acting = units.acting[-1] if units.acting else None
     if acting is None or acting.thread != threading.get_ident():
         return None
-    found: Attribution | None = acting.attribution
-    if found is not None:
-        return found
+    attribution: Attribution | None = acting.attribution
+    if attribution is not None:
+        return attribution
     owner = acting.modules if acting.serves else units.owner
     innermost = backward.innermost
     in_backward = backward.is_in_engine or units.is_in_backward
@@ -256,16 +259,16 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
         return None
     phase = _phase(innermost, in_step=False, in_backward=in_backward)
     issuer = units.issuer if innermost is None else (innermost,)
-    found = acting.attribution = Attribution(
+    attribution = acting.attribution = Attribution(
         owner, issuer, phase, Source.FSDP, gather=acting.gather
     )
-    return found
+    return attribution
 
 
 def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
-    """Attribute what happens now; `namespace` is empty for what is no operation."""
+    """Attribute the current event; `namespace` is empty if it is not an operation."""
     in_backward = (
         scan.is_in_engine
         or backward.is_in_backward()
@@ -276,8 +279,7 @@ def attribute(
     maker: nn.Module | Maker | None = None
     adds_gradient = False
     if in_backward:
-        # FSDP's hooks hang on nodes of other modules, or on none; the unit whose hook runs is
-        # known.
+        # FSDP's hooks run in nodes of other modules, or in none, so prefer the unit to the node.
         running = running or units.issuer
         if not (running and units.owner):
             maker, adds_gradient = backward.maker_of_current_node()
@@ -299,8 +301,8 @@ def attribute(
 
 
 def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
-    """Attribute what happens now on a thread that did not enter the recording."""
-    # It serves no module: the units and graphs that the recording knows are another thread's.
+    """Attribute the current event of a thread that did not enter the recording."""
+    # Without an owner: the units and nodes that the recording knows belong to another thread.
     return Attribution(
         owner=(),
         issued_in=() if scan.innermost is None else (scan.innermost,),
@@ -325,7 +327,7 @@ def _source(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:
         return Source.OBJECT
     if scan.is_from_ddp:
         return Source.DDP
-    # DDP's reducer calls from C++, and never the functional collectives of compiled code.
+    # DDP's reducer calls from C++, and only c10d; compiled code calls functional collectives.
     if in_backward and scan.is_from_cpp and namespace == "c10d":
         return Source.DDP
     return Source.USER

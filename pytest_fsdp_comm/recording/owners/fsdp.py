@@ -1,23 +1,24 @@
-"""Watch FSDP's own units: what each sends, reshards, gathers ahead of its use, and holds."""
+"""Watch FSDP units: their collectives, reshards, prefetch distances and gathered memory."""
 
 # Note [Acting units]
-# torch's profiler labels carry the owner too, but their FQNs are relative to the FSDP root, empty
-# with several roots or none, and absent before lazy initialisation. So the methods that issue
-# collectives are watched, for the time of the recording only. Those that run now are a stack: the
-# innermost that serves its own unit owns what is sent, the outermost is where it was issued, and
-# under prefetch the two differ. Names and arguments were read in torch 2.6, 2.9, 2.11 and 2.13;
-# tests/recording/test_contracts.py fails when one moves.
+# This module wraps the methods of FSDP that issue collectives, while a recording runs. The wrapped
+# methods that run now form a stack. The innermost one that serves its unit owns the collective; the
+# outermost one issued it; under prefetch, the two differ. torch's profiler labels name the owner
+# too, but their FQNs are relative to the FSDP root, empty with several roots or none, and missing
+# before lazy initialisation. Names and arguments were checked in torch 2.6, 2.9, 2.11 and 2.13;
+# tests/recording/test_contracts.py fails if one moves.
 
 # Note [Reshard after forward]
-# With reshard_after_forward=<int> a unit is kept over a smaller group between forward and backward:
-# it holds 1/<int> of its bytes beyond its shard, and its backward gathers over that group, whose
-# mesh torch leaves without names. mesh_axes.py names it after the axis that it is a part of.
+# With reshard_after_forward=<int>, a unit stays sharded over a smaller group between forward and
+# backward. It holds 1/<int> of its bytes beyond its shard, and its backward gathers over that
+# group. torch does not name the group's mesh; mesh_axes.py names it after the axis that contains
+# it.
 
 # Note [Counting slots]
-# Distance is counted in slots, not in time or bytes: each use of a unit, in forward or in backward,
-# opens the next slot. A gather that a unit issues for itself has distance 0; one that is issued
-# while the unit before it is used, 1. The count follows from the order of the calls alone, so that
-# it is the same on every rank, on every backend and in every run.
+# The prefetch distance is counted in slots, not in time or bytes: each use of a unit, in forward or
+# backward, opens the next slot. A gather that a unit issues for itself has distance 0; a gather
+# issued while the previous unit is in use has distance 1. The count depends only on the order of
+# calls, so it is the same on every rank, on every backend and in every run.
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
 IS_WATCHED: Final = "_fsdp_comm_is_watched"
-"""An attribute of the functions that stand in for FSDP's."""
+"""An attribute that marks our wrappers of FSDP's methods."""
 
 ReshardAction = Literal["unshard", "reshard"]
 
-# The states of a unit that is used in forward, and in backward.
+# The training states in which a unit is used: in forward, and in backward.
 _FSDP1_STATES = "torch.distributed.fsdp._common_utils.HandleTrainingState FORWARD BACKWARD_PRE"
 _FSDP2_STATES = (
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState FORWARD PRE_BACKWARD"
@@ -51,13 +52,13 @@ _FSDP2_STATES = (
 
 @dataclass(slots=True, eq=False)
 class Gather:
-    """One gather of a unit's parameters: what its events have in common, until they are named."""
+    """One gather of a unit's parameters, which may take several collectives."""
 
     slot: int
     ahead: int | None = None
     """How many slots later its unit was used; None until then."""
     dtypes: list[list[Any]] = field(default_factory=list)
-    """What FSDP2 gathers of each parameter, and sends as uint8 if they differ; else empty."""
+    """The dtypes that FSDP2 gathers for each parameter, if they differ and travel as uint8."""
 
 
 class Prefetches:
@@ -69,9 +70,9 @@ class Prefetches:
         self._unused: dict[Any, Gather] = {}
 
     def open_slot(self, phase: Any, user: Any) -> None:
-        """Open the next slot, unless the last one is of the same user in the same phase."""
-        # So that the parameter groups of one module open one slot, as do calls of one module that
-        # follow each other (a loss in chunks). By identity: modules may define equality.
+        """Open the next slot, unless the current one has the same user and phase."""
+        # The parameter groups of one module share a slot, and so do consecutive calls of one module
+        # (a loss computed in chunks). Compare identities: modules may define equality.
         last_phase, last_user = self._user
         if phase != last_phase or user is not last_user:
             self._slot += 1
@@ -84,36 +85,36 @@ class Prefetches:
         self._unused[unit] = gather
 
     def used(self, unit: Any) -> None:
-        """A unit's parameters are used; only the first use of a gather counts."""
+        """Note that a unit's parameters are used; only the first use after a gather counts."""
         gather = self._unused.pop(unit, None)
         if gather is not None:
             gather.ahead = self._slot - gather.slot
 
     def freed(self, unit: Any) -> None:
-        """A unit's parameters were freed: if nothing has used them by now, nothing will."""
+        """Note that a unit's parameters were freed: a gather that nothing used stays unused."""
         self._unused.pop(unit, None)
 
 
 class GatheredMemory:
-    """Follow what each unit holds beyond its own shard, and keep the largest sum."""
+    """Track the bytes that units hold beyond their shards, and the peak of their sum."""
 
     def __init__(self) -> None:
         self._nbytes: dict[Any, int] = {}
         self._total = 0
         self.peak = 0
 
-    def learn(self, unit: Any, held: Callable[[Any], int]) -> None:
-        """Add a unit that is not known yet, just before its first change or when all is over."""
-        # What it holds by then, it has held all the time: the peak rises by it, whenever the peak
-        # was. A step therefore has the same peak whether it gathers the root, or finds it gathered
-        # by an earlier forward.
+    def learn(self, unit: Any, get_nbytes: Callable[[Any], int]) -> None:
+        """Add an unknown unit, just before its first change or at the end of the block."""
+        # The unit has held these bytes since the block began, so the peak rises by them, whenever
+        # it occurred. A step therefore has the same peak whether it gathers the root or an earlier
+        # forward has gathered it.
         if unit not in self._nbytes:
-            nbytes = self._nbytes[unit] = held(unit)
+            nbytes = self._nbytes[unit] = get_nbytes(unit)
             self._total += nbytes
             self.peak += nbytes
 
     def hold(self, unit: Any, nbytes: int) -> None:
-        """Note what a known unit holds from now on; 0 if only its own shard."""
+        """Set the bytes that a known unit holds beyond its shard from now on."""
         self._total += nbytes - self._nbytes[unit]
         self._nbytes[unit] = nbytes
         self.peak = max(self.peak, self._total)
@@ -121,54 +122,54 @@ class GatheredMemory:
 
 @dataclass(slots=True)
 class ActingUnit:
-    """A unit with a method that runs now. See Note [Acting units]."""
+    """A unit of which a watched method runs now. See Note [Acting units]."""
 
     modules: tuple[nn.Module, ...]
     serves: bool = True
-    """Whether it sends for its own parameters; False while it only triggers others' prefetch."""
+    """Whether it communicates for its own parameters, and does not only prefetch other units."""
     is_in_backward: bool = False
     """Whether the method belongs to backward. A pipeline schedule calls it outside of autograd."""
     gather: Gather | None = None
     attribution: Any = None
-    """The `Attribution` of all that happens in the method, once something has; None before."""
+    """The `Attribution` of all events in the method; None until the first event."""
     thread: int = field(default_factory=threading.get_ident)
 
 
 Arguments = tuple[Any, ...]
-"""What a method of FSDP is given, but for what it is a method of, in the order of the call."""
+"""The positional arguments of a method of FSDP, without `self`."""
 
 Around = Callable[["UnitWatch", Any, Arguments], "Iterator[ActingUnit | None]"]
-"""A method of `UnitWatch` that is given what a method of FSDP is: yields the unit that acts, and
-goes on while that still acts, unless the method of FSDP has failed."""
+"""A method of `UnitWatch` that runs around a method of FSDP, with the same arguments. It yields the
+acting unit; the code after the yield runs while that unit still acts, unless the method raised."""
 
 
 class UnitWatch:
-    """Watch which FSDP units act at each moment. See Note [Acting units]."""
+    """Know which FSDP units act now. See Note [Acting units]."""
 
     def __init__(
         self,
         on_reshard: Callable[[ReshardAction, tuple[nn.Module, ...], int, float], None],
         groups: GroupNames,
     ) -> None:
-        """Prepare to call `on_reshard` as a unit's state changes; `groups` learns their meshes.
+        """Call `on_reshard` when a unit unshards or reshards, and pass unit meshes to `groups`.
 
-        It is given the unit's modules and bytes, and a reshard's host seconds: 0.0 for an unshard.
+        `on_reshard` gets the unit's modules and bytes, and the host seconds: 0.0 for an unshard.
         """
         self.acting: list[ActingUnit] = []
-        """The units with a method that runs, outermost first."""
+        """The units of which a watched method runs, outermost first."""
         self.running: set[tuple[str, int]] = set()
-        """The watched methods that run: the name of each, and the ``id`` of its object."""
+        """The watched methods that run: their names, and the ``id`` of their objects."""
         self._on_reshard = on_reshard
         self._groups = groups
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes: dict[Any, int] = {}
-        # Of each unit of FSDP2 that was gathered, the mesh over which forward leaves it.
-        self._known: dict[Any, Any] = {}
+        # For each FSDP2 unit that was gathered: the mesh over which forward reshards it.
+        self._meshes: dict[Any, Any] = {}
 
     @property
     def owner(self) -> tuple[nn.Module, ...]:
-        """The modules of the unit whose parameters are being sent; empty if none is."""
+        """The modules of the unit that communicates for its parameters; empty if none does."""
         for unit in reversed(self.acting):
             if unit.serves:
                 return unit.modules
@@ -176,7 +177,7 @@ class UnitWatch:
 
     @property
     def issuer(self) -> tuple[nn.Module, ...]:
-        """The modules of the unit whose hook runs, which under prefetch is not the owner."""
+        """The modules of the unit whose hook runs; under prefetch, this is not the owner."""
         return self.acting[0].modules if self.acting else ()
 
     @property
@@ -189,11 +190,13 @@ class UnitWatch:
         return self.acting[-1].gather if self.acting else None
 
     def peak_gathered_nbytes(self, groups: Iterable[Any], modules: Iterable[nn.Module]) -> int:
-        """The most bytes of parameters that were gathered at once in the block.
+        """Return the most parameter bytes that were gathered at once in the block.
 
-        Given are the parameter groups of FSDP2, and all modules.
+        Args:
+            groups: FSDP2's parameter groups.
+            modules: All modules, to find FSDP1's units.
         """
-        # Units that were gathered all the time, without any change, count too.
+        # Include units that stayed gathered during the whole block.
         for group in groups:
             self._memory.learn(group, self._gathered_nbytes)
         for handle in _handles_of(modules):
@@ -201,20 +204,20 @@ class UnitWatch:
         return self._memory.peak
 
     def _nbytes_of(self, group: Any) -> int:
-        """Bytes of a unit of FSDP2 when it is gathered."""
-        # Kept, since each change needs it. Dtypes are settled by the time of the first gather.
-        found = self._unsharded_nbytes.get(group)
-        if found is None:
-            found = self._unsharded_nbytes[group] = _gathered_nbytes_of(group.fsdp_params)
-        return found
+        """Return the bytes of an FSDP2 unit when it is gathered."""
+        # Cached: each change needs it, and dtypes are final from the first gather on.
+        nbytes = self._unsharded_nbytes.get(group)
+        if nbytes is None:
+            nbytes = self._unsharded_nbytes[group] = _gathered_nbytes_of(group.fsdp_params)
+        return nbytes
 
     def _gathered_nbytes(self, group: Any) -> int:
-        """What a unit of FSDP2 holds beyond its own shard."""
+        """Return the bytes that an FSDP2 unit holds beyond its shard."""
         used = self._used_nbytes(group)
-        # Of a unit that never ran, the dtypes are not settled.
+        # Without `used`, the unit may never have run; its dtypes may still change.
         if used and used == self._nbytes_of(group):
             return used
-        # What is not used is gathered again, into the same storage; new in torch 2.15.
+        # From torch 2.15 on, a resharded parameter may keep its gathered storage for reuse.
         return used + _gathered_nbytes_of(
             param
             for param in group.fsdp_params
@@ -223,21 +226,21 @@ class UnitWatch:
         )
 
     def _used_nbytes(self, group: Any) -> int:
-        """What of it a use of the unit would not gather."""
+        """Return the bytes that are gathered already, so the next use need not gather them."""
         if group.is_unsharded or group._all_gather_result is not None:
             return self._nbytes_of(group)
         after = group.post_forward_mesh_info
         if group.is_sharded_post_forward and after is not None:
-            # Logical bytes, as everywhere: without the padding that lets every rank have as much.
+            # Logical bytes, as everywhere: without padding.
             return self._nbytes_of(group) // int(after.shard_mesh_size)
         return 0
 
     def forget(self) -> None:
-        """Let go of all units: graphs that outlive the block keep this object alive."""
+        """Drop all references to units: autograd graphs may keep this object alive."""
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes.clear()
-        self._known.clear()
+        self._meshes.clear()
 
     def _before_backward(self, state: Any, _: Arguments) -> Iterator[ActingUnit]:
         yield ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
@@ -250,7 +253,7 @@ class UnitWatch:
         yield self._in_backward(group, serves=True)
 
     def _in_backward(self, group: Any, *, serves: bool) -> ActingUnit:
-        if group not in self._known:
+        if group not in self._meshes:
             self._groups.learn_mesh(group.mesh_info.mesh)
         return ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
@@ -259,29 +262,29 @@ class UnitWatch:
         yield
 
     def _use(self, state: enum.Enum, group: Any) -> None:
-        # Otherwise the unit is in use already, and this is for another of its modules, or of their
-        # outputs. Until torch 2.11 only the first module comes here.
+        # If the states are equal, the unit is in use already, and the call is for another of its
+        # modules or outputs. Up to torch 2.11, only the first module gets here.
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
     def _unshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit | None]:
-        # It is asked for again where its gather was prefetched, which does nothing.
+        # The second unshard call after a prefetch gathers nothing.
         prefetched = group._all_gather_result
         if prefetched is not None:
             yield None
             return
         after = group.post_forward_mesh_info  # set_reshard_after_forward() changes it
-        if self._known.get(group, self) is not after:
-            self._known[group] = after
+        if self._meshes.get(group, self) is not after:
+            self._meshes[group] = after
             self._groups.learn_unit(group)
             self._memory.learn(group, self._gathered_nbytes)
         modules, gather = tuple(group.modules), self._prefetches.begin()
         yield ActingUnit(modules, gather=gather)
         result = group._all_gather_result
-        # Set by a gather that was really issued, and only then.
+        # Only a gather that was really issued sets it.
         if result is not None:
             nbytes = self._nbytes_of(group)
-            # Otherwise all are what was sent: a list for each parameter less to keep.
+            # Otherwise all parameters have the dtype sent, and the lists need not be stored.
             if result.all_gather_output.dtype is torch.uint8:
                 gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)
@@ -289,18 +292,17 @@ class UnitWatch:
             self._on_reshard("unshard", modules, nbytes, 0.0)
 
     def _wait(self, group: Any, _: Arguments) -> Iterator[None]:
-        # Otherwise user code waits, which is no use of the unit yet.
+        # In other states user code waits, and the unit is not in use yet.
         if group._training_state in _states(_FSDP2_STATES):
             self._prefetches.used(group)
         yield
 
     def _free(self, group: Any, _: Arguments) -> Iterator[None]:
-        if group not in self._known:  # otherwise its gather has
+        if group not in self._meshes:  # otherwise `_unshard` has learned it
             self._memory.learn(group, self._gathered_nbytes)
         yield
         self._memory.hold(group, self._gathered_nbytes(group))
-        # Its next use may gather nothing: backward does without a unit that it does not need
-        # (set_unshard_in_backward).
+        # The unit may never be gathered again: set_unshard_in_backward(False) skips it in backward.
         if not self._used_nbytes(group):
             self._prefetches.freed(group)
 
@@ -312,48 +314,48 @@ class UnitWatch:
             seconds = time.perf_counter() - started
             self._on_reshard("reshard", modules, self._nbytes_of(group), seconds)
 
-    def _gather_handle(self, handle: Any, given: Arguments) -> Iterator[ActingUnit]:
+    def _gather_handle(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
         self._memory.learn(handle, lambda _: 0)
         modules, gather = (handle._fully_sharded_module,), self._prefetches.begin()
         yield ActingUnit(modules, gather=gather)
-        nbytes = _unsharded_nbytes_of_handle(handle, given[0])
+        nbytes = _unsharded_nbytes_of_handle(handle, args[0])
         self._prefetches.issued(handle, gather)
         self._memory.hold(handle, nbytes)
         self._on_reshard("unshard", modules, nbytes, 0.0)
 
-    def _reshard_handle(self, handle: Any, given: Arguments) -> Iterator[ActingUnit]:
-        held, modules = _gathered_nbytes_of_handle(handle), (handle._fully_sharded_module,)
-        self._memory.learn(handle, lambda _: held)
-        frees = given[0] and handle.uses_sharded_strategy and not handle.needs_unshard()
+    def _reshard_handle(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
+        nbytes, modules = _gathered_nbytes_of_handle(handle), (handle._fully_sharded_module,)
+        self._memory.learn(handle, lambda _: nbytes)
+        frees = args[0] and handle.uses_sharded_strategy and not handle.needs_unshard()
         started = time.perf_counter()
         yield ActingUnit(modules)
         if frees:
             seconds = time.perf_counter() - started
             self._memory.hold(handle, 0)
-            self._on_reshard("reshard", modules, held, seconds)
+            self._on_reshard("reshard", modules, nbytes, seconds)
 
     def _serve_handle(self, handle: Any, _: Arguments) -> Iterator[ActingUnit]:
         yield ActingUnit((handle._fully_sharded_module,))
 
-    def _serve_second(self, _: Any, given: Arguments) -> Iterator[ActingUnit]:
-        return self._serve_handle(given[0], ())
+    def _serve_second(self, _: Any, args: Arguments) -> Iterator[ActingUnit]:
+        return self._serve_handle(args[0], ())
 
-    def _unshard_handle(self, _: Any, given: Arguments) -> Iterator[None]:
-        # While another unit acts, it prefetches this one.
+    def _unshard_handle(self, _: Any, args: Arguments) -> Iterator[None]:
+        # If another unit acts, it is prefetching this one.
         if not self.acting:
-            self._open_slot_of_handle(given[0])
+            self._open_slot_of_handle(args[0])
         yield
 
-    def _prefetch_handle(self, _: Any, given: Arguments) -> Iterator[ActingUnit]:
-        handle = given[0]
-        # Each use of a unit, after it was gathered, also looks for what it should prefetch.
+    def _prefetch_handle(self, _: Any, args: Arguments) -> Iterator[ActingUnit]:
+        handle = args[0]
+        # FSDP1 calls this at each use of a gathered unit, to prefetch the next one.
         if self._open_slot_of_handle(handle):
             self._prefetches.used(handle)
         yield ActingUnit(() if handle is None else (handle._fully_sharded_module,), serves=False)
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
-        """Open the slot in which a unit is used; returns whether it is used at all."""
-        # Not after its backward, nor in summon_full_params.
+        """Open a slot if a unit is used now; return whether it is."""
+        # It is not in use after its backward, or in summon_full_params.
         if handle is None or handle._training_state not in _states(_FSDP1_STATES):
             return False
         self._prefetches.open_slot(handle._training_state, handle)
@@ -361,17 +363,17 @@ class UnitWatch:
 
 
 def watched_methods() -> Iterator[tuple[Any, str, Around]]:
-    """Each method of FSDP's units by its holder and name, and what `UnitWatch` does around it."""
+    """Yield FSDP's methods to wrap: class or module, name, and the `UnitWatch` method around it."""
     for holder, name, around in [*_fsdp2(), *_fsdp1()]:
         if name not in vars(holder):
-            module = getattr(holder, "__module__", "")  # a module itself has none
+            module = getattr(holder, "__module__", "")  # modules have no such attribute
             moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
             raise upstream.moved_error("torch", moved)
         yield holder, name, around
 
 
 def replaced_methods(groups: Iterable[Any]) -> set[str]:
-    """Names of the watched methods that a library has replaced on groups themselves."""
+    """Return the names of watched methods that a library has replaced on instances."""
     watched = {name for _, name, *_ in _fsdp2()}
     return {
         name
@@ -390,7 +392,7 @@ def _fsdp2() -> list[tuple[Any, str, Around]]:
     )
 
     return [
-        # Around the group's own: explicit prefetch is issued after that has returned.
+        # The state's method, not only the group's: explicit prefetch follows the group's.
         (FSDPState, "_pre_backward", UnitWatch._before_backward),
         (FSDPParamGroup, "pre_forward", UnitWatch._use_in_forward),
         (FSDPParamGroup, "unshard", UnitWatch._unshard),
@@ -398,10 +400,10 @@ def _fsdp2() -> list[tuple[Any, str, Around]]:
         (FSDPParamGroup, "reshard", UnitWatch._reshard),
         (FSDPParamGroup, "pre_backward", UnitWatch._trigger_in_backward),
         (FSDPParamGroup, "post_backward", UnitWatch._serve_in_backward),
-        # Called by `reshard`, but by the hooks of state dicts too.
+        # `reshard` calls these, but so do the hooks of state dicts.
         (FSDPParamGroup, "_to_sharded", UnitWatch._free),
         (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free),
-        # Drops what backward prefetched for nothing.
+        # It frees gathers that backward prefetched but did not use.
         (FSDPParamGroup, "finalize_backward", UnitWatch._free),
     ]
 
@@ -424,9 +426,9 @@ def _fsdp1() -> list[tuple[Any, str, Around]]:
 
 
 def param_groups(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
-    """FSDP2's parameter groups of the modules that are units of their own, and these modules."""
+    """Yield each module passed to `fully_shard`, once with each of its parameter groups."""
     for module in modules:
-        # Of the class: a module that has no such attribute is slow to say so.
+        # Look at the class: on an nn.Module, a missing attribute is slow to look up.
         get_state = getattr(type(module), "_get_fsdp_state", None)
         if get_state is not None:
             for group in groups_of_state(get_state(module)):
@@ -434,10 +436,10 @@ def param_groups(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]
 
 
 def registered_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[torch.Tensor, nn.Module]]:
-    """Each parameter with each module that registered it, also where FSDP puts another one."""
+    """Yield each parameter with each module that registered it, sharded and unsharded."""
     modules = [module for root in roots for module in root.modules()]
     for module in modules:
-        for parameter in own_parameters(module):
+        for parameter in direct_parameters(module):
             yield parameter, module
     for _, group in param_groups(modules):
         for managed in group.fsdp_params:
@@ -449,7 +451,7 @@ def registered_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[torch.Te
 
 
 def unit_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The modules of each unit, with each parameter to whose gradient its backward adds."""
+    """Yield each unit's modules with each parameter whose gradient its backward adds to."""
     for _, group in param_groups(modules):
         for managed in group.fsdp_params:
             if hasattr(managed, "_unsharded_param"):  # not before the first gather
@@ -458,17 +460,17 @@ def unit_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, torch.T
         yield (handle._fully_sharded_module,), handle.flat_param
 
 
-def own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters that a module registered itself."""
+def direct_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a module without those of its children."""
     for parameter in module._parameters.values():
-        # That of a lazy module has neither shape nor bytes before its first forward.
+        # Lazy parameters have no shape or storage before the first forward.
         if parameter is not None and not is_lazy(parameter):
             yield parameter
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    """The parameter groups of a state of FSDP2."""
-    # New in torch 2.13; to 2.11 a state had one group.
+    """Return the parameter groups of an FSDP2 state."""
+    # torch 2.13 introduced several groups; up to 2.11 a state had one.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
@@ -477,7 +479,7 @@ def groups_of_state(state: Any) -> list[Any]:
 
 
 def fsdp_root(module: nn.Module) -> nn.Module | None:
-    """The root above a unit of FSDP2; None if it is no unit, or none of its model has run yet."""
+    """Return the FSDP root of a module; None if it is not a unit, or no unit has run yet."""
     get_state = getattr(module, "_get_fsdp_state", None)
     if get_state is None:
         return None
@@ -489,7 +491,7 @@ def fsdp_root(module: nn.Module) -> nn.Module | None:
 
 
 def _handles_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """The handles of those that are wrappers of FSDP1 with parameters of their own."""
+    """Yield the handles of FSDP1 wrappers that manage parameters."""
     wrapper = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
     for module in modules:
         if isinstance(module, wrapper) and module._handle is not None:
@@ -497,7 +499,7 @@ def _handles_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
-    """Bytes of a unit's parameters in FSDP1, without padding, in the dtype of what gathers them."""
+    """Return the bytes of an FSDP1 unit without padding, in the dtype of `padded`."""
     numel: int = sum(handle.flat_param._numels)
     return numel * padded.element_size()
 
@@ -511,7 +513,7 @@ def _gathered_nbytes_of(params: Iterable[Any]) -> int:
 
 
 def _gathered_nbytes_of_handle(handle: Any) -> int:
-    # Where the unit is gathered, in mixed and in full precision. Its first forward makes them.
+    # FSDP1 gathers into one of these, in mixed or full precision; the first forward creates them.
     for name in ("_full_param_padded", "_full_prec_full_param_padded"):
         padded = getattr(handle.flat_param, name, None)
         if padded is not None and padded.untyped_storage().size():
@@ -521,7 +523,7 @@ def _gathered_nbytes_of_handle(handle: Any) -> int:
 
 @functools.cache
 def _states(names: str) -> list[enum.Enum]:
-    """Members of an enum of torch, in `names` the enum's name and theirs, by spaces."""
+    """Return members of an enum of torch. `names`: the enum's path, then the members."""
     name, *members = names.split()
     module, _, kind = name.rpartition(".")
     states = upstream.look_up(module, kind)

@@ -1,19 +1,20 @@
-"""Say whose parameter or gradient a collective carries, where storage or graph prove it."""
+"""Find the parameter or gradient that a collective carries, by its storage or autograd graph."""
 
 # Note [Tensors of parameters]
-# A collective of a DTensor shows neither a unit nor a module: a parameter that is gathered by hand
-# looks like an activation. What it carries is proven, in this order,
-# - in backward, by the autograd node that runs: a node that only passes on the gradient of one
-#   parameter (a redistribution, casts and views between) ends in its AccumulateGrad. So does the
-#   graph of a DTensor that forward redistributes, such as a cast copy;
-# - by the storage of what is redistributed (before padding) or sent, if its bytes lie within those
-#   of a parameter or of its gradient. A table has the storages, and each match is compared with
-#   what the model holds at that moment, since addresses are used again;
-# - by where the result goes, if a parameter has it as its gradient later: compiled code.
-# A tensor that may belong to several parameters has no owner. One that is found nowhere keeps the
-# owner and role of the code that sends it: activations of the module that runs. Copies are not
-# followed, so a copy without a graph (a cast under no_grad, a step of Muon) is found nowhere. Units
-# of FSDP and DDP say what they send, so nothing is looked up for them.
+# A DTensor's collective shows neither unit nor module: a parameter that user code gathers looks
+# like an activation. Three kinds of proof tell them apart, tried in this order:
+# - the autograd graph. In backward, a node that only passes on one parameter's gradient (through
+#   redistributions, casts and views) leads to its AccumulateGrad. So does the graph of a DTensor
+#   that forward redistributes, such as a cast copy of a parameter;
+# - the storage. The bytes redistributed (before padding) or sent lie within those of a parameter or
+#   its gradient. A table lists the storages. Addresses are reused, so each match is checked against
+#   the tensors that the model holds at that moment;
+# - the result. A parameter's gradient later uses the result's storage. This finds the gradients
+#   that compiled code reduces.
+# A tensor that could belong to several parameters is attributed to none. A tensor that is not found
+# keeps the owner and role of the sending code: activations of the running module. Copies without a
+# graph (a cast under no_grad, a step of Muon) are not found. FSDP's and DDP's collectives are
+# attributed through their units instead.
 
 from __future__ import annotations
 
@@ -30,18 +31,18 @@ from pytest_fsdp_comm.comm.events import REDUCING, Phase, Role, Source
 from pytest_fsdp_comm.recording.dtensors import tensors_held
 from pytest_fsdp_comm.recording.operations import NOWHERE, Operation, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
-from pytest_fsdp_comm.recording.owners.fsdp import own_parameters, registered_parameters
+from pytest_fsdp_comm.recording.owners.fsdp import direct_parameters, registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, code_of
 from pytest_fsdp_comm.upstream import look_up
 
 _NAMED_BY_UNITS: Final = frozenset({Source.FSDP, Source.DDP, Source.OBJECT})
 _HAS_ALL: Final = frozenset({Phase.OPTIMIZER, Phase.OUTSIDE})
-"""When gradients are complete."""
+"""The phases in which gradients are complete."""
 _RUNS_MODULES: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE})
 
-# Nodes whose output is the gradient of their only input, elsewhere or in another form. Read in
-# torch 2.6 to 2.13.
+# Nodes that pass a gradient on, with another placement, dtype, shape or memory. Checked in torch
+# 2.6 to 2.13.
 _PASSES_ON: Final = frozenset(
     {
         *("RedistributeBackward", "NestedRedistributeBackward"),
@@ -53,7 +54,7 @@ _PASSES_ON: Final = frozenset(
 
 
 class Extent(NamedTuple):
-    """Where a tensor lies."""
+    """The bytes that a tensor occupies in its storage."""
 
     storage: int
     start: int
@@ -62,7 +63,7 @@ class Extent(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What an unnamed collective has received."""
+    """The result of a collective that is not attributed to a parameter yet."""
 
     carried: Carried
     reduces: bool
@@ -70,25 +71,25 @@ class _Result(NamedTuple):
     """A `StorageWeakRef`, so that no other storage gets the same address."""
     extent: Extent
     version: int
-    """Of the tensor, as autograd counts its changes."""
+    """The tensor's version, which autograd increments at each change."""
 
 
 class TensorOwners:
-    """Find what the collectives of a block carry. See Note [Tensors of parameters]."""
+    """Find the parameters that a block's collectives carry. See Note [Tensors of parameters]."""
 
     def __init__(self, roots: list[nn.Module]) -> None:
         self._roots = roots
         self._current_node: Callable[[], Any] = look_up("torch._C", "_current_autograd_node")
         self._next_number: Callable[[], int] = look_up("torch.autograd", "_get_sequence_nr")
-        # By the address of a storage.
+        # Parameters and gradients by the address of their storage.
         self._table: dict[int, list[Label]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
-        # Since the table was made: for which roots, at which number of the next autograd node, and
-        # how many tensors were not found.
-        self._made_for: list[int] = []
-        self._made_at = 0
+        # When the table was built: the ids of the roots, and the next autograd node's number. Since
+        # then: the number of tensors not found.
+        self._table_roots: list[int] = []
+        self._table_node = 0
         self._misses = 0
-        # By the address of its storage, which no other one gets meanwhile.
+        # By the address of the storage, which a `StorageWeakRef` reserves.
         self._results: dict[int, list[_Result]] = {}
         self._has_new_results = False
 
@@ -97,88 +98,92 @@ class TensorOwners:
         scan: StackScan,
         operation: Operation,
         bound: Mapping[Any, Any],
-        own: Attribution,
-        given: Any,
+        attribution: Attribution,
+        dtensor: Any,
     ) -> Carried | None:
-        """What a call carries that is about to be made; None if it is the units' to say.
+        """Return what a call is about to carry; None if it is attributed through a unit.
 
         Args:
             scan: Of the stack.
-            operation: What the call does.
-            bound: The arguments of the call by name.
-            own: Of the call.
-            given: The DTensor that the redistribution around it was asked for; None if an operator
-                asked for it, or if there is none.
+            operation: The operation that is called.
+            bound: The call's arguments by name.
+            attribution: Of the call.
+            dtensor: The DTensor that user code redistributes by this call; None if an operator
+                redistributes, or if nothing does.
         """
-        if own.source in _NAMED_BY_UNITS:
+        if attribution.source in _NAMED_BY_UNITS:
             return None
-        node = self._current_node() if own.phase is Phase.BACKWARD else None
+        node = self._current_node() if attribution.phase is Phase.BACKWARD else None
         if node is not None:
             label = _label_of_node(node, Role.GRADIENTS)
-        elif isinstance(given, nn.Parameter):
-            label = Label(parameter=given, role=Role.PARAMETERS)
+        elif isinstance(dtensor, nn.Parameter):
+            label = Label(parameter=dtensor, role=Role.PARAMETERS)
         else:
-            label = _label_of_node(getattr(given, "grad_fn", None), Role.PARAMETERS)
-        # A hook on a parameter may send its gradient, and anything else too.
+            label = _label_of_node(getattr(dtensor, "grad_fn", None), Role.PARAMETERS)
+        # A hook on a parameter may send its gradient, but anything else too.
         if label is None or hasattr(node, "variable"):
-            if given is not None:
-                sent = given
+            if dtensor is not None:
+                sent = dtensor
             elif scan.redistributing is not None:
-                # `redistributions.py` says if it has moved.
+                # `dtensors.py` raises if torch has renamed the variable.
                 sent = scan.redistributing.get("local_tensor")
             else:
                 has_sent = operation.sent is not NOWHERE
                 sent = bound.get(operation.sent if has_sent else operation.received)
-            label = self._of_tensors(_plain(sent), given, own) or label
-        if operation.kind == "all_gather" and given is None:
-            # Its own part may be of one parameter, and the rest of others.
-            extents = map(extent_of, _plain(bound.get(operation.received)))
+            label = self._label_of_tensors(_plain(sent), dtensor, attribution) or label
+        if operation.kind == "all_gather" and dtensor is None:
+            # This rank's shard may belong to one parameter, and other ranks' shards to others.
+            places = map(extent_of, _plain(bound.get(operation.received)))
             label = (
-                merged([self._held_at(one, whole=False) for one in extents if one is not None])
+                merged([self._label_at(at, whole=False) for at in places if at is not None])
                 or label
             )
         return Carried(label)
 
-    def follow(self, operation: Operation, own: Attribution, received: Iterable[Any]) -> None:
-        """Note the results of a call that `name` found nothing for, outside of forward."""
-        # In forward the results are activations, many, and soon gone.
-        if own.carried is None or own.carried.label is not None or own.phase in _RUNS_MODULES:
+    def follow(
+        self, operation: Operation, attribution: Attribution, received: Iterable[Any]
+    ) -> None:
+        """Track the results of a call for which `carried` found no parameter."""
+        unproven = attribution.carried
+        # In forward, results are activations: many, and freed soon.
+        if unproven is None or unproven.label is not None or attribution.phase in _RUNS_MODULES:
             return
         for tensor in received:
             extent = extent_of(tensor)
             if extent is not None:
                 reference, version = weak_storage(tensor), _version(tensor)
-                carried = own.carried
+                carried = unproven
                 earlier = self._results.setdefault(extent.storage, [])
-                for at, one in enumerate(earlier):
-                    if one.version != version and _overlap(one.extent, extent):
-                        # A bucket: what is in it at the end was not in it each time.
+                for at, result in enumerate(earlier):
+                    if result.version != version and _overlap(result.extent, extent):
+                        # A bucket: its content at the end proves nothing about earlier calls.
                         carried = Carried()
-                        earlier[at] = one._replace(carried=carried)
+                        earlier[at] = result._replace(carried=carried)
                 reduces = operation.kind in REDUCING
                 self._has_new_results = True
                 earlier.append(_Result(carried, reduces, reference, extent, version))
 
     def settle_new(self) -> None:
-        """As `settle`, if results were noted since."""
+        """Call `settle` if there are results since the last call."""
         if self._has_new_results:
             self.settle()
 
     def settle(self) -> None:
-        """Find the results that the model holds now."""
-        live = [one for one in chain(*self._results.values()) if not one.storage.expired()]
+        """Attribute the results that parameters or gradients of the model hold now."""
+        results = chain(*self._results.values())
+        live = [result for result in results if not result.storage.expired()]
         if live:
             self._make_table()
         for result in live:
-            label = self._held_at(result.extent, whole=False)
-            # What is reduced is a gradient, and a gradient is what is reduced; anything else was
-            # written there for another reason.
+            label = self._label_at(result.extent, whole=False)
+            # Accept a match only if a reduction produced a gradient, or another collective a
+            # parameter; otherwise the storage was reused.
             if label is not None and result.reduces is (label.role is Role.GRADIENTS):
                 result.carried.label = label
         self._results = {}
-        for one in live:
-            if one.carried.label is None:
-                self._results.setdefault(one.extent.storage, []).append(one)
+        for result in live:
+            if result.carried.label is None:
+                self._results.setdefault(result.extent.storage, []).append(result)
         self._has_new_results = False
 
     def forget(self) -> None:
@@ -186,96 +191,101 @@ class TensorOwners:
         self._parameters.clear()
         self._results.clear()
 
-    def _of_tensors(
-        self, sent: Sequence[torch.Tensor], given: Any, own: Attribution
+    def _label_of_tensors(
+        self, sent: Sequence[torch.Tensor], dtensor: Any, attribution: Attribution
     ) -> Label | None:
         extents = [extent_of(tensor) for tensor in sent]
-        if own.phase in _RUNS_MODULES:
-            self.settle_new()  # before the next backward puts others in their place
-            # What the running module has registered since the table was made.
-            for parameter in (one for module in own.issued_in for one in own_parameters(module)):
+        running, runs_modules = attribution.issued_in, attribution.phase in _RUNS_MODULES
+        if runs_modules:
+            self.settle_new()  # before the next backward replaces the gradients
+            # Add parameters that the running module has registered since the table was built.
+            for parameter in chain(*map(direct_parameters, running)):
                 if id(parameter) not in self._parameters:
                     self._parameters[id(parameter)] = parameter
-                    self._hold(parameter, Role.PARAMETERS)
-        if self._made_for != [*map(id, self._roots)]:
+                    self._add(parameter, Role.PARAMETERS)
+        if self._table_roots != [*map(id, self._roots)]:
             self._make_table()
         label = self._label_of_all(extents)
-        if label is None and own.phase in _RUNS_MODULES and _may_be_copy(given, own.issued_in):
+        if label is None and runs_modules and _may_be_copy(dtensor, running):
             return Label(parameter=None, role=None)
-        if label is None and own.phase in _HAS_ALL:
+        if label is None and attribution.phase in _HAS_ALL:
             self._misses += 1
-            made = self._next_number() - self._made_at
-            # Gradients come and go. Making the table takes as long as there are parameters, so many
-            # nodes or misses have to be new.
-            if 4 * (made + self._misses) >= len(self._parameters):
+            num_nodes = self._next_number() - self._table_node
+            # Gradients are freed and created again, so the table ages. Building it takes time in
+            # proportion to the parameters, so rebuild it only after many new nodes or misses.
+            if 4 * (num_nodes + self._misses) >= len(self._parameters):
                 self._make_table()
                 label = self._label_of_all(extents)
         return label
 
     def _label_of_all(self, extents: Sequence[Extent | None]) -> Label | None:
-        return merged([None if one is None else self._held_at(one) for one in extents])
+        return merged([None if extent is None else self._label_at(extent) for extent in extents])
 
-    def _held_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
-        """What the model holds there; with `whole`, in which all of it lies."""
-        known = self._table.get(extent.storage)
-        if known is None:
+    def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
+        """Return what the model holds at `extent`.
+
+        With `whole`, the label is empty if a part of the extent belongs to nothing known.
+        """
+        candidates = self._table.get(extent.storage)
+        if candidates is None:
             return None
-        found, is_within = [], False
-        for held in known:
-            places = [place for place in map(extent_of, _plain(_now(held))) if place is not None]
+        labels, is_within = [], False
+        for candidate in candidates:
+            places = [at for at in map(extent_of, _plain(_now(candidate))) if at is not None]
             places = [place for place in places if _overlap(place, extent)]
             if places:
-                found.append(held)
+                labels.append(candidate)
             for place in places:
                 is_within |= place.start <= extent.start and extent.end <= place.end
-        label = merged(found)
+        label = merged(labels)
         if label is None or is_within or not whole:
             return label
-        # Beside what is known there is something else in it.
         return Label(parameter=None, role=None)
 
     def _make_table(self) -> None:
-        self._table = {}  # another thread may read the one before
+        self._table = {}  # a new dict: another thread may be reading the old one
         self._parameters = {
             id(parameter): parameter for parameter, _ in registered_parameters(self._roots)
         }
         for parameter in self._parameters.values():
-            self._hold(parameter, Role.PARAMETERS)
+            self._add(parameter, Role.PARAMETERS)
             if parameter.is_leaf and parameter.grad is not None:
-                self._hold(parameter, Role.GRADIENTS)
-        self._made_for = [*map(id, self._roots)]
-        self._made_at, self._misses = self._next_number(), 0
+                self._add(parameter, Role.GRADIENTS)
+        self._table_roots = [*map(id, self._roots)]
+        self._table_node, self._misses = self._next_number(), 0
 
-    def _hold(self, parameter: torch.Tensor, role: Role) -> None:
-        held = Label(parameter=parameter, role=role)
-        for tensor in _plain(_now(held)):
+    def _add(self, parameter: torch.Tensor, role: Role) -> None:
+        label = Label(parameter=parameter, role=role)
+        for tensor in _plain(_now(label)):
             if _has_bytes(tensor):
-                known = self._table.setdefault(tensor.untyped_storage()._cdata, [])
-                if not known or known[-1] is not held:  # one may have several tensors there
-                    known.append(held)
+                labels = self._table.setdefault(tensor.untyped_storage()._cdata, [])
+                if (
+                    not labels or labels[-1] is not label
+                ):  # a DTensor may have several tensors there
+                    labels.append(label)
 
 
 def _now(label: Label) -> object:
-    """What the model holds there at this moment."""
-    own: Any = label.parameter
-    return own if label.role is Role.PARAMETERS else own.grad
+    """Return the labelled parameter, or its gradient at this moment."""
+    parameter: Any = label.parameter
+    return parameter if label.role is Role.PARAMETERS else parameter.grad
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
-    """What all of them are; None if any is unknown, or if there are none."""
-    known = [label for label in labels if label is not None]
-    if not known or len(known) < len(labels):
+    """Return what all labels have in common; None if any is None, or without labels."""
+    labelled = [label for label in labels if label is not None]
+    if not labelled or len(labelled) < len(labels):
         return None
-    is_one = len({id(label.parameter) for label in known}) == 1
-    has_one_role = len({label.role for label in known}) == 1
+    has_one_parameter = len({id(label.parameter) for label in labelled}) == 1
+    has_one_role = len({label.role for label in labelled}) == 1
     return Label(
-        parameter=known[0].parameter if is_one else None,
-        role=known[0].role if has_one_role else None,
+        parameter=labelled[0].parameter if has_one_parameter else None,
+        role=labelled[0].role if has_one_role else None,
     )
 
 
 def extent_of(tensor: Any) -> Extent | None:
-    """Where a plain tensor lies; None for an expanded one, and for one without storage."""
+    """Return the bytes of a plain tensor; None if it is expanded, or has no storage."""
     if not _has_bytes(tensor):
         return None
     itemsize, numel = tensor.element_size(), tensor.numel()
@@ -289,12 +299,12 @@ def extent_of(tensor: Any) -> Extent | None:
 
 
 def _has_bytes(tensor: Any) -> bool:
-    # A wrapper that nobody can take apart has no storage, nor has a tensor of functorch.
+    # Opaque wrapper subclasses and functorch's tensors have no storage.
     return tensor.layout is torch.strided and torch._C._has_storage(tensor)
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:
-    """A reference that frees the bytes, and keeps the address from being used again."""
+    """Return a reference that lets the bytes be freed but reserves their address."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
@@ -306,29 +316,29 @@ def _label_of_node(node: Any, role: Role) -> Label | None:
             return Label(parameter=parameter, role=role) if is_parameter else None
         if node.name() not in _PASSES_ON:
             return None
-        following = [found for found, _ in node.next_functions if found is not None]
-        node = following[0] if len(following) == 1 else None
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        node = inputs[0] if len(inputs) == 1 else None
     return None
 
 
 def redistributed(frame: FrameType | None) -> Any:
-    """The DTensor that `redistribute_local_tensor` was asked for; None if an operator did."""
+    """Return the DTensor that user code redistributes in `frame`; None if an operator does it."""
     if frame is None:
         return None
     code = code_of("torch.distributed.tensor._redistribute", "Redistribute", "forward")
-    for _ in range(3):  # what wraps either function lies between
+    for _ in range(3):  # wrappers of either function add frames in between
         frame = None if frame is None else frame.f_back
         if frame is not None and frame.f_code is code:
             return frame.f_locals["input"]
     return None
 
 
-def _may_be_copy(given: Any, modules: Modules) -> bool:
-    """Whether something without a graph is shaped as a parameter of the running module is."""
-    if given is None or given.requires_grad:
+def _may_be_copy(tensor: Any, modules: Modules) -> bool:
+    """Whether a tensor without autograd history has the shape of one of the modules' parameters."""
+    if tensor is None or tensor.requires_grad:
         return False
-    own = (one for module in modules for one in own_parameters(module))
-    return any(given.shape == parameter.shape for parameter in own)
+    parameters = chain(*map(direct_parameters, modules))
+    return any(tensor.shape == parameter.shape for parameter in parameters)
 
 
 def _plain(value: object) -> Sequence[torch.Tensor]:
@@ -339,6 +349,6 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _overlap(one: Extent, other: Extent) -> bool:
-    is_beside = one.start >= other.end or other.start >= one.end
-    return one == other or (one.storage == other.storage and not is_beside)
+def _overlap(a: Extent, b: Extent) -> bool:
+    is_apart = a.start >= b.end or b.start >= a.end
+    return a == b or (a.storage == b.storage and not is_apart)

@@ -203,14 +203,14 @@ def test_a_model_that_did_not_run_fails_and_names_what_did(pytester):
     output = result.stdout.str()
     head = "comm_mode was given a model that did not run, so nothing was compared or written:"
     assert output.count(head) == len(WRONG), output
-    other = "ran, while those of another model"
+    other = "passed to comm_mode ran, but another model"
     assert (
-        f"  no module of the given Sequential {other}, such as a FSDPLinear, issued 6 coll"
+        f"  no module of the Sequential {other} (for example, a FSDPLinear) issued 6 coll"
         in output
     )
-    assert f"  no module of the given Sequential {other} issued 1 collective\n" in output  # of DDP
+    assert f"  no module of the Sequential {other} issued 1 collective\n" in output  # of DDP
     assert (
-        f"  no module of the given ModuleDict {other}, such as a FSDPLinear, issued 3 coll"
+        f"  no module of the ModuleDict {other} (for example, a FSDPLinear) issued 3 coll"
         in output
     )
     assert (
@@ -244,7 +244,7 @@ def test_it(dist_info, comm_mode, comm_snapshot):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "*  no module of the given Sequential ran, while those of another model, such as a "
-            "Metric, issued 1 collective (on rank 1)"
+            "*  no module of the Sequential passed to comm_mode ran, but another model (for "
+            "example, a Metric) issued 1 collective (on rank 1)"
         ]
     )

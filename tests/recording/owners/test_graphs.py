@@ -14,7 +14,7 @@ LOST = [f"backward - {UP} < -"] * 3
 
 def note(count):
     return (
-        "collectives of backward whose module is not known, because their forward ran outside of "
+        "collectives in backward without an owner, because their forward ran outside "
         f"`with comm_mode`: {count}",
     )
 

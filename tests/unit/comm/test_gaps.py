@@ -66,7 +66,7 @@ def test_each_switch_accepts_its_own_kind_only():
 
 
 def test_an_idle_model_is_refused_until_it_is_allowed():
-    idle = Gap(kind="idle_model", text="no module of the given Sequential ran")
+    idle = Gap(kind="idle_model", text="no module of the Sequential passed to comm_mode ran")
     assert refusal(merged([], [idle]))[1] == f"  {idle.text} (on rank 1)"
     assert refusal(merged([idle], [idle]), allowed={"value_dependent"})[1] == f"  {idle.text}"
     check_completeness(merged([idle], [idle]), allowed={"idle_model"})
