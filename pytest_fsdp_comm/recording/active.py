@@ -1,16 +1,15 @@
-"""The recordings under way in this process, and whose call a thread makes."""
+"""The running recordings of this process, and which of them records a thread's calls."""
 
-# Note [Active recordings]
-# Kernels and patches belong to the process, not to a recording: with one each, recordings that
-# overlap would lose events. So they look up at each call whom it serves. That is kept with torch's
-# thread-local state, which the autograd engine takes along to the threads of its devices, where an
-# ordinary thread-local value would be missing.
+# The process has one set of kernels and patches for all recordings: with a set for each, recordings
+# that overlap would lose events. At each call, a kernel or patch looks up the recordings that the
+# thread has entered. They are stored in torch's thread-local state, because the autograd engine
+# copies that to its device threads; a plain threading.local would be missing there.
 
 # Note [Whose call]
-# Every recording has what any thread sends while it is under way, but what a thread sends that has
-# not entered it serves no module: the units and graphs that it knows are its own thread's. A thread
-# that was started during recordings is left to these, so that one that outlives its block sends
-# nothing in a later one; a gap of the later recording names the thread.
+# A recording records the collectives of all threads. But a collective of a thread that has not
+# entered the recording is attributed to no module, since the recording knows only the units and
+# graphs of its thread. A thread started during recordings is recorded only by these. If it outlives
+# them and communicates in a later block, the later recording has a gap that names the thread.
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from pytest_fsdp_comm.upstream import look_up
 
 
 class Recorder(Protocol):
-    """What kernels and patches ask of a recording."""
+    """The part of `recorder.Recorder` that kernels and patches use."""
 
     number: int
     backward: BackwardMap
@@ -66,38 +65,38 @@ class Recorder(Protocol):
 
 _KEY: Final = "pytest_fsdp_comm.recordings"
 _STARTED_IN: Final = "_fsdp_comm_recordings"
-"""The attribute of a thread with the numbers of the recordings during which it was started."""
+"""A thread's attribute: the numbers of the recordings that were running when it was started."""
 
 _lock = threading.Lock()
 _recorders: tuple[Recorder, ...] = ()
 
 
-# Read in torch 2.6 to 2.15.
+# Checked in torch 2.6 to 2.15.
 _is_stashed: Callable[[str], bool] = look_up("torch._C", "_is_key_in_tls")
 _stashed: Callable[[str], tuple[Recorder, ...]] = look_up("torch._C", "_get_obj_in_tls")
 _stash: Callable[[str, tuple[Recorder, ...]], None] = look_up("torch._C", "_stash_obj_in_tls")
 
-# As torch's, by thread: asked a thousand times a step, where each call counts.
+# A copy of torch's state by thread id, because a step looks it up a thousand times.
 _entered: Final[dict[int, tuple[Recorder, ...]]] = {}
 
 
 def is_any() -> bool:
-    """Whether any recording is under way, on whichever thread."""
+    """Whether any thread has a running recording."""
     return bool(_recorders)
 
 
 def owners_so_far() -> dict[tuple[str, int], str]:
-    """The owners that the latest recording knows; empty if nothing records."""
+    """Return the owners known to the latest recording; empty without one."""
     return _recorders[-1].owners_so_far() if _recorders else {}
 
 
 def entered() -> tuple[Recorder, ...]:
-    """The recordings that this thread entered, or the one whose backward it runs; oldest first."""
+    """Return the recordings that this thread entered, or whose backward it runs, oldest first."""
     if not _recorders:
         return ()
-    found = _entered.get(threading.get_ident())
-    if found is not None:
-        return found
+    recorders = _entered.get(threading.get_ident())
+    if recorders is not None:
+        return recorders
     return _stashed(_KEY) if _is_stashed(_KEY) else ()
 
 
@@ -110,42 +109,42 @@ def _enter(recorders: tuple[Recorder, ...]) -> None:
 
 @contextlib.contextmanager
 def under_way(recorder: Recorder) -> Iterator[None]:
-    """Make a recording one of this thread's, and of the process's, while the block runs."""
+    """Add a recording to those of this thread and process while the block runs."""
     global _recorders  # noqa: PLW0603  # kernels and patches serve all of the process
     with _lock:
         _recorders = (*_recorders, recorder)
-    # What another thread has left is still torch's here.
-    _enter((*(other for other in entered() if other in _recorders), recorder))
+    # torch's state may still list a recording that another thread has ended.
+    _enter((*(active for active in entered() if active in _recorders), recorder))
     thread = threading.get_ident()
     try:
         yield
     finally:
-        left = tuple(other for other in _entered.get(thread, ()) if other is not recorder)
+        remaining = tuple(active for active in _entered.get(thread, ()) if active is not recorder)
         if thread == threading.get_ident():
-            _enter(left)
-        else:  # a generator may be resumed, and a fixture torn down, elsewhere
-            _entered[thread] = left
+            _enter(remaining)
+        else:  # another thread may resume a generator or tear a fixture down
+            _entered[thread] = remaining
         with _lock:
-            _recorders = tuple(other for other in _recorders if other is not recorder)
+            _recorders = tuple(active for active in _recorders if active is not recorder)
 
 
 def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
-    """Who records what this thread sends now, and who only learns that it did.
+    """Return the recordings that record this thread's call, and those that only add a gap.
 
     See Note [Whose call].
     """
     if entered():
         return _recorders, ()
-    # Not threading.current_thread(), which makes a record of each thread of C++ that it sees.
-    own = threading.get_ident()
-    thread = next((one for one in threading.enumerate() if one.ident == own), None)
+    # Not threading.current_thread(), which registers each C++ thread that calls it.
+    ident = threading.get_ident()
+    thread = next((entry for entry in threading.enumerate() if entry.ident == ident), None)
     started_in = getattr(thread, _STARTED_IN, None)
     if started_in is None:
         return _recorders, ()
     recording = tuple(recorder for recorder in _recorders if recorder.number in started_in)
-    return recording, tuple(other for other in _recorders if other not in recording)
+    return recording, tuple(recorder for recorder in _recorders if recorder not in recording)
 
 
 def note_start(thread: threading.Thread) -> None:
-    """Note during which recordings a thread starts."""
+    """Note the recordings that are running when a thread starts."""
     vars(thread)[_STARTED_IN] = frozenset(recorder.number for recorder in _recorders)

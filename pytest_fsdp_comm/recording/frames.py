@@ -1,7 +1,6 @@
-"""Say whose code a frame runs, and find the user's line that caused a call.
+"""Classify stack frames as user, library, torch or our code, and find the user's calling line.
 
-The one classifier of stack frames, for recordings, simulated ranks and the hang report. It reads
-only paths and imports neither torch nor pytest. `owners.stack` says which module runs.
+Recordings, simulated ranks and the hang report use it. It imports neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 @functools.cache
 def torch_files() -> str:
-    """The prefix of the paths of torch's own files."""
+    """Return the path prefix of torch's files."""
     spec = importlib.util.find_spec("torch")  # does not import it
     return f"{Path(spec.origin).parent}/" if spec and spec.origin else "\0"
 
 
 @functools.cache
 def whose(path: str) -> Whose:
-    """Whose code a source file holds."""
+    """Return who a source file belongs to."""
     if path.startswith(PACKAGE):
         return "ours"
     if path.startswith(torch_files()):
@@ -60,7 +59,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def find_caller() -> FrameType | None:
     """Return the innermost frame of user code, or else of a library; None if there is neither.
 
-    Do not keep it: a frame keeps its tensors alive.
+    Do not store the frame: it keeps its tensors alive.
     """
     library, frame = None, sys._getframe(1).f_back
     while frame is not None:

@@ -1,23 +1,23 @@
-"""Have torch call the recorder for each operation that communicates, and for no other."""
+"""Register kernels that call the recorder for each operation that communicates."""
 
-# Note [Kernels]: each operation that communicates has a kernel of ours at the dispatch key
-# BackendSelect, which passes it on to the keys below. There, torch has nothing of its own for them;
-# the key lies below autograd and tensor subclasses, so that what DTensor and other wrappers send is
-# seen as what it is, on the tensors that they hold; and it is active on every thread, in
-# inference_mode, and for calls from C++, such as those of DDP's reducer. A functional collective
-# calls one of c10d inside, which does not count again. What torch.compile only traces is not sent.
-# The kernels are registered at the first recording and stay: torch takes a kernel away without
-# regard for a thread that is just about to call it. While nothing records they pass on each call.
-# They are registered below torch.library, which would refuse a library that registers its own
-# kernel later. Such a kernel shadows ours: in a block that is a gap. Before a block, a dispatch
-# mode sees the calls of its own thread instead, as where torch has none of this.
-# Private names of torch were read in 2.6 to 2.15.
+# Note [Kernels]: We register a kernel for each operation that communicates at the dispatch key
+# BackendSelect; the kernel passes the call on to the keys below. torch has no kernels for these
+# operations there. The key lies below autograd and tensor subclasses, so collectives of DTensor and
+# other wrappers arrive with plain tensors. It is active on every thread, in inference_mode, and for
+# calls from C++, such as those of DDP's reducer. A functional collective calls one of c10d inside,
+# which is not recorded again. Calls that torch.compile only traces are not recorded.
+# The kernels are registered at the first recording and stay: torch removes a kernel even if a
+# thread is about to call it. Without a recording, they only pass calls on.
+# We do not register through torch.library, because it would then reject another library's kernel.
+# Such a kernel shadows ours: if it is registered in a block, the recording has a gap. If it was
+# registered before, or torch lacks the private functions, a dispatch mode records the calls of the
+# block's thread instead. Private names of torch were checked in 2.6 to 2.15.
 
 # Note [Subclasses pass through]
-# A mode sees an operation before a tensor subclass does, and would see what the subclass then does
-# otherwise. So DTensor and other wrappers are let through (NotImplemented): what they make of the
-# operation comes back here on the tensors that they hold. A class with code of its own that nobody
-# can take apart is let through too, but a collective that it is given is taken as it is.
+# A mode sees an operation before a tensor subclass does, and never sees the operations that the
+# subclass calls for it. So the mode returns NotImplemented for DTensor and other wrapper classes;
+# the operations that these call on their inner tensors reach the mode again. It also does so for
+# opaque subclasses, but records a collective on them directly.
 
 from __future__ import annotations
 
@@ -45,34 +45,34 @@ _USED: Final = (
     *("_dispatch_dump", "_dispatch_tls_is_dispatch_key_included"),
 )
 
-# In a function that torch.compile cannot take as a whole, the compiler looks at each frame that is
-# run. Ours it skips, but not those of generated code, such as the __init__ of a dataclass.
+# After a graph break, the compiler inspects every frame that runs. It skips ours, but not generated
+# code, such as the __init__ of a dataclass, so it is switched off while we record.
 set_compiler: Callable[[Any], Any] = upstream.look_up(
     "torch._C._dynamo.eval_frame", "set_eval_frame"
 )
-"""Set what compiles the frames of this thread, or None for nothing; returns what did."""
+"""Set the compiler of this thread's frames, None to switch it off; return the previous one."""
 
 _libraries: Final[list[Any]] = []
-"""What has registered our kernels, which last as long as it does."""
-_known: Final[dict[str, Call]] = {}
-"""The operations that have a kernel of ours."""
+"""The libraries that own our kernels; torch removes the kernels when they are freed."""
+_calls: Final[dict[str, Call]] = {}
+"""The operations for which we registered a kernel."""
 _checked: tuple[int, ...] = ()
-"""What was registered when that was last looked at."""
+"""The result of `_registrations` at the last check."""
 
 
 class _Thread(threading.local):
     is_inside = False
-    """Whether it runs an operation that is noted: what that calls inside is part of it."""
+    """Whether a recorded operation runs; operations that it calls are not recorded again."""
 
 
 _thread = _Thread()
 
 
 def register_collectives() -> str:
-    """Have each collective of the process seen from now on.
+    """Register a kernel for each operation that communicates.
 
     Returns:
-        Why a recording needs a dispatch mode instead; empty if it needs none.
+        The reason why a recording needs a dispatch mode instead; empty if it does not.
     """
     global _checked  # noqa: PLW0603  # the kernels are the process's
     missing = [name for name in _USED if not hasattr(torch._C, name)]
@@ -86,11 +86,11 @@ def register_collectives() -> str:
     foreign = next(filter(_is_foreign, calls), "")
     if foreign:
         return f"another library has registered a kernel for {foreign} at {_KEY}"
-    # A library may have taken away an operation, and another one defined it anew.
-    new = {name: call for name, call in calls.items() if _known.get(name) is not call}
-    _known.update(new)
+    # Compare calls, not names: a library may have removed an operation, and another redefined it.
+    new = {name: call for name, call in calls.items() if _calls.get(name) is not call}
+    _calls.update(new)
     for name, call in new.items():
-        # Names of earlier torch, each of which calls the operation that is called so now.
+        # The operations of c10d_functional, an old namespace, call those of _c10d_functional.
         if call.namespace != "c10d_functional":
             _register(name, call.func, functools.partial(run_recorded, call))
     _checked = _registrations()
@@ -98,14 +98,14 @@ def register_collectives() -> str:
 
 
 def communicating() -> Mapping[str, Call]:
-    """Every operation of this torch that communicates, by its name in the dispatcher."""
+    """Return all operations of this torch that communicate, by their dispatcher names."""
     return _communicating(*_registrations())
 
 
 def _registrations() -> tuple[int, ...]:
-    """What differs once something was registered or taken away, as far as torch lists it."""
-    # Counts, since to ask the dispatcher takes longer than all the rest of a short block. What was
-    # destroyed stays on the list of what was defined, but leaves its namespace.
+    """Return counts that change when an operation or kernel is registered or removed."""
+    # Counts, because querying the dispatcher takes longer than the rest of a short block. A removed
+    # operation stays in torch.library._defs but disappears from its namespace.
     listed = sys.modules, torch.ops.loaded_libraries, torch.library._defs, torch.library._impls
     spaces = (vars(getattr(torch.ops, name)) for name in NAMESPACES)
     return tuple(map(len, (*listed, *spaces)))
@@ -113,7 +113,7 @@ def _registrations() -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _communicating(*_registered: int) -> Mapping[str, Call]:
-    # What a library has taken away keeps its name there, but no schema.
+    # The dispatcher still lists a removed operation, but without a schema.
     names = [
         name
         for name in torch._C._dispatch_get_all_op_names()
@@ -125,8 +125,8 @@ def _communicating(*_registered: int) -> Mapping[str, Call]:
 
 
 def _overload(name: str) -> OpOverload:
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
+    namespace, _, qualified = name.partition("::")
+    packet, _, overload = qualified.partition(".")
     func: OpOverload = getattr(
         getattr(getattr(torch.ops, namespace), packet), overload or "default"
     )
@@ -134,17 +134,17 @@ def _overload(name: str) -> OpOverload:
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether calls of an operation reach a kernel of somebody else at our key."""
+    """Whether another library's kernel receives the calls of an operation at our key."""
     lines = torch._C._dispatch_dump(name).splitlines()
     return any(line.startswith(f"{_KEY}: ") and __file__ not in line for line in lines)
 
 
 def gaps() -> Iterator[Gap]:
-    """What the kernels may not have seen since the block began."""
+    """Yield a gap for each operation whose calls may have missed our kernel in the block."""
     if _registrations() == _checked:
         return
     for name, call in communicating().items():
-        if _known.get(name) is not call:
+        if _calls.get(name) is not call:
             problem = "was registered"
         elif _is_foreign(name):
             problem = "was given another kernel"
@@ -152,24 +152,24 @@ def gaps() -> Iterator[Gap]:
             continue
         yield Gap(
             kind="unseen",
-            text=f"{name} {problem} in the block, so that calls of it may be missing; do so "
+            text=f"{name} {problem} in the block, so calls of it may be missing; register it "
             "before the block",
         )
 
 
 @functools.cache
 def register_value_reads() -> None:
-    """Have recordings on the fake group told of each operation that shows values to Python."""
-    # Older torch has not all of them.
+    """Register kernels that report operations which read tensor values, for simulated ranks."""
+    # Older versions of torch lack some of them.
     for name in frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names()):
         func = _overload(name)
         _register(name, func, functools.partial(_run_read, func))
 
 
 def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
-    """Register a kernel that passes a call on, through `run` while something records."""
+    """Register a kernel that passes calls on, through `run` during a recording."""
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
-    # What that method calls, each time through another frame (the same in torch 2.7 to 2.15).
+    # The function that `func.redispatch` calls; saves a frame (the same in torch 2.7 to 2.15).
     handle = getattr(func, "_handle", None)
     redispatch = getattr(handle, "redispatch_boxed", func.redispatch)
 
@@ -192,7 +192,7 @@ def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
 def run_recorded(
     call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
 ) -> Any:
-    """Run a collective, and have it recorded by whom this thread's calls are."""
+    """Run a collective, and record it in the recordings of this thread."""
     __tracebackhide__ = True
     if _thread.is_inside:
         return run()
@@ -224,14 +224,14 @@ def _run_read(
 
 
 def _is_traced() -> bool:
-    """Whether a call on tensors without memory is the compiler's, and not a test's real one."""
+    """Whether the compiler, not the test, made a call on tensors without memory."""
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """See every operation of this thread below autograd. See Note [Subclasses pass through]."""
+    """Watch all operations of this thread below autograd. See Note [Subclasses pass through]."""
 
-    # Without it a higher-order operator in the block raises.
+    # Otherwise a higher-order operator in the block raises.
     supports_higher_order_operators = True
 
     @classmethod
@@ -242,13 +242,13 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __init__(self, tracer: ModuleTracer | None, calls: Iterable[Call] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._tracer = tracer
-        # By identity: torch's operations hash slowly.
+        # By id, because torch's operations hash slowly.
         self._calls = {id(call.func): call for call in calls}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         call = self._calls.get(id(func))
         dispatch = max(map(dispatch_of, types), default=Dispatch.NONE)
         if dispatch is Dispatch.WRAPPER:
@@ -260,5 +260,5 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if self._tracer is not None:
             self._tracer.note(func)
         if call is None:
-            return func(*args, **given)
-        return run_recorded(call, args, given, functools.partial(func, *args, **given))
+            return func(*args, **keywords)
+        return run_recorded(call, args, keywords, functools.partial(func, *args, **keywords))

@@ -1,4 +1,4 @@
-"""Names process groups by the mesh axis that they are, never by torch's counters."""
+"""Name process groups after mesh axes, because torch's group names depend on creation order."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 WORLD = "world"
-"""The default group, unless a mesh gives it an axis name."""
+"""The name of the default group, unless it is an axis of a mesh."""
 
 
 class GroupNames:
-    """Collect what is known of a recording's groups. See Note [Names come last]."""
+    """Collect the axes of a recording's process groups. See Note [Names come last]."""
 
     def __init__(self) -> None:
-        # By name of the group:
-        self._axes: dict[str, str] = {}  # its axis in a mesh
-        # Its description by torch, and its ranks of the default group.
+        # The keys of the first three are torch's names of groups. This one has the axes in a mesh.
+        self._axes: dict[str, str] = {}
+        # torch's description of a group, and its ranks in the default group.
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._wholes: dict[str, str] = {}  # of a post-forward group, the whole shard group
-        self._foreign_axes: set[str] = set()  # of meshes that this rank is outside of
-        # By identity, and kept alive: a slice of a mesh is often a temporary, whose identity the
-        # next one would take over.
+        self._wholes: dict[str, str] = {}  # for a post-forward group: the unit's shard group
+        self._foreign_axes: set[str] = set()  # axes of meshes that this rank is not in
+        # By id. The values keep meshes alive: a slice of a mesh is often a temporary, and another
+        # mesh could get its id.
         self._meshes: dict[int, DeviceMesh] = {}
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Forget afterwards what is learned in the block, but the groups that there are."""
-        # Another thread may use one for the first time meanwhile.
-        before = {name: copy.copy(known) for name, known in vars(self).items()}
-        del before["_groups"]
+        """Undo all changes of the block at its end, except for new groups."""
+        # Another thread may use a new group during the block.
+        saved = {name: copy.copy(value) for name, value in vars(self).items()}
+        del saved["_groups"]
         try:
             yield
         finally:
-            vars(self).update(before)
+            vars(self).update(saved)
 
     def learn_mesh(self, mesh: DeviceMesh) -> None:
-        """Name the groups of a mesh after its axes; the first name of a group stays."""
+        """Name the groups of a mesh after its axes; a group keeps its first name."""
         if id(mesh) in self._meshes or not mesh.mesh_dim_names:
             return
         self._meshes[id(mesh)] = mesh
@@ -64,9 +64,9 @@ class GroupNames:
             self._axes.setdefault(group.group_name, axis)
 
     def learn_parameters(self, modules: Iterable[nn.Module]) -> None:
-        """Learn the meshes over which the modules' own parameters are distributed."""
-        # Compiled code sends without a trace of its mesh, and torch gives the default group to a
-        # mesh over all ranks, whose description names no axis.
+        """Learn the meshes of the modules' DTensor parameters."""
+        # Compiled code calls collectives without their mesh, and a mesh over all ranks uses the
+        # default group, whose description names no axis.
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         if tensors is None:
             return
@@ -76,7 +76,7 @@ class GroupNames:
                     self.learn_mesh(parameter.device_mesh)
 
     def learn_unit(self, unit: Any) -> None:
-        """Learn the groups of a parameter group of FSDP2. See Note [Reshard after forward]."""
+        """Learn the groups of an FSDP2 parameter group. See Note [Reshard after forward]."""
         self.learn_mesh(unit.mesh_info.mesh)
         after = unit.post_forward_mesh_info
         if after is not None:
@@ -84,7 +84,7 @@ class GroupNames:
             self._wholes[after.shard_process_group.group_name] = whole
 
     def note(self, group: dist.ProcessGroup) -> str:
-        """Remember a group that was used; returns the key that gives its axis later."""
+        """Add a group that was used; return its key for `axis` and `axes`."""
         name: str = group.group_name
         if name not in self._groups:
             self._groups[name] = (group.group_desc, tuple(dist.get_process_group_ranks(group)))
@@ -98,43 +98,43 @@ class GroupNames:
         return axis_of(self._axes.get(key) or _name_of(description, ranks), ranks)
 
     def is_shape(self, key: str) -> bool:
-        """Whether nothing names a group, so that other groups may share what its axis is called."""
+        """Whether a group's axis is named by its shape, so other groups may have the same name."""
         description, _ = self._groups[key]
         return not (self._axes.get(key) or self._wholes.get(key) or _described(description))
 
     def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
-        """The axes of all groups of a recording, distinguished where two of one name differ."""
-        # Not the mesh's own layout: of one made from a transposed tensor, torch 2.13 names strides
-        # that its groups do not have.
-        found = {key: self.axis(key) for key in dict.fromkeys(keys)}
+        """Return the axes of groups by key; different axes of the same name get a suffix."""
+        # Computed from ranks, not from the mesh's layout: for a mesh made from a transposed tensor,
+        # torch 2.13 reports strides that its groups do not have.
+        by_key = {key: self.axis(key) for key in dict.fromkeys(keys)}
         layouts: defaultdict[str, set[MeshAxis]] = defaultdict(set)
-        for axis in found.values():
+        for axis in by_key.values():
             layouts[axis.name].add(axis)
         return {
             key: replace(axis, name=f"{axis.name}.{_distinction(axis)}")
             if len(layouts[axis.name]) > 1
             else axis
-            for key, axis in found.items()
+            for key, axis in by_key.items()
         }
 
     def known(self, used_keys: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
-        """What this rank could have sent over, given the keys of the groups over which it did.
+        """Return the axes of this rank's groups by key, and the names of all axes.
 
-        First the axis of each process group by the group's name, then the names of all axes, also
-        of other ranks' meshes; without second names of a group, under which nothing is recorded.
+        The names include axes of meshes that this rank is not in. `used_keys` are the keys of the
+        groups that collectives used; only their names may have a suffix.
         """
         for group in process_groups():
             self.note(group)
         used = {key: axis.name for key, axis in self.axes(used_keys).items()}
         groups = {key: used.get(key) or self.axis(key).name for key in self._groups}
         names = {*groups.values(), *self._axes.values(), *self._foreign_axes}
-        # A name that two groups share is none of theirs.
+        # Leave out the names that got a suffix because two axes shared them.
         shared = {self.axis(key).name for key, name in used.items()}.difference(used.values())
         return groups, frozenset(names.difference(shared))
 
 
 def existing_axes() -> Iterator[tuple[str, str]]:
-    """List each axis that exists, with its group's name: empty if it has none on this rank."""
+    """Yield each existing axis with the name of its group, which is empty on ranks outside it."""
     world = dist.group.WORLD
     if world is None:
         return
@@ -142,19 +142,19 @@ def existing_axes() -> Iterator[tuple[str, str]]:
     for mesh in _existing_meshes():
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
             group = ""
-            # RuntimeError: this rank is outside the mesh. The others: the mesh outlived its groups.
+            # RuntimeError: this rank is outside the mesh. Other errors: its groups were destroyed.
             with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
                 group = mesh.get_group(dim).group_name
             yield printable(name), group
 
 
 def axes_of_groups() -> dict[str, tuple[str, bool]]:
-    """Axis of each group of this rank by the group's name, and whether it only gives its shape."""
+    """Return, by group name, the axis of each group of this rank and `GroupNames.is_shape`."""
     names = GroupNames()
-    # A group keeps the first name that it is given, which must not depend on the order of objects.
+    # A group keeps its first name, which must not depend on the order of objects in memory.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
-    # Private, so that where torch has moved them there are none.
+    # A private class: if torch has moved it, there are no units here.
     units = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
     for unit in _existing(units, "FSDPParamGroup", with_attribute="post_forward_mesh_info"):
         names.learn_unit(unit)
@@ -163,39 +163,39 @@ def axes_of_groups() -> dict[str, tuple[str, bool]]:
 
 
 def _existing_meshes() -> Iterator[DeviceMesh]:
-    # One that is only half built has no names yet.
+    # A mesh that is still being built has no names yet.
     return _existing("torch.distributed.device_mesh", "DeviceMesh", with_attribute="mesh_dim_names")
 
 
 def _existing(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
-    """All objects of a class that is looked for in a module, if that is loaded."""
-    # torch keeps no list of them, and to look at all objects is slow: only on the way to an error,
-    # or where a test hangs.
+    """Yield all objects of a class, if its module is loaded."""
+    # torch has no list of them. Going through all objects is slow, so this is only for errors and
+    # for tests that hang.
     cls = getattr(sys.modules.get(module), name, None)
     if cls is None:
         return
-    for found in gc.get_objects():
-        # Never isinstance(): it reads the class of proxies, which runs their code.
-        if issubclass(type(found), cls) and hasattr(found, with_attribute):
-            yield found
+    for entry in gc.get_objects():
+        # Not isinstance(): it reads `__class__`, which runs the code of proxies.
+        if issubclass(type(entry), cls) and hasattr(entry, with_attribute):
+            yield entry
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """List the process groups that this rank is in."""
+    """Return the process groups that this rank is in."""
     if not dist.is_initialized():
         return []
-    # Private, but the only list of all groups (read in torch 2.6 to 2.15); a tested contract.
+    # Private, but the only list of all groups (checked in torch 2.6 to 2.15, and by a test).
     world = getattr(dist.distributed_c10d, "_world", None)
     groups = getattr(world, "pg_group_ranks", None)
     if groups is None:
         moved = "torch.distributed.distributed_c10d._world.pg_group_ranks"
         raise upstream.moved_error("torch", moved)
-    # Groups that this rank is not in are numbers there.
+    # In this list, numbers represent the groups that this rank is not in.
     return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
 def current_world() -> tuple[int, int, str]:
-    """This rank, the number of ranks and the backend; 0, 1 and empty without a process group."""
+    """Return rank, world size and backend; 0, 1 and "" without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1, ""
     return dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
@@ -204,20 +204,20 @@ def current_world() -> tuple[int, int, str]:
 def _name_of(description: str, ranks: Sequence[int]) -> str:
     if described := _described(description):
         return described
-    # The shape is equal on every rank whose group is a shifted copy, as those of a mesh are.
+    # Ranks whose groups are shifted copies of each other, as in a mesh, get the same name.
     steps = {after - before for before, after in itertools.pairwise(ranks)}
     return f"size{len(ranks)}.stride{steps.pop()}" if len(steps) == 1 else f"size{len(ranks)}"
 
 
 def _described(description: str) -> str:
-    """The name in torch's description of a group; empty without one."""
+    """Return the name in torch's description of a group; empty without one."""
     if description == "default_pg":
         return WORLD
     return "" if description == "undefined" else printable(description.removeprefix("mesh_"))
 
 
 def _distinction(axis: MeshAxis) -> str:
-    """What distinguishes an axis from another one of its name: equal on all ranks, if it can be."""
+    """Return a suffix for axes that share a name; if possible, the same on all ranks."""
     if axis.groups:
         return f"ranks{write_ranks(axis.groups[0])}"
     return f"size{axis.layout.replace(' ', '.').replace('stride.', 'stride')}"

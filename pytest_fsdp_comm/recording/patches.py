@@ -1,18 +1,18 @@
-"""Set attributes of torch's classes and modules while recordings run; no other module does."""
+"""Replace attributes of torch's classes and modules while recordings run; no other module does."""
 
-# Note [Patches]: a step is watched by plain attributes, which are set when the first recording of
-# the process begins and put back when the last one ends. Each replacement asks `active.entered`
-# whom it serves, so one that somebody has kept serves later recordings too, or none.
-# What the compiler traced through a replacement it would trace again later, so while it traces, all
-# originals are back. Frames of this package that run beside compiled code it skips.
-# Global hooks of modules would switch torch.compile off and leak after an error, hence
-# `nn.Module.__call__`. Methods other than forward that enter a unit of FSDP2
-# (register_fsdp_forward_method) call FSDPState's `_pre_forward` and `_post_forward` by name.
-# DDP's communication hooks chain collectives in Future.then (PowerSGD does). Whether such a
-# callback runs at once or later on a thread of the backend is a race, so both must be recorded, and
-# attributed alike: to what registered the callback.
-# What was captured before the block, as by the hooks of a graph, is not watched.
-# Read in torch 2.6 to 2.15.
+# Note [Patches]: The attributes are replaced when the first recording of the process begins, and
+# restored when the last one ends. Each replacement looks up the current recordings
+# (`active.entered`), so a reference to it that outlives the block does no harm.
+# While the compiler traces, all originals are restored; otherwise it would guard on a replacement,
+# and recompile after the block. It skips frames of this package around compiled code.
+# `nn.Module.__call__` is replaced because global module hooks would switch torch.compile off and
+# leak after an error. Methods registered with register_fsdp_forward_method call FSDPState's
+# `_pre_forward` and `_post_forward`, which are looked up by name.
+# DDP's communication hooks chain collectives in Future.then (PowerSGD does). Such a callback runs
+# at once, or later on a thread of the backend, depending on a race. In both cases its collectives
+# are recorded, and attributed to the code that registered the callback.
+# Functions captured before the block, such as the hooks of a graph, are not watched.
+# Checked in torch 2.6 to 2.15.
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from pytest_fsdp_comm.recording.owners.stack import engine_code
 from pytest_fsdp_comm.recording.value_dependence import shows_values
 
 Attribute = tuple[Any, str, Any]
-"""The holder of an attribute, its name and its replacement."""
+"""A class or module, the name of an attribute, and its replacement."""
 
 _INPUTS: Final = slice(3, 4)
-"""The argument of a call of the engine, after the outputs, of what it computes the gradients."""
+"""The position of the engine's `inputs`: the tensors whose gradients it computes."""
 _INHERITED: Final = object()
 _lock = threading.RLock()
 _num_users = 0
@@ -48,24 +48,24 @@ _patches: list[_Patch] = []
 class _Patch:
     def __init__(self, holder: Any, name: str, replacement: Any) -> None:
         self._holder, self._name, self._replacement = holder, name, replacement
-        self._found = vars(holder).get(name, _INHERITED)
+        self._original = vars(holder).get(name, _INHERITED)
 
     def put(self) -> None:
-        if vars(self._holder).get(self._name, _INHERITED) is self._found:
+        if vars(self._holder).get(self._name, _INHERITED) is self._original:
             setattr(self._holder, self._name, self._replacement)
 
     def take(self) -> None:
-        # Otherwise somebody else has replaced it since, and calls this one.
+        # If another library has replaced it since, leave that: it calls our replacement.
         if vars(self._holder).get(self._name) is self._replacement:
-            if self._found is _INHERITED:
+            if self._original is _INHERITED:
                 delattr(self._holder, self._name)
             else:
-                setattr(self._holder, self._name, self._found)
+                setattr(self._holder, self._name, self._original)
 
 
 @contextlib.contextmanager
 def patched(*attributes: Attribute) -> Iterator[None]:
-    """Have attributes replaced while the block runs."""
+    """Replace attributes while the block runs."""
     patches = [_Patch(*attribute) for attribute in attributes]
     _put(patches)
     try:
@@ -86,7 +86,7 @@ def _take(patches: Sequence[_Patch]) -> None:
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Have recordings told of what their threads do while the block runs. See Note [Patches]."""
+    """Call the recordings for events on their threads while the block runs. See Note [Patches]."""
     global _num_users  # noqa: PLW0603  # the patches are the process's
     with _lock:
         if not _num_users:
@@ -108,7 +108,7 @@ def watching() -> Iterator[None]:
 
 @functools.cache
 def hide_from_compiler() -> None:
-    """Have the compiler skip frames of this package, which run beside code that it compiles."""
+    """Make the compiler skip frames of this package, which run around compiled code."""
     upstream.look_up("torch._dynamo.trace_rules", "add")(__package__.split(".")[0])
 
 
@@ -135,7 +135,7 @@ def _attributes() -> Iterator[Attribute]:
         FSDPState,
     )
 
-    engine_code()  # now, while it is torch's
+    engine_code()  # cache it now, before the function is replaced
     handler = _compiler_callbacks()
     modes: Any = sys.modules.get("torch.distributed._local_tensor")  # new in torch 2.9
     wrappers: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -148,15 +148,15 @@ def _attributes() -> Iterator[Attribute]:
             (holder, name, functools.partial(_watched, name, around))
             for holder, name, around in watched_methods()
         ),
-        # The base, since work.get_future() gives a plain one.
+        # The base class: work.get_future() returns a plain one.
         *((torch._C.Future, name, _registering) for name in ("then", "add_done_callback")),
-        # Executors and timers start by it too.
+        # Executors and timers call it too.
         (threading.Thread, "start", _start),
         *((torch.Tensor, name, _reading) for name in ("tolist", "numpy", "tensor_split")),
         (torch, "tensor_split", _reading),
-        # It lies above every kernel, and does what a collective would.
+        # This mode runs above every kernel, and emulates collectives itself.
         *([] if modes is None else [(modes.LocalTensorMode, "__torch_dispatch__", _local_ranks)]),
-        (handler, "clear", _clear),  # by torch._dynamo.reset() in the block
+        (handler, "clear", _clear),  # torch._dynamo.reset() would drop our callbacks
     ]
     for holder, name, wrapper in wrappers:
         original = getattr(holder, name)
@@ -193,13 +193,16 @@ def _engine(original: Any) -> Any:
         recorders = entered()
         inputs = (*args[_INPUTS], ())[0]
         adds = kwargs.get("accumulate_grad", True)
-        depths = [(one, one.enter_engine(outputs, inputs or (), adds=adds)) for one in recorders]
+        depths = [
+            (recorder, recorder.enter_engine(outputs, inputs or (), adds=adds))
+            for recorder in recorders
+        ]
         try:
             return original(outputs, *args, **kwargs)
         finally:
             for recorder, depth in depths:
                 recorder.backward.leave(depth)
-                # Before somebody zeroes the gradients.
+                # Now, before user code zeroes the gradients.
                 recorder.tensors.settle_new()
 
     return engine
@@ -228,28 +231,29 @@ def _post_forward(original: Any) -> Any:
 
 
 def _watched(name: str, around: Around, original: Any) -> Any:
-    def watched(held: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(unit: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        # A patch that somebody left around an earlier replacement still calls that one.
-        call = name, id(held)
-        watches = [one.units for one in entered() if call not in one.units.running]
+        # Another library's wrapper may still call a replacement of an earlier recording, so the
+        # same call may get here twice.
+        call = name, id(unit)
+        watches = [recorder.units for recorder in entered() if call not in recorder.units.running]
         if not watches:
-            return original(held, *args, **kwargs)
-        given = (*args, *kwargs.values())
-        calls = [around(watch, held, given) for watch in watches]
-        acting = [*zip(watches, map(next, calls), strict=True)]
-        for watch, unit in acting:
+            return original(unit, *args, **kwargs)
+        arguments = (*args, *kwargs.values())
+        generators = [around(watch, unit, arguments) for watch in watches]
+        acting = [*zip(watches, map(next, generators), strict=True)]
+        for watch, acting_unit in acting:
             watch.running.add(call)
-            if unit is not None:
-                watch.acting.append(unit)
+            if acting_unit is not None:
+                watch.acting.append(acting_unit)
         try:
-            result = original(held, *args, **kwargs)
-            for one in calls:
-                next(one, None)
+            result = original(unit, *args, **kwargs)
+            for generator in generators:
+                next(generator, None)
         finally:
-            for watch, unit in acting:
+            for watch, acting_unit in acting:
                 watch.running.discard(call)
-                if unit is not None:
+                if acting_unit is not None:
                     watch.acting.pop()
         return result
 
@@ -282,7 +286,7 @@ def _start(original: Any) -> Any:
 
 
 def _reading(original: Any) -> Any:
-    """Wrap a method that reads values without any operation that has a kernel."""
+    """Wrap a method that reads values without calling an operation that has our kernel."""
     name = original.__name__
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -300,8 +304,8 @@ def _local_ranks(original: Any) -> Any:
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         for recorder in entered():
             recorder.note_unseen(
-                "ranks of LocalTensorMode sent above torch's dispatcher; run the block without it, "
-                "as by @pytest.mark.distributed"
+                "ranks of LocalTensorMode communicated above torch's dispatcher; run the block "
+                "without it, for example with @pytest.mark.distributed"
             )
         return original(*args, **kwargs)
 

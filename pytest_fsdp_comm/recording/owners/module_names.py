@@ -1,4 +1,4 @@
-"""Fully qualified names of modules, without the segments that wrappers add."""
+"""FQNs of modules, without the segments that wrappers add."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from pytest_fsdp_comm.text.fqn import escape, natural_key
 Modules = tuple[nn.Module, ...]
 
 WRAPPER_SEGMENTS: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
-(same in torch 2.7, 2.13, 2.15; torch itself removes these segments from FQNs)."""
+"""The names under which FSDP1, torch.compile and activation checkpointing register the module that
+they wrap (the same in torch 2.7, 2.13, 2.15; torch removes these segments from FQNs too)."""
 
 
 def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
-    """The group over which a module is replicated; None if it is not."""
+    """Return the group over which a module is replicated; None if it is not."""
     if isinstance(layer, DistributedDataParallel):
-        found: dist.ProcessGroup = layer.process_group
-        return found
-    # `replicate` swaps the class for a subclass of this DDP, and makes the real DDP in the first
-    # forward only (same in torch 2.7, 2.13, 2.15). By its name in sys.modules: the package exports
-    # a function under the module's name.
+        group: dist.ProcessGroup = layer.process_group
+        return group
+    # `replicate` swaps the class for a subclass of this `DDP`, and creates the real DDP only in the
+    # first forward (the same in torch 2.7, 2.13, 2.15). Look in sys.modules: the package exports a
+    # function under the module's name.
     module: Any = sys.modules.get("torch.distributed._composable.replicate")
     if module is None or not isinstance(layer, getattr(module, "DDP", ())):
         return None
     state = module.replicate.state(layer)
-    given = (state._init_kwargs or {}).get("process_group")
+    explicit_group = (state._init_kwargs or {}).get("process_group")
     ddp = getattr(state, "_ddp", None)
-    return given or (dist.group.WORLD if ddp is None else ddp.process_group)
+    return explicit_group or (dist.group.WORLD if ddp is None else ddp.process_group)
 
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called, unlike a ModuleList."""
-    # A class of TorchScript does not show its own.
-    own = getattr(type(module), "forward", None)
-    return own is not nn.Module.forward or "forward" in module.__dict__
+    # A TorchScript module has its `forward` in the instance.
+    forward = getattr(type(module), "forward", None)
+    return forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def clean_fqn(name: str) -> str:
@@ -50,19 +50,22 @@ def clean_fqn(name: str) -> str:
 
 
 class ModuleNames:
-    """The FQN of each module below some roots."""
+    """The FQNs of all modules below some roots."""
 
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
-        """Name all modules: those of further roots as ``@2``, those of parts as in their model."""
-        # Not by the class of the root, which must not be part of a snapshot.
+        """Name all modules. FQNs below a second root start with ``@2``, unless roots `are_parts`.
+
+        The parts of one model keep their names in it.
+        """
+        # A number, not the root's class: renaming a class must not change snapshots.
         self.by_id: dict[int, str] = {}
-        """The name of each module."""
+        """FQNs by the id of the module."""
         self.by_path: dict[str, str] = {}
-        """The name of each by its name with wrappers."""
+        """FQNs by the name that includes wrappers."""
         self.modules: list[nn.Module] = []
-        """All of them, each once below each root: to list them takes long."""
+        """All modules, once for each root that contains them; cached because listing is slow."""
         self.paths: list[tuple[str, str]] = []
-        """Of each, the class of that root, and its name there, wrappers included."""
+        """For each of `modules`: the class of the root, and the name that includes wrappers."""
         for number, root in enumerate(roots, start=1):
             prefix = "" if number == 1 or are_parts else f"@{number}"
             named, kind = [*root.named_modules()], type(root).__name__
@@ -70,31 +73,35 @@ class ModuleNames:
             self.paths += [(kind, path) for path in paths]
             if prefix:
                 fqns, paths = (
-                    [f"{prefix}.{fqn}" if fqn else prefix for fqn in some] for some in (fqns, paths)
+                    [f"{prefix}.{name}" if name else prefix for name in names]
+                    for names in (fqns, paths)
                 )
             ids = [id(module) for _, module in named]
-            # A module below two roots keeps the first name.
+            # A module below two roots has its name below the first.
             self.by_id = {**dict(zip(ids, fqns, strict=True)), **self.by_id}
             self.modules += [module for _, module in named]
             self.by_path |= zip(paths, map(self.by_id.__getitem__, ids), strict=True)
 
     def fqn(self, module: nn.Module | None) -> str | None:
-        """The module's name; None for no module, or one that is below no root."""
+        """Return a module's FQN; None for None, or for a module outside all roots."""
         return None if module is None else self.by_id.get(id(module))
 
     def joined(self, modules: tuple[nn.Module, ...]) -> str | None:
-        """The name of a unit of several modules, joined with ``+``; None if none has one."""
+        """Return the FQNs of a unit's modules, joined with ``+``; None if none has an FQN."""
         if len(modules) == 1:
             return self.fqn(modules[0])
         names = [name for name in map(self.fqn, modules) if name is not None]
-        # In natural order, since the order in which a user lists them sends the same.
+        # Sorted, because the order in which the user lists them changes no communication.
         return "+".join(sorted(names, key=natural_key)) if names else None
 
 
 def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Module]:
-    """List the modules that a user gives: one, or a list of the parts of one model.
+    """Return the modules that a user passed: one, or the parts of one model.
 
-    The errors say what they were `given_to`, and what to do `otherwise`, which begins with a comma.
+    Args:
+        model: A module or a list of modules.
+        given_to: The function that they were passed to, for errors.
+        otherwise: What else to do, for errors; it begins with a comma.
     """
     parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
     for part in parts:
@@ -130,17 +137,17 @@ def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Mo
 
 
 def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
-    seen: set[str] = set()
+    earlier: set[str] = set()
     for part in parts:
         named = [*part.named_modules()]
-        own = {
+        names = {
             f"{fqn}.{name}" if fqn else name
             for (_, module), fqn in zip(named, _without_wrappers(named), strict=True)
             for name, _ in module.named_parameters(recurse=False)
         }
-        if not seen.isdisjoint(own):
-            return min(seen & own, key=natural_key)
-        seen |= own
+        if not earlier.isdisjoint(names):
+            return min(earlier & names, key=natural_key)
+        earlier |= names
     return None
 
 

@@ -1,10 +1,10 @@
-"""Read the Python stack: which module runs, in which phase, at the request of what."""
+"""Read the Python stack: the running module, the phase, and the code that issued a call."""
 
 # Note [No hooks]
-# The stack needs no hooks: global module hooks switch torch.compile off, leak after an error, and
-# miscount modules that run twice. Functions are recognised by their code objects, which survive
-# decorators that copy names; what lies beyond the innermost module, or beyond the autograd engine,
-# did not request what happens now.
+# Global module hooks would switch torch.compile off, leak after an error, and miscount modules that
+# run twice, so the recorder reads the stack instead. It recognises functions by their code objects,
+# which survive decorators that copy names. Frames outside the innermost module, or outside the
+# autograd engine, did not request the current call.
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from torch import fx, nn
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.frames import Whose, call_site_of, outwards, torch_files, whose
 
-# Read in torch 2.6, 2.9, 2.11, 2.13; tests/recording/test_contracts.py fails when one moves.
+# Checked in torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one moves.
 _CALL_MODULE: Final = nn.Module._call_impl.__code__
-"""Every call of a module passes through it."""
+"""Every call of a module runs this code."""
 _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""torch's wrapper around every optimizer's step."""
+"""torch wraps this code around every optimizer's step."""
 
 _DDP: Final = torch_files() + "nn/parallel/distributed.py"
-# What torch puts between the dispatcher and a kernel or a mode.
+# torch's files that run between the dispatcher and a kernel or a mode.
 _BELOW_DISPATCHER: Final = tuple(
     torch_files() + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")
 )
 
 
 def called_module(frame: FrameType) -> nn.Module | None:
-    """The module that a frame calls; None if it calls none, or a graph of the compiler."""
+    """Return the module that a frame calls; None if it calls none, or a compiled graph."""
     return _module_of(frame) if _meaning_of(frame.f_code) == "module" else None
 
 
 def running() -> list[nn.Module | None]:
-    """What is under way on the stack, outermost first: modules, and None for the engine."""
-    found = []
+    """Return the running modules on the stack, outermost first, with None for the engine."""
+    modules = []
     for frame in outwards(sys._getframe(1)):
         module = called_module(frame)
         if module is not None or _meaning_of(frame.f_code) == "engine":
-            found.append(module)
-    return found[::-1]
+            modules.append(module)
+    return modules[::-1]
 
 
 _Requester = Literal["user", "library", "ddp", "redistribute", "dtensor", "object"]
 _Code = Literal["skipped", "module", "engine", "step", "other"] | _Requester
-"""What a frame's code means to whoever looks for the reason of a call. ``skipped``: the recorder's
-own, or what torch runs between dispatcher and kernel."""
+"""The kinds of code in a frame. ``skipped``: code of this package, or code that torch runs between
+the dispatcher and a kernel."""
 
 
 _MEANINGS: Final[dict[Whose, _Code]] = {
@@ -63,8 +63,8 @@ _MEANINGS: Final[dict[Whose, _Code]] = {
     "ours": "skipped",
 }
 
-# By identity, since code hashes slowly; kept, so that its identity stays its own. A stack of a
-# hundred frames is looked at for every collective, so each costs one look-up.
+# By id, because code objects hash slowly; `_codes` keeps them alive, so ids stay unique. Each
+# collective reads a stack of a hundred frames, so each frame must cost only one look-up.
 _meanings: dict[int, _Code] = {}
 _codes: list[CodeType] = []
 
@@ -103,28 +103,28 @@ def _look_at(code: CodeType) -> _Code:  # noqa: PLR0911  # one for each meaning
 
 @dataclass(slots=True)
 class StackScan:
-    """What one walk up the stack found. Keep none: its frame keeps all its tensors alive."""
+    """The result of one walk up the stack. Do not store it: its frame keeps tensors alive."""
 
     innermost: nn.Module | None = None
-    """The module that runs; in backward only one that a recomputation runs. None if none does."""
+    """The running module; in backward, a module runs only for recomputation. None if none."""
     outermost: nn.Module | None = None
-    """The outermost module that was passed; None if none was."""
+    """The outermost running module; None if none."""
     is_in_engine: bool = False
     """Python called the autograd engine further up."""
     is_in_optimizer: bool = False
-    """An optimizer's step, or gradient clipping, runs, and not a closure's forward or backward."""
+    """An optimizer's step or gradient clipping runs, outside a closure's forward or backward."""
     is_object: bool = False
     """One of the ``*_object*`` collectives requested it."""
     is_from_cpp: bool = True
     """No Python lies between the call and the autograd engine, or the start of its thread."""
     is_from_ddp: bool = False
-    """DDP requested it, or a communication hook that it called."""
+    """DDP, or a communication hook that DDP called, requested it."""
     is_from_dtensor: bool = False
     redistribution: FrameType | None = None
     redistributing: dict[str, Any] | None = None
-    """The locals of that frame, read once, which takes long."""
+    """The locals of `redistribution`, read only once because reading them is slow."""
     caller: FrameType | None = None
-    """The innermost user code; else the innermost library outside of torch."""
+    """The innermost frame of user code; else of a library other than torch."""
 
     @property
     def call_site(self) -> str:
@@ -132,10 +132,10 @@ class StackScan:
         return call_site_of(self.caller)
 
     def pass_code(self, kind: _Code, frame: FrameType) -> None:
-        """Note any other code that means something."""
+        """Update the scan for a frame that is neither a module's nor the engine's."""
         if kind in {"user", "library"}:
-            known = self.caller and _meaning_of(self.caller.f_code)
-            if known is None or (known == "library" and kind == "user"):
+            caller_kind = self.caller and _meaning_of(self.caller.f_code)
+            if caller_kind is None or (caller_kind == "library" and kind == "user"):
                 self.caller = frame
         # See Note [No hooks].
         elif self.innermost is not None or self.is_in_engine:
@@ -153,19 +153,19 @@ class StackScan:
 
 
 def scan_stack() -> StackScan:
-    """Walk up the stack."""
-    scan, known = StackScan(), _meanings.get
+    """Walk up the stack from the caller."""
+    scan, get_meaning = StackScan(), _meanings.get
     below = sys._getframe(1)
     frame: FrameType | None = below
     entry: FrameType | None = None
     has_reason = False
     while frame is not None:
-        kind = known(id(frame.f_code)) or _meaning_of(frame.f_code)
+        kind = get_meaning(id(frame.f_code)) or _meaning_of(frame.f_code)
         if kind == "other":
             scan.is_from_cpp &= entry is not None
         elif kind == "module":
             module = _module_of(frame)
-            # Never the truth of a module, which is its length, or an error.
+            # Compare with None: bool() of a module may be its length, or raise.
             if module is not None:
                 scan.outermost = module
                 if scan.innermost is None and not scan.is_in_engine:
@@ -176,7 +176,7 @@ def scan_stack() -> StackScan:
             scan.is_in_engine = has_reason = True
         elif kind != "skipped":
             scan.is_from_cpp &= entry is not None
-            # A redistribution has many frames of DTensor's.
+            # One redistribution has many DTensor frames; the first is enough.
             if kind != "dtensor" or not (has_reason or scan.is_from_dtensor):
                 scan.pass_code(kind, frame)
         below, frame = frame, frame.f_back
@@ -185,7 +185,7 @@ def scan_stack() -> StackScan:
 
 
 def _is_given_a_bucket(entry: FrameType) -> bool:
-    """Whether the frame that C++ called, or that starts a thread, is DDP's communication hook's."""
+    """Whether a frame called from C++, or the first of a thread, is a DDP communication hook."""
     if entry.f_code.co_name == "<module>":
         return False
     bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
@@ -193,48 +193,47 @@ def _is_given_a_bucket(entry: FrameType) -> bool:
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    """The user's module whose call a frame is; None for a graph that the compiler made of one."""
-    found: Any = frame.f_locals.get("self")
-    return None if not isinstance(found, nn.Module) or is_graph(found) else found
+    """Return the user's module that a frame calls; None for a compiled graph."""
+    module: Any = frame.f_locals.get("self")
+    return None if not isinstance(module, nn.Module) or is_graph(module) else module
 
 
 def compiled_module(module: nn.Module | None) -> nn.Module | None:
-    """The module inside of one that `torch.compile` made of it; any other as it is."""
-    # What TorchScript has in place of a dict has no get().
-    held = {} if module is None else module._modules
-    return held["_orig_mod"] if "_orig_mod" in held else module  # noqa: SIM401  # as just said
+    """Return the module inside a wrapper of `torch.compile`; any other module unchanged."""
+    # `_modules` of TorchScript is not a dict and has no get().
+    modules = {} if module is None else module._modules
+    return modules["_orig_mod"] if "_orig_mod" in modules else module  # noqa: SIM401  # no get()
 
 
 def is_graph(module: nn.Module | None) -> bool:
-    """Whether a module is a graph that the compiler made, or what the compiler calls it by."""
-    # Some backends run a graph as it is, and dynamo wraps that of backward (read in torch 2.13).
+    """Whether a module is a compiled graph, or dynamo's wrapper around one."""
+    # Some backends run a graph directly; dynamo wraps backward's graph (checked in torch 2.13).
     called = compiled_module(module)
     if not isinstance(called, fx.GraphModule):
         return False
     if isinstance(called, graph_type()):
         return True
-    # A pass may have made another of it, of the class of those that users trace; AOTAutograd names
-    # what backward is given (read in torch 2.13).
+    # A compiler pass may rebuild the graph as a plain GraphModule, which users' traces are too; but
+    # AOTAutograd names the inputs of backward `tangents_` (checked in torch 2.13).
     inputs = called.graph.find_nodes(op="placeholder")
     return any(str(node.target).startswith("tangents_") for node in inputs)
 
 
 def engine_code() -> CodeType:
-    """The code of torch's function that calls the autograd engine."""
+    """Return the code of torch's function that calls the autograd engine."""
     return code_of("torch.autograd.graph", "_engine_run_backward")
 
 
 @functools.cache
 def graph_type() -> type[nn.Module]:
-    """The class of the graphs that a compiled module's call runs."""
-    # As whose call the backends below inductor (eager, aot_eager) run a compiled module's graph.
-    found: type[nn.Module] = upstream.look_up("torch.fx._lazy_graph_module", "_LazyGraphModule")
-    return found
+    """Return the class of the graphs that the backends eager and aot_eager call."""
+    graph: type[nn.Module] = upstream.look_up("torch.fx._lazy_graph_module", "_LazyGraphModule")
+    return graph
 
 
 @functools.cache
 def _forward_method_code() -> CodeType:
-    # Around a method other than forward that is an entry of an FSDP2 unit.
+    # FSDP2 wraps this code around a method other than forward that unshards the unit.
     name = "register_fsdp_forward_method"
     registering = code_of("torch.distributed.fsdp", name)
     for constant in registering.co_consts:
@@ -245,9 +244,9 @@ def _forward_method_code() -> CodeType:
 
 @functools.cache
 def _clipping_codes() -> list[CodeType]:
-    """The code of functions that clip gradients."""
-    # By their public names, all there since torch 2.6, because the functions themselves live under
-    # private ones: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
+    """Return the code of the functions that clip gradients."""
+    # Look up the public names, which exist since torch 2.6. The functions themselves have private
+    # ones: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
     fsdp1 = upstream.look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
     if not hasattr(fsdp1, "clip_grad_norm_"):
@@ -259,7 +258,7 @@ def _clipping_codes() -> list[CodeType]:
 
 @functools.cache
 def code_of(module: str, name: str, method: str = "") -> CodeType:
-    """The code of a function of torch, or of a class's method."""
-    found = upstream.look_up(module, name)
-    code: CodeType = inspect.unwrap(getattr(found, method) if method else found).__code__
+    """Return the code of a function of torch, or of a method of a class."""
+    function = upstream.look_up(module, name)
+    code: CodeType = inspect.unwrap(getattr(function, method) if method else function).__code__
     return code
