@@ -41,12 +41,12 @@ from pytest_fsdp_comm.text.words import counted, show_nbytes
 class CommMode(CommDebugAnswers):
     """Record the communication of a block of code.
 
-    ``with comm_mode(model):`` names modules relative to ``model``; bare ``with comm_mode:`` names
-    them relative to the outermost module that ran. If several outermost modules ran, the first one
-    gives plain names, and those of the others begin with ``@2``, ``@3`` and so on, in the order in
-    which they first ran. If none ran, names are as in an earlier block, or relative to the FSDP
-    root. What other threads send is recorded without an owner. The result stays after the block;
-    entering again starts over.
+    In ``with comm_mode(model):``, FQNs are relative to ``model``; in ``with comm_mode:``, to the
+    outermost module that ran. If several outermost modules ran, FQNs in the second begin with
+    ``@2``, in the third with ``@3`` and so on, in the order in which they first ran. If none ran,
+    FQNs are as in an earlier block, or relative to the FSDP root. Collectives of other threads are
+    recorded without an owner. The recording stays available after the block; entering again starts
+    a new one.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class CommMode(CommDebugAnswers):
         show: Callable[[CommProfile], str] | None = None,
         trace_operations: bool = True,
     ) -> None:
-        """Prepare, and record nothing yet.
+        """Prepare a recorder; entering it starts a recording.
 
         Args:
-            gather: Exchange between the ranks of the test; the default is for one process.
-            ranks: The ranks that exchange, ascending; empty for this one alone.
-            show: Writes a profile as ``str`` shows it; None for one line.
-            trace_operations: Whether blocks do so by default; it costs more than all the rest.
+            gather: Exchanges texts between the ranks of the test; the default is for one process.
+            ranks: The ranks that exchange, ascending; empty for only this one.
+            show: Formats a profile for ``str``; None for one line.
+            trace_operations: The default of blocks. Tracing costs more than the rest of recording.
         """
         self._traces_by_default = self._traces = trace_operations
         self._gather = gather
@@ -74,9 +74,9 @@ class CommMode(CommDebugAnswers):
         self._block: RecordedBlock | None = None
         self._estimated: optim.Optimizer | bool = False
         self._estimate: Callable[[], Estimate] | None = None
-        # Blocks before the last one whose recording nobody looked at.
+        # The number of blocks before the last one whose recording was never read.
         self._is_read, self._unread_blocks = True, 0
-        # What the blocks of one test share.
+        # The blocks of a test share these two.
         self._backward = BackwardMap()
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
@@ -87,21 +87,21 @@ class CommMode(CommDebugAnswers):
         trace_operations: bool | None = None,
         estimate: optim.Optimizer | bool = False,
     ) -> Self:
-        """Choose the module that names are relative to, for the next block.
+        """Set the module that FQNs are relative to, for the next block.
 
         Args:
-            model: Any module; usually the FSDP root. A list for the parts of one model that this
-                rank runs, such as the stages of a pipeline: each module is named as its part names
-                it, so that the roots of all parts are ``(root)``.
-            trace_operations: Whether the block also notes which operations run in which modules,
-                which the tables and the JSON of CommDebugMode show. None for what this value does
-                by default: no for the fixture.
-            estimate: An optimizer, or True for none, to estimate memory and count operations too,
-                which `estimate` then has. The model is the root of FSDP2.
+            model: Any module; usually the FSDP root. Pass a list for the parts of one model that
+                this rank runs, such as the stages of a pipeline: FQNs are then relative to the
+                part, and the root of each part is ``(root)``.
+            trace_operations: Whether the block also records which operations run in which modules,
+                for the tables and JSON of CommDebugMode. None for the default, which is False for
+                the fixture.
+            estimate: An optimizer, or True for none, to fill `estimate`: memory at its peak, and
+                operations. The model must then be an FSDP2 root.
 
         Raises:
             RecordingError: It is not a module, two parts have a parameter of the same name, or
-                one part holds another.
+                one part contains another.
         """
         parts = parts_of(model, given_to="comm_mode", otherwise=", or use `with comm_mode:`")
         self._models = tuple(map(weakref.ref, parts))
@@ -113,22 +113,21 @@ class CommMode(CommDebugAnswers):
     def __enter__(self) -> Self:
         """Start recording.
 
-        Without a process group, nothing that this rank sends can be seen and every count is 0;
-        only a comparison with a snapshot says so.
+        Without a process group, every count is 0; only a comparison with a snapshot raises then.
 
         Raises:
-            RecordingError: It is recording already, or the model is gone.
+            RecordingError: It is recording already, or the model no longer exists.
         """
         if self._running is not None:
             raise RecordingError(
-                "comm_mode is already recording and cannot be nested. To look at a part, use two "
+                "comm_mode is already recording and cannot be nested. To examine a part, use two "
                 "consecutive blocks, or .events of the outer one"
             )
-        given, self._models = self._models, ()
-        models = [model for model in (held() for held in given) if model is not None]
-        if len(models) < len(given):
+        references, self._models = self._models, ()
+        models = [model for model in (reference() for reference in references) if model is not None]
+        if len(models) < len(references):
             raise RecordingError(
-                "the model given to comm_mode(model) no longer exists; keep a reference to it "
+                "the model passed to comm_mode(model) no longer exists; keep a reference to it "
                 "until the block is entered"
             )
         traces, self._traces = self._traces, self._traces_by_default
@@ -136,7 +135,7 @@ class CommMode(CommDebugAnswers):
         estimated, self._estimated, self._estimate = self._estimated, False, None
         with contextlib.ExitStack() as block:
             block.enter_context(recorder.watching())
-            # Within: the recorder must see what the tracker puts around FSDP's methods.
+            # After `watching`: the tracker's wrappers of FSDP's methods must call ours.
             if estimated is not False:
                 optimizer = None if estimated is True else estimated
                 self._estimate = block.enter_context(estimating(models, optimizer))
@@ -152,7 +151,7 @@ class CommMode(CommDebugAnswers):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop recording; after an exception what was recorded so far stays."""
+        """Stop recording; after an exception, the events recorded so far stay available."""
         if self._running is None:
             return
         recorder, watching = self._running
@@ -161,11 +160,11 @@ class CommMode(CommDebugAnswers):
             watching.__exit__(kind, value, traceback)
         finally:
             if self._estimate is not None:
-                # The value alone: what makes it holds model and optimizer.
+                # Store only the values: the function refers to model and optimizer.
                 self._estimate = functools.partial(replace, self._estimate())
             self._block = recorder.finish()
             self._roots = self._block.roots or self._roots
-        # Not in place of the exception that ends the block, where warnings are errors.
+        # Where warnings are errors, this must not replace the exception that ends the block.
         unseen = [gap.text for gap in self._block.recording.gaps if gap.kind == "unseen"]
         if unseen and kind is None:
             warnings.warn(
@@ -175,7 +174,7 @@ class CommMode(CommDebugAnswers):
             )
 
     def __eq__(self, other: object) -> bool:
-        """Leave a comparison with a snapshot to the snapshot."""
+        """Compare the profiles of two recordings; a snapshot compares itself."""
         if isinstance(other, CommMode):
             return self.profile == other.profile
         return NotImplemented
@@ -183,7 +182,7 @@ class CommMode(CommDebugAnswers):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """One line, since pytest shows it beside every failure of a test that has the fixture."""
+        """One line, since pytest prints it in each failure of a test that uses the fixture."""
         if self._running is not None:
             return "<CommMode: recording>"
         if self._block is None:
@@ -202,7 +201,7 @@ class CommMode(CommDebugAnswers):
 
     @property
     def recording(self) -> Recording:
-        """All that this rank recorded: in the block so far, or in the last one.
+        """This rank's recording: of the running block so far, or of the last block.
 
         Raises:
             RecordingError: No block has begun yet.
@@ -222,9 +221,9 @@ class CommMode(CommDebugAnswers):
 
     @property
     def models(self) -> list[nn.Module]:
-        """The modules that names of the last block are relative to, those with parameters alone."""
-        held = self._block.roots if self._block else ()
-        roots = [root for root in (one() for one in held) if root is not None]
+        """The modules that the last block's FQNs are relative to, if they have parameters."""
+        references = self._block.roots if self._block else ()
+        roots = [root for root in (reference() for reference in references) if root is not None]
         return [root for root in roots if any(True for _ in root.parameters())]
 
     @property
@@ -249,14 +248,14 @@ class CommMode(CommDebugAnswers):
 
     @property
     def estimate(self) -> Estimate:
-        """What this rank holds at its peak, and computes: estimated, never compared.
+        """This rank's memory at its peak, and its operations; estimated, never compared.
 
         Raises:
-            RecordingError: The last block did not estimate.
+            RecordingError: The last block was entered without ``estimate=``.
         """
         if self._estimate is None:
             raise RecordingError(
-                "comm_mode has no estimate; ask for it where the block begins: "
+                "comm_mode has no estimate; request it where the block begins: "
                 "`with comm_mode(model, estimate=optimizer):`"
             )
         return self._estimate()
@@ -275,21 +274,21 @@ class CommMode(CommDebugAnswers):
         """The counts and bytes of all ranks. Every rank must call it.
 
         Raises:
-            RecordingError: The block still runs, or this rank had no process group in it; or there
-                were blocks before it that were neither compared nor queried.
+            RecordingError: The block still runs; this rank had no process group in it; or earlier
+                blocks were neither compared nor queried.
         """
         if self._running is not None:
             raise RecordingError(
-                "comm_mode was compared with a snapshot while it still records, so that the rest "
-                "of the block would be missing; compare it after the block"
+                "comm_mode was compared with a snapshot inside the block, before the recording is "
+                "complete; compare it after the block"
             )
         unread, self._unread_blocks = self._unread_blocks, 0
         if unread:
             raise RecordingError(
-                f"comm_mode recorded {unread + 1} blocks, and a comparison has the last one alone, "
-                "so that the others would go unseen; put all of it into one block, or compare "
-                "after each (comm_snapshot(name=...) gives each its own file). If only the last "
-                "one matters, run the others without comm_mode"
+                f"comm_mode recorded {unread + 1} blocks, but a comparison covers only the last "
+                "one; use a single block, or compare after each block (comm_snapshot(name=...) "
+                "gives each its own file). If only the last one matters, run the others without "
+                "comm_mode"
             )
         if not (self.recording.backend or self.recording.collectives):
             raise RecordingError(
@@ -298,20 +297,19 @@ class CommMode(CommDebugAnswers):
                 "@pytest.mark.distributed(world_size=...), or call "
                 "torch.distributed.init_process_group() before the block"
             )
-        # Without the rank, which is known: ranks that recorded the same exchange the same text.
+        # Without the rank's number, so that ranks with equal recordings exchange equal texts.
         nameless = replace(self.profile, recorded_ranks=())
         profiles = gather_alike(self._gather, "comm_mode", nameless)
         return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what all ranks recorded in the last block to one file. Every rank must call it.
+        """Write the last block's recordings of all ranks to one file. Every rank must call it.
 
         Args:
-            path: Ends with ``.json``, as ``fsdp-comm show`` and ``diff`` read it. One process
-                writes it.
+            path: A ``.json`` file, for ``fsdp-comm show`` and ``diff``. One process writes it.
 
         Raises:
-            FsdpCommError: The path ends otherwise.
+            FsdpCommError: The path does not end with ``.json``.
             RecordingError: The block still runs, or none has begun.
         """
         name = os.fspath(path)
@@ -319,8 +317,8 @@ class CommMode(CommDebugAnswers):
             raise FsdpCommError(f"comm_mode.save writes .json files, got {name!r}")
         if self._running is not None:
             raise RecordingError(
-                "comm_mode was saved while it still records, so that the rest of the block would "
-                "be missing; save it after the block"
+                "comm_mode was saved inside the block, before the recording is complete; save it "
+                "after the block"
             )
         recordings = gather_alike(self._gather, "comm_mode.save", self.recording)
         if self.recording.rank == min(recording.rank for recording in recordings):
@@ -336,15 +334,15 @@ class CommMode(CommDebugAnswers):
     ) -> Iterator[None]:
         """Record a block of a launched program on all its ranks, without a test, and save it.
 
-        Every rank enters it. They exchange files beside `path`, through none of the program's
-        groups, and rank 0 writes `path` on a thread of its own, while the program goes on. An error
-        of the recorder is a warning, and the program goes on too.
+        Every rank must enter it. The ranks exchange files in the folder of `path`, without using
+        the program's process groups, and rank 0 writes `path` on a separate thread. An error of
+        the recorder becomes a warning. In both cases, the program goes on.
 
         Args:
-            model: As for a call.
-            path: Ends with ``.json``; on a file system that all machines share. It is as `save`
-                writes it, but for the seconds, and ranks that recorded the same are in it once.
-            timeout_s: How long rank 0 waits for the others after the block.
+            model: As in ``comm_mode(model)``.
+            path: A ``.json`` file on a file system that all machines share. Its format is that of
+                `save`, without host seconds; equal recordings are stored once.
+            timeout_s: How long rank 0 waits for the other ranks after the block.
         """
         is_recording = False
         with _warned("recorded nothing"):
@@ -362,7 +360,7 @@ class CommMode(CommDebugAnswers):
                 self.__exit__(type(error), error, None)
             raise
         with _warned(f"did not write {path}"):
-            # Of what is incomplete where warnings are errors; it is written all the same.
+            # Gaps raise where warnings are errors; write the recording nevertheless.
             with _warned("has gaps", UnseenCollectivesWarning):
                 self.__exit__(None, None, None)
             if is_recording:
@@ -381,19 +379,19 @@ class CommMode(CommDebugAnswers):
     ) -> int:
         """Number of collectives on this rank that match.
 
-        The number is an int; where an assertion on it fails, pytest shows what was counted.
+        The number is an int; if an assertion on it fails, pytest prints the counted collectives.
 
         Args:
             kind: E.g. ``"all_gather"``; None for all.
             phase: E.g. ``"backward"``; None for all.
-            owner: FQN of the owning module, ``""`` for the root, or a pattern as snapshots print
-                them: ``"layers.{0..3}"``, ``"(root)"``, ``"(no-module)"``; also ``"layers.*"``,
-                where ``*`` stands for one segment or a part of one. None for all.
+            owner: FQN of the owner, ``""`` for the root, or a pattern as in snapshots:
+                ``"layers.{0..3}"``, ``"(root)"``, ``"(no-module)"``; also ``"layers.*"``, where
+                ``*`` matches one segment or a part of one. None for all.
             axis: Name of the mesh axis; None for all.
 
         Raises:
-            RecordingError: There is no such kind, phase, axis or owner, so that the answer could
-                only ever be 0; or nothing was recorded yet.
+            RecordingError: There is no such kind, phase, axis or owner, so the answer would always
+                be 0; or nothing was recorded yet.
         """
         __tracebackhide__ = True  # the error is the caller's
         question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
@@ -410,26 +408,26 @@ class CommMode(CommDebugAnswers):
         """Bytes of the collectives on this rank that match; arguments and errors as in `counts`."""
         __tracebackhide__ = True
         question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
-        return self._answer("nbytes", question, lambda some: sum(one.nbytes for one in some))
+        return self._answer("nbytes", question, lambda events: sum(e.nbytes for e in events))
 
     def _answer(
         self, name: str, question: Question, measure: Callable[[tuple[Collective, ...]], int]
     ) -> int:
         __tracebackhide__ = True
-        asked = f"{name}({question})"
+        query = f"{name}({question})"
         block = self._known_block()
         recorded, names = block.recording.collectives, block.names
         if question.axis is not None and question.axis not in names.axes:
             names = names.with_axes(existing_axes(), recorded)
-        if isinstance(question.axis, str):  # as the recording has it, if it does
+        if isinstance(question.axis, str):  # recordings have printable names
             axis = printable(question.axis)
             question = replace(question, axis=axis) if axis in names.axes else question
         matching = select(question, recorded, names)
-        return Answer(measure(matching), asked, matching, recorded)
+        return Answer(measure(matching), query, matching, recorded)
 
 
 def publish(recording: Recording, files: RankFiles) -> None:
-    """Leave a recording for the rank that writes those of all; the seconds are left out."""
+    """Write a recording, without host seconds, to a file for the rank that joins all ranks'."""
     files.publish(recording.rank, dump_recordings([replace(recording, rank=0, timings=())]))
 
 
@@ -440,12 +438,12 @@ def _write_of_ranks(files: RankFiles, path: Path, num_ranks: int, timeout_s: flo
 
 
 @contextlib.contextmanager
-def _warned(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Make an error a warning, or where that is an error a line: a recorded program goes on."""
+def _warned(problem: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Turn an error into a warning, or into a printed line where warnings are errors."""
     try:
         yield
     except kind as error:
-        text = f"comm_mode {what}: {error}"
+        text = f"comm_mode {problem}: {error}"
         try:
             warnings.warn(text, UnseenCollectivesWarning, stacklevel=3)
         except UnseenCollectivesWarning:

@@ -1,4 +1,4 @@
-"""What DTensor and other tensor subclasses make of operations, and which redistributions send."""
+"""How tensor subclasses such as DTensor run operations, and which redistributions communicate."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _STAND_INS: Final = (
 
 
 class Dispatch(IntEnum):
-    """What a class makes of the operations that it is given; the higher one decides."""
+    """How a tensor class runs an operation. If classes are mixed, the highest value applies."""
 
     NONE = 0
-    """Runs them as they are, as a plain tensor does."""
+    """As a plain tensor does."""
     OPAQUE = 1
-    """Has code of its own, and dispatch modes may not see what that runs."""
+    """By other code, whose operations dispatch modes may not see."""
     WRAPPER = 2
-    """Runs them on the tensors that it holds, where modes see them: DTensor, unwaited results."""
+    """On its inner tensors, where modes see the operations: DTensor, unwaited results."""
 
 
 @functools.cache
 def dispatch_of(cls: type) -> Dispatch:
-    """What a class makes of operations."""
-    own: Any = getattr(cls, "__torch_dispatch__", None)
-    if own is None or own is torch.Tensor.__torch_dispatch__ or issubclass(cls, _stand_ins()):
+    """Return how a tensor class runs operations."""
+    method: Any = getattr(cls, "__torch_dispatch__", None)
+    if method is None or method is torch.Tensor.__torch_dispatch__ or issubclass(cls, _stand_ins()):
         return Dispatch.NONE
     return Dispatch.WRAPPER if _can_be_taken_apart(cls) else Dispatch.OPAQUE
 
@@ -47,13 +47,13 @@ def is_dtensor_class(cls: type) -> bool:
 
 
 def is_dtensor(thing: object) -> bool:
-    """Whether something is a DTensor, or of a class derived from it."""
+    """Whether an object is a DTensor, or of a subclass."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(thing, module.DTensor)
 
 
-def tensors_held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors of a tensor: itself or, of a wrapper, those that it holds."""
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the inner tensors of a wrapper, down to plain ones; any other tensor as it is."""
     if type(tensor) is torch.Tensor or not _can_be_taken_apart(type(tensor)):
         yield tensor
         return
@@ -61,52 +61,52 @@ def tensors_held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     try:
         names, _ = wrapper.__tensor_flatten__()
     except RuntimeError:
-        names = vars(wrapper)  # it reads a value, which a simulated tensor does not have
-    for held in (getattr(wrapper, name) for name in names):
-        if isinstance(held, torch.Tensor):  # torch 2.13 lists the mesh of a DTensor too
-            yield from tensors_held(held)
+        names = vars(wrapper)  # flattening reads a value, and simulated tensors have none
+    for inner in (getattr(wrapper, name) for name in names):
+        if isinstance(inner, torch.Tensor):  # torch 2.13 lists the mesh of a DTensor too
+            yield from plain_tensors(inner)
 
 
 def _can_be_taken_apart(cls: type) -> bool:
-    # What torch.compile requires of a class (torch 2.1 and newer).
+    # torch.compile requires these methods of wrappers (torch 2.1 and newer).
     return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
 
 
 def _stand_ins() -> tuple[type, ...]:
-    """Classes of torch in place of plain tensors, which fail if a mode does not run them."""
-    # Not imported: where nothing has made a tensor of them, there is none.
+    """Return torch's fake tensor classes, whose operations fail unless the mode runs them."""
+    # From sys.modules: if the module is not imported, no such tensor exists.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
 
 
 class RedistributionWatch:
-    """Notice the first collective of each redistribution."""
+    """Detect the first collective of each redistribution."""
 
     def __init__(self, groups: GroupNames) -> None:
         self._groups = groups
-        # The steps of the last collective's redistribution, and which it had reached. Held, and not
-        # known by the frame, whose address the next one may have. Torch keeps one list for all that
-        # are alike, but each begins at the same step.
+        # The list of steps of the last collective's redistribution, and the current step. The list,
+        # because a frame's address may be reused. torch caches one list for equal redistributions,
+        # but a new one starts again at the first step.
         self.last: tuple[Any, int] | None = None
-        """None once a collective was sent that is part of none."""
+        """None after a collective outside a redistribution."""
 
-    def note_collective(self, found: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Note a collective by the locals of the redistribution that it is part of.
+    def note_collective(self, variables: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Note a collective, from the local variables of its redistribution.
 
         Returns:
-            At its first collective, fields of `events.Redistribution`; None at any other.
+            Fields of `events.Redistribution` for its first collective, None for later ones.
         """
         try:
-            # Read in torch 2.6, 2.9, 2.11, 2.13.
-            current, target = found["current_spec"], found["target_spec"]
-            local = found["local_tensor"]
+            # Checked in torch 2.6, 2.9, 2.11 and 2.13.
+            current, target = variables["current_spec"], variables["target_spec"]
+            local = variables["local_tensor"]
         except KeyError as missing:
             raise upstream.misread_error("torch", "redistribute_local_tensor", missing) from missing
         self._groups.learn_mesh(current.mesh)
-        infos = found.get("optimized_transform_infos", found.get("transform_infos", []))
-        info, step = found.get("transform_info"), 0
+        infos = variables.get("optimized_transform_infos", variables.get("transform_infos", []))
+        info, step = variables.get("transform_info"), 0
         if len(infos) > 1:
-            step = next((n for n, one in enumerate(infos) if one is info), 0)
+            step = next((n for n, entry in enumerate(infos) if entry is info), 0)
         last, self.last = self.last, (infos, step)
         if last is not None and last[0] is infos and step > last[1]:
             return None
@@ -115,6 +115,6 @@ class RedistributionWatch:
             "source_placements": tuple(map(repr, current.placements)),
             "target_placements": tuple(map(repr, target.placements)),
             "mesh_axes": tuple(map(printable, names)),
-            # Of what a wrapper holds, whatever dtype it says of itself.
-            "nbytes": sum(held.numel() * held.element_size() for held in tensors_held(local)),
+            # Sum over inner tensors: a wrapper may report another dtype.
+            "nbytes": sum(inner.numel() * inner.element_size() for inner in plain_tensors(local)),
         }

@@ -1,4 +1,4 @@
-"""Estimates what a rank holds at its peak, and how much it computes."""
+"""Estimate a rank's memory at its peak, and its floating-point operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
 
 _USE = "an estimate relies on"
-# By field, how torch's tracker calls what it adds up (read in torch 2.13).
+# The names that torch's tracker uses for the parts of each field (checked in torch 2.13).
 _TRACKED = {
     "parameters_nbytes": ("Sharded Param", "Buffer"),
     "gradients_nbytes": ("Sharded Grad", "Unsharded Grad", "Reduce Scatter"),
@@ -29,45 +29,46 @@ _TRACKED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a rank holds when it holds most, by torch's ``FSDPMemTracker``, and what it computes.
+    """A rank's memory at its peak, by torch's ``FSDPMemTracker``, and its operations.
 
-    What an allocator rounds up, and what is not made of tensors, is not counted.
+    Only tensors are counted, without the allocator's rounding.
     """
 
     parameters_nbytes: int
-    """Own shards, and buffers."""
+    """This rank's shards, and buffers."""
     gradients_nbytes: int
-    """Also of whole units, and what is being reduced."""
+    """Including unsharded gradients, and those that are being reduced."""
     optimizer_nbytes: int
     activations_nbytes: int
-    """Inputs, what forward keeps, and what backward computes until it is known for a gradient."""
+    """Inputs, tensors saved by forward, and tensors of backward not yet known as gradients."""
     gathered_nbytes: int
-    """Parameters of gathered units, and the buffers that gather them. `peak_gathered_nbytes` is
-    another number: the most parameters, at another time, without buffers."""
+    """Parameters of gathered units, and the buffers for gathering. `peak_gathered_nbytes` differs:
+    it is the peak of parameters alone, which may be at another time."""
     flops: int
-    """Floating-point operations of this rank in the whole block, of torch's ``flop_registry``."""
+    """Floating-point operations of this rank in the block, by torch's ``flop_registry``."""
 
     @property
     def peak_nbytes(self) -> int:
-        return sum(getattr(self, one.name) for one in fields(self) if one.name != "flops")
+        names = [field.name for field in fields(self) if field.name != "flops"]
+        return sum(getattr(self, name) for name in names)
 
 
 class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """As ``FlopCounterMode``, of what this rank computes of DTensors."""
+    """A ``FlopCounterMode`` that counts this rank's share of operations on DTensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        # Read in torch 2.13.
+        # Checked in torch 2.13.
         self._fake_mode = upstream.look_up("torch._guards", "active_fake_mode", _USE)
         self._outer = self._fake_mode()
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, torch.distributed.tensor.DTensor) for one in types):
+        if any(issubclass(cls, torch.distributed.tensor.DTensor) for cls in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         count = flop_registry.get(getattr(func, "overloadpacket", None))
-        # DTensor also runs operations on fake tensors, to learn what they would return.
+        # DTensor also runs operations on fake tensors, to infer the shapes of results.
         if count is not None and self._fake_mode() is self._outer:
             self.total += count(*args, **(kwargs or {}), out_val=result)
         return result
@@ -75,13 +76,13 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
 @contextlib.contextmanager
 def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable[[], Estimate]]:
-    """Estimate while the block runs; gives what says the result up to now."""
+    """Estimate while the block runs; yields a function that returns the estimate so far."""
     model = models[0]
     if len(models) > 1 or not isinstance(model, FSDPModule):
-        given = ", ".join(type(one).__name__ for one in models)
+        names = ", ".join(type(module).__name__ for module in models)
         raise RecordingError(
-            f"an estimate needs one model that is a root of FSDP2, got {given}: call fully_shard "
-            "on the model that is given to comm_mode, or leave out estimate="
+            f"an estimate needs one model that is a root of FSDP2, got {names}: call fully_shard "
+            "on the model that is passed to comm_mode, or leave out estimate="
         )
     tracker_type: Any = upstream.look_up(
         "torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker", _USE
@@ -89,14 +90,14 @@ def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable
     tracker = tracker_type(model, optimizer)
 
     def begin(_: nn.Module, *inputs: Any) -> None:
-        # Otherwise a second forward is an error.
+        # Without the reset, a second forward raises.
         tracker.reset_mod_stats()
         tracker.track_inputs(inputs)
 
     def estimate() -> Estimate:
         (snapshot, *_) = tracker.get_tracker_snapshot("peak").values()
-        held = {getattr(kind, "value", kind): nbytes for kind, nbytes in snapshot.items()}
-        nbytes = {name: sum(held[kind] for kind in kinds) for name, kinds in _TRACKED.items()}
+        by_kind = {getattr(kind, "value", kind): nbytes for kind, nbytes in snapshot.items()}
+        nbytes = {name: sum(by_kind[kind] for kind in kinds) for name, kinds in _TRACKED.items()}
         return Estimate(**nbytes, flops=flops.total)
 
     with (

@@ -1,8 +1,8 @@
 """Find code on the fake group whose communication may depend on the values of tensors."""
 
-# Note [Values on the fake group]
-# The fake group exchanges nothing, so values that come from other ranks are wrong there. Most code
-# never looks at them; what does is recorded as if the values were true.
+# The fake group exchanges nothing, so values that should come from other ranks are wrong. Most code
+# never reads them. Code that does may communicate differently from a real run, so each read is a
+# gap.
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from pytest_fsdp_comm.recording.pending import IN_MODULES
 
 
 class ValueReads:
-    """The places of one block where user code reads the values of tensors, each once."""
+    """The lines of one block in which user code reads values of tensors."""
 
     def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
-        """Prepare; `attribute` gives the phase that runs, and the innermost user code."""
+        """Prepare; `attribute` returns the current phase and user line."""
         self._attribute = attribute
         self.gaps: dict[Gap, None] = {}
-        """One for each place, in the order in which they were first reached."""
+        """One for each line and kind of read, in the order of their first run."""
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = func.overloadpacket.__name__
-        # Of an index, torch tags every use, though only a mask makes the shape depend on values.
+        # torch tags every index as a read, but only a mask makes the shape depend on values.
         if name == "index" and not any(
             index is not None and index.dtype in {torch.bool, torch.uint8} for index in args[1]
         ):
             return
         if name == "repeat_interleave" and kwargs.get("output_size") is not None:
             return
-        users_words = {"_local_scalar_dense": "item", "index": "a boolean mask"}
-        self.note(users_words.get(name, name))
+        public_names = {"_local_scalar_dense": "item", "index": "a boolean mask"}
+        self.note(public_names.get(name, name))
 
     def note(self, how: str) -> None:
-        """Note how values are read, if user code does it in forward or backward."""
+        """Add a gap for a read of values, if user code reads them in forward or backward."""
         frame = _requesting_frame()
         if frame is None:
             return
-        # ``one_hot`` reads the least value to check it, in C++: no frame of its own tells it from
-        # its caller. It makes no shape of values where it is given the number of classes.
+        # ``one_hot`` checks the smallest value in C++, so the stack does not show it. If the number
+        # of classes is passed, its shape does not depend on values.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if re.search(r"\bone_hot\(.*,", line):
             return
@@ -67,7 +67,7 @@ class ValueReads:
             self._add(f"{call_site} reads the values of a tensor ({how})")
 
     def note_splits(self, bound: Mapping[str, Any], call_site: str) -> None:
-        """Note an all-to-all whose parts differ in size, as those of routed tokens do."""
+        """Add a gap for an all-to-all with parts of different sizes, such as routed tokens."""
         parts = [bound.get(name) or () for name in ("input_split_sizes", "output_split_sizes")]
         parts += [
             [tensor.numel() for tensor in tensors_in(bound.get(name))]
@@ -81,74 +81,75 @@ class ValueReads:
 
 
 class KeptAnswers:
-    """What was answered outside of recordings: most code asks for a device before a block begins.
+    """Assumed values outside of blocks: most code asks for a device before a block begins.
 
-    A test has what itself and the fixtures that it uses have asked, whichever test set these up.
+    A test has the answers to its questions and to those of the fixtures that it uses, also if
+    another test set the fixtures up.
     """
 
     def __init__(self) -> None:
         self._of_fixtures: dict[str, dict[Answer, None]] = {}
         self._used: Container[str] = ()
-        self.asked: dict[Answer, None] = {}
-        """By the test, or by the fixture that is being set up."""
+        self.current: dict[Answer, None] = {}
+        """The answers to the test, or to the fixture that is being set up."""
 
     def begin(self, used: Container[str]) -> None:
-        """Begin a test, which uses the fixtures `used`, by name."""
-        self._used, self.asked = used, {}
+        """Begin a test; `used` are the names of its fixtures."""
+        self._used, self.current = used, {}
 
     @contextlib.contextmanager
     def by(self, fixture: str) -> Iterator[None]:
-        """Keep what the block asks for as long as a fixture lives."""
-        outer, self.asked = self.asked, self._of_fixtures.setdefault(fixture, {})
+        """Store the answers in the block with a fixture, until `forget`."""
+        outer, self.current = self.current, self._of_fixtures.setdefault(fixture, {})
         try:
             yield
         finally:
-            self.asked = outer
+            self.current = outer
 
     def forget(self, fixture: str) -> None:
         self._of_fixtures.pop(fixture, None)
 
     def __iter__(self) -> Iterator[Answer]:
-        yield from self.asked
-        for fixture, asked in self._of_fixtures.items():
+        yield from self.current
+        for fixture, answers in self._of_fixtures.items():
             if fixture in self._used:
-                yield from asked
+                yield from answers
 
 
 answers_of_process: Final = KeptAnswers()
 
 
 def note_answer(value: object, how: str, *, of_process: bool = False) -> None:
-    """Note what the innermost user code is told in place of something that nobody knows."""
+    """Note that user code gets an assumed value in place of an unknown one."""
     frame = find_caller()
     site = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" if frame else "?"
     answer = Answer(value=str(value), site=site, how=how, call_site=call_site_of(frame))
-    kept = (answers_of_process.asked,)
-    for held in kept if of_process else (own.answers for own in entered()):
-        held.setdefault(answer)
+    process = (answers_of_process.current,)
+    for answers in process if of_process else (recorder.answers for recorder in entered()):
+        answers.setdefault(answer)
 
 
-_num_tellers = 0
+_num_reporters = 0
 
 
 @contextlib.contextmanager
-def told_of_values() -> Iterator[None]:
-    """Have recordings told of reads by whoever runs the block, in place of kernels and methods."""
-    global _num_tellers  # noqa: PLW0603  # as the patches are, it is the process's
-    _num_tellers += 1
+def reporting_reads() -> Iterator[None]:
+    """Let the caller report reads of values; kernels and patched methods do not report them."""
+    global _num_reporters  # noqa: PLW0603  # for the whole process, as the patches are
+    _num_reporters += 1
     try:
         yield
     finally:
-        _num_tellers -= 1
+        _num_reporters -= 1
 
 
 def caller_reports_reads() -> bool:
-    """Whether `told_of_values` is under way."""
-    return bool(_num_tellers)
+    """Whether a block of `reporting_reads` is running."""
+    return bool(_num_reporters)
 
 
 def _requesting_frame() -> FrameType | None:
-    """The innermost frame that requested the operation which runs; None if it is no user's."""
+    """Return the frame that requested the running operation; None if it is not user code."""
     for frame in outwards(sys._getframe(1)):
         requests = _requests(frame.f_code.co_filename)
         if requests is not None:
@@ -158,12 +159,12 @@ def _requesting_frame() -> FrameType | None:
 
 @functools.cache
 def _requests(path: str) -> bool | None:
-    """Whether code of a file acts for a user; None if it passes on what its caller requests."""
+    """Whether a file's operations count as user code; None if they count as its caller's."""
     owner = whose(path)
     if owner == "torch":
         return None if path.startswith(_PASSES_ON) else False
     if owner == "library":
-        # transformers' own code outside of its models looks at masks and positions.
+        # transformers reads masks and positions in files outside its models.
         return None if "/numpy/" in path else Path(path).parent.name != "transformers"
     return True if owner == "user" else None
 
@@ -177,12 +178,12 @@ _PASSES_ON: Final = tuple(
         "utils/_python_dispatch.py",
     )
 )
-"""Files of torch that only pass on what their caller requests."""
+"""Files of torch whose operations are those that their callers requested."""
 
 
 def shows_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a method shows values to Python, or makes a shape of them."""
-    # Only indices in a tensor are values.
+    """Whether a method call returns values to Python, or makes a shape depend on them."""
+    # `tensor_split` reads values only if its indices are a tensor.
     return name != "tensor_split" or any(
         isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values())
     )

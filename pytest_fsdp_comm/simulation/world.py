@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.patches import patched
-from pytest_fsdp_comm.recording.value_dependence import told_of_values
+from pytest_fsdp_comm.recording.value_dependence import reporting_reads
 from pytest_fsdp_comm.simulation.devices import cuda_on_cpu, is_cuda_used
 from pytest_fsdp_comm.simulation.groups import RealGroups
 from pytest_fsdp_comm.simulation.memory import SimulationError
@@ -83,7 +83,7 @@ def simulated(
     tensors.begin(groups)
     with (
         patched(*_attributes(tensors, groups)),
-        told_of_values(),
+        reporting_reads(),
         cuda_on_cpu(answers=answers),
         # What is compiled sends what it sends as it is written, and the compiler's own tensors
         # without memory mix with no others.

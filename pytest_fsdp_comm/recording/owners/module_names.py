@@ -115,21 +115,20 @@ def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Mo
             )
     if not parts:
         raise RecordingError(
-            f"{given_to}([]) has no module that names could be relative to; pass the modules that "
-            f"this rank runs{otherwise}"
+            f"{given_to}([]) got an empty list; pass the modules that this rank runs{otherwise}"
         )
     for place, part in enumerate(parts):
         others = (*parts[:place], *parts[place + 1 :])
         if any(part is module for other in others for module in other.modules()):
             raise RecordingError(
                 f"{given_to}([...]) expects parts of one model that do not overlap, but one of "
-                f"them, a {printable(type(part).__name__)}, is given twice or lies within another; "
-                "leave it out"
+                f"them, a {printable(type(part).__name__)}, is passed twice or lies within another;"
+                " leave it out"
             )
     common = _common_parameter(parts) if len(parts) > 1 else None
     if common is not None:
         raise RecordingError(
-            f"{given_to}([...]) expects parts of one model, whose names differ, but two of them "
+            f"{given_to}([...]) expects parts of one model, with distinct names, but two of them "
             f"have a parameter {escape(common)}; pass torch.nn.ModuleList([...]), which names its "
             "modules 0, 1 and so on"
         )
@@ -152,8 +151,8 @@ def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
 
 
 def _without_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """The names without any segment of a wrapper."""
-    # DDP's is called "module", which may also be a user's name: only DDP's is removed.
+    """Return the names without the segments that wrappers add."""
+    # DDP's segment is "module", which may also be a user's name, so look at the types.
     wrappers = [name for name, module in named if isinstance(module, DistributedDataParallel)]
     ddp = [f"{name}.module" if name else "module" for name in wrappers]
     return [clean_fqn(_outside(name, ddp)) for name, _ in named]

@@ -28,7 +28,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_fsdp_comm.comm.events import REDUCING, Phase, Role, Source
-from pytest_fsdp_comm.recording.dtensors import tensors_held
+from pytest_fsdp_comm.recording.dtensors import plain_tensors
 from pytest_fsdp_comm.recording.operations import NOWHERE, Operation, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
 from pytest_fsdp_comm.recording.owners.fsdp import direct_parameters, registered_parameters
@@ -342,7 +342,7 @@ def _may_be_copy(tensor: Any, modules: Modules) -> bool:
 
 
 def _plain(value: object) -> Sequence[torch.Tensor]:
-    return [plain for tensor in tensors_in(value) for plain in tensors_held(tensor)]
+    return [plain for tensor in tensors_in(value) for plain in plain_tensors(tensor)]
 
 
 def _version(tensor: torch.Tensor) -> int:
