@@ -1,15 +1,14 @@
-"""The questions of torch's CommDebugMode, under its names, answered from a recording."""
+"""Provide the methods of torch's CommDebugMode, with results from a recording."""
 
-# Note [Module trace]
-# Nothing here counts collectives or is compared. A module is noted with the first operation of its
-# forward, so one that runs none is not in the trace.
+# A module enters the trace with the first operation of its forward; a module without operations is
+# not in it. Traces are not compared with snapshots.
 
 # Note [Answers of CommDebugMode]
-# torch's class writes its own answers: it is filled with what was recorded and is never entered.
-# Entered, it would count by global module hooks, which lose a module that runs twice (IndexError),
-# take a backward without its forward for a KeyError, book prefetched gathers on the module that
-# runs, add views of their own to what they list, and keep the model alive. So the modules are those
-# of the recording's stack walks, and tables, JSON and the tracker are torch's.
+# We fill an instance of torch's class with recorded data, so that torch writes tables, JSON and the
+# tracker, but never enter it. Entered, it would count by global module hooks, which raise an
+# IndexError for a module that runs twice and a KeyError for a backward without its forward,
+# attribute prefetched gathers to the running module, list views that they create themselves, and
+# keep the model alive. Modules come from the recording instead.
 
 from __future__ import annotations
 
@@ -37,10 +36,10 @@ from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn, has_forward
 
 GLOBAL: Final = "Global"
-"""CommDebugMode's name for everything together, and for what runs in no module."""
+"""CommDebugMode's name for the total, and for operations outside all modules."""
 
 Placements = tuple[Any, ...] | None
-"""Those of a parameter that is a DTensor; None for a plain tensor."""
+"""The placements of a DTensor; None for a plain tensor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,18 +50,19 @@ class TracedModule:
     module_type: str
     """Its class, as CommDebugMode writes it."""
     placements: dict[str, Placements]
-    """Of its own parameters by name, when first seen or, if FSDP had gathered them, when named."""
+    """Placements of its direct parameters, by name. `settle` reads those of parameters again that
+    FSDP had gathered."""
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when it was first called, outermost first."""
     name: str = GLOBAL
-    """CommDebugMode's, when the block ends: the class of its root, and its FQN there."""
+    """CommDebugMode's name, set when the block ends: the class of its root, and its FQN there."""
 
     def settle(self, keys: Mapping[int, str]) -> None:
-        """Name it, by the ``id`` of modules, and look again at what FSDP had gathered."""
+        """Set the name, from names by ``id``, and read placements of gathered parameters again."""
         module = self.module()
         if module is not None:
             self.name = keys.get(id(module), type(module).__name__)
-            # FSDP registers other tensors while the unit is gathered, as it may be during the call.
+            # FSDP registers plain tensors while the unit is gathered, which it was when it ran.
             now = _parameters(module)
             self.placements = {
                 name: _placements(now.get(name)) if placed is None else placed
@@ -70,56 +70,58 @@ class TracedModule:
             }
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Its own parameters by name; an error once the model no longer exists."""
+        """Return its direct parameters by name; raise if the model no longer exists."""
         now = _parameters(self.module())
         if not now.keys() >= self.placements.keys():
             raise _model_is_gone()
-        # `.data` is an operation, and a question must not be part of what it asks about: hide
-        # it from the recording and a test's own modes. Read in torch 2.6 to 2.15.
+        # `.data` is an operation: hide it from the recording and the test's dispatch modes. Checked
+        # in torch 2.6 to 2.15.
         with upstream.look_up("torch.utils._python_dispatch", "_disable_current_modes")():
             return {name: now[name].data for name in self.placements}
 
 
 def _traced(module: nn.Module) -> TracedModule:
     module_type = str(type(module)).replace("<", "").replace(">", "")
-    placements = {name: _placements(own) for name, own in _parameters(module).items()}
+    placements = {name: _placements(param) for name, param in _parameters(module).items()}
     return TracedModule(weakref.ref(module), module_type, placements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTrace:
-    """Which modules a block called, and which operations ran in them."""
+    """The modules that a block called, and the operations that ran in them."""
 
     modules: Callable[[], tuple[TracedModule, ...]]
-    """Callers first, in order of first operations; untraced, all with a forward, as registered."""
+    """Callers first, in the order of first operations. Without tracing: all modules with a forward,
+    in the order of registration."""
     keys: Callable[[str], tuple[str, ...]]
-    """By an owner's FQN, CommDebugMode's names of it and of callables around it, from outside."""
+    """Maps an owner's FQN to CommDebugMode's names of the callable modules around it and of the
+    owner, outermost first."""
     operations: Sequence[tuple[str, dict[str, Any]]] | None = None
-    """Each operation's module name and dictionary, in dispatch order; None if untraced."""
+    """Module name and description of each operation, in dispatch order; None without tracing."""
 
 
 class ModuleTracer:
-    """Notes operations while a block runs."""
+    """Record the operations of a block."""
 
     def __init__(self, backward: BackwardMap, units: UnitWatch) -> None:
         self._backward = backward
         self._units = units
-        # Read in torch 2.13.
+        # Checked in torch 2.13.
         self._fake_mode = upstream.look_up("torch._guards", "active_fake_mode")
         self._operations: list[tuple[TracedModule | None, dict[str, Any]]] = []
-        self._seen: dict[int, TracedModule] = {}  # by identity, valid while the module lives
+        self._traced: dict[int, TracedModule] = {}  # by id, valid while the module lives
         self._called: dict[TracedModule, None] = {}
 
     def note(self, func: Any, dtensor_args: Sequence[Any] | None = None) -> None:
-        """Note an operation that is dispatched now; with its arguments if DTensor is given it."""
+        """Note an operation that is being dispatched; pass its arguments if DTensor handles it."""
         if not isinstance(func, OpOverload):  # a higher-order operator
             return
         running = self._backward.innermost
         is_backward = self._backward.is_in_backward()
-        seen: TracedModule | None = None
+        traced: TracedModule | None = None
         if running is not None:
-            seen = self._note_module(running)
-            if seen not in self._called and not is_backward:
+            traced = self._note_module(running)
+            if traced not in self._called and not is_backward:
                 callers: tuple[TracedModule, ...] = ()
                 for caller in map(self._note_module, self._backward.modules):
                     if caller not in self._called:
@@ -128,70 +130,71 @@ class ModuleTracer:
                     if caller not in callers:
                         callers = (*callers, caller)
         elif is_backward:
-            seen = self._acting_in_backward()
-        # An operation on fake tensors does nothing: DTensor runs it to learn what it would return.
+            traced = self._acting_in_backward()
+        # Skip operations on fake tensors: DTensor runs them to infer the shapes of results.
         if dtensor_args is None and self._fake_mode() is not None:
             return
-        found = [arg for arg in dtensor_args or () if is_dtensor(arg)]
+        dtensors = [arg for arg in dtensor_args or () if is_dtensor(arg)]
         operation = {
             "name": func,
-            "input_shape": [arg.shape for arg in found],
-            "input_sharding": [arg.placements for arg in found],
-            "device_mesh": str(found[-1].device_mesh) if found else "",
+            "input_shape": [arg.shape for arg in dtensors],
+            "input_sharding": [arg.placements for arg in dtensors],
+            "device_mesh": str(dtensors[-1].device_mesh) if dtensors else "",
             "is_bw": is_backward,
             "is_activation_checkpointing": is_backward and running is not None,
         }
-        self._operations.append((seen, operation))
+        self._operations.append((traced, operation))
 
     def _acting_in_backward(self) -> TracedModule | None:
         issuer = self._units.issuer
         if issuer:
             return self._note_module(issuer[0])
-        # To search the model for each parameter would take long; its gradient was just computed.
+        # Searching the model for the parameter would be slow; the previous operation computed its
+        # gradient, so it ran in the same module.
         if self._backward.adds_gradient() and self._operations:
-            seen, operation = self._operations[-1]
+            traced, operation = self._operations[-1]
             if operation["is_bw"]:
-                return seen
+                return traced
         maker, _ = self._backward.maker_of_current_node()
         return None if isinstance(maker, Maker) else self._note_module(maker)
 
     def _note_module(self, module: nn.Module) -> TracedModule:
-        seen = self._seen.get(id(module))
-        # Another module may have had this identity.
-        if seen is None or seen.module() is not module:
-            seen = self._seen[id(module)] = _traced(module)
-        return seen
+        traced = self._traced.get(id(module))
+        # A module that no longer exists may have had this id.
+        if traced is None or traced.module() is not module:
+            traced = self._traced[id(module)] = _traced(module)
+        return traced
 
     def result(self, roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
-        """Name what was noted up to now, relative to the roots."""
-        outermost = (seen.module() for seen in self._called if not seen.callers)
+        """Return the trace so far, with names relative to the roots."""
+        outermost = (traced.module() for traced in self._called if not traced.callers)
         keys = _keys((*roots, *(module for module in outermost if module is not None)))
-        for seen in {*self._called, *(noted[0] for noted in self._operations)}:
-            if seen is not None:
-                seen.settle(keys)
-        called = {seen.name: seen for seen in self._called if seen.module() is not None}
+        for traced in {*self._called, *(noted[0] for noted in self._operations)}:
+            if traced is not None:
+                traced.settle(keys)
+        called = {traced.name: traced for traced in self._called if traced.module() is not None}
         return ModuleTrace(
             modules=lambda: tuple(called.values()),
             keys=_keys_of(names),
             operations=tuple(
-                (GLOBAL if seen is None else seen.name, operation)
-                for seen, operation in self._operations
+                (GLOBAL if traced is None else traced.name, operation)
+                for traced, operation in self._operations
             ),
         )
 
 
 def untraced(roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
-    """What is known without a `ModuleTracer`."""
+    """Return the trace of a block without a `ModuleTracer`."""
     return ModuleTrace(
-        # Lazily: every block has a trace, and few tests look at it.
+        # Lazily: every block has a trace, and few tests read it.
         modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
         keys=_keys_of(names),
     )
 
 
-def _modules_below(held: Sequence[weakref.ref[nn.Module]]) -> tuple[TracedModule, ...]:
-    roots = [root for root in (reference() for reference in held) if root is not None]
-    if len(roots) < len(held):
+def _modules_below(references: Sequence[weakref.ref[nn.Module]]) -> tuple[TracedModule, ...]:
+    roots = [root for root in (reference() for reference in references) if root is not None]
+    if len(roots) < len(references):
         raise _model_is_gone()
     keys = _keys(roots)
     modules: dict[str, TracedModule] = {}
@@ -215,12 +218,12 @@ def _placements(parameter: Any) -> Placements:
 
 
 def _parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:
-    # Not by getattr(), which would run a property of the user.
+    # Not getattr(), which could run a property of user code.
     return {} if module is None else dict(module.named_parameters(recurse=False))
 
 
 def _keys(roots: Iterable[nn.Module]) -> dict[int, str]:
-    """CommDebugMode's name of each module below some roots, by its ``id``."""
+    """Return CommDebugMode's names of all modules below some roots, by ``id``."""
     keys: dict[int, str] = {}
     for root in roots:
         for path, module in root.named_modules():
@@ -234,7 +237,7 @@ def _key(root: str, path: str) -> str:
 
 
 def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
-    # Without the modules, which nothing may keep alive. Lazily, as few tests ask.
+    # Store ids, not modules, so that no model is kept alive. Lazily, as few tests need them.
     places = [(id(module), has_forward(module)) for module in names.modules]
     by_id, paths = names.by_id, names.paths
 
@@ -248,7 +251,7 @@ def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
 
     def keys_of(owner: str) -> Iterator[str]:
         keys, callable_ = named()
-        # The owner is several modules if they are one unit.
+        # A unit may consist of several modules.
         for fqn in [owner] if owner in keys else owner.split("+"):
             if fqn in keys:
                 yield from (outer for outer in _around(keys[fqn]) if outer in callable_)
@@ -258,18 +261,18 @@ def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
 
 
 def _around(key: str) -> Iterator[str]:
-    """The names of the modules around one, outermost first."""
+    """Yield the names of the modules around a module, outermost first."""
     return (key[:at] for at, character in enumerate(key) if character == ".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBlock:
-    """What is known of a block."""
+    """The results of a block."""
 
     recording: Recording
     names: Names
     roots: tuple[weakref.ref[nn.Module], ...]
-    """Names are relative to these, plain in the first; weak, so as to keep no model alive."""
+    """FQNs are relative to these; weak references, so that no model is kept alive."""
     trace: ModuleTrace
 
 
@@ -277,19 +280,20 @@ ModuleCounts = dict[str, dict[str, defaultdict[Any, int]]]
 
 
 class CommDebugAnswers(ABC):
-    """What `CommMode` answers under CommDebugMode's names. All values are copies.
+    """The methods of `CommMode` that CommDebugMode has too. All results are copies.
 
-    Inside a block the answers are those up to now, after it those of the block.
+    In a block, they cover the recording so far; after it, the last block.
     """
 
     @abstractmethod
     def _known_block(self) -> RecordedBlock: ...
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """Count by operation, e.g. ``torch.ops.c10d._allgather_base_``; 0 for any other.
+        """Count by operation, e.g. ``torch.ops.c10d._allgather_base_``; 0 for other keys.
 
-        As CommDebugMode does, operations of ``_c10d_functional`` are counted under their names in
-        ``c10d_functional``. Unlike it, point-to-point calls, barriers and in-place variants count.
+        As in CommDebugMode, operations of ``_c10d_functional`` are counted under their names in
+        ``c10d_functional``. Unlike there, point-to-point calls, barriers and in-place variants
+        count too.
         """
         counts: defaultdict[Any, int] = defaultdict(int)
         for event in self._known_block().recording.collectives:
@@ -307,8 +311,8 @@ class CommDebugAnswers(ABC):
         """Count by module, then ``forward`` or ``backward``, then operation.
 
         A module's counts include those of the modules in it. Names begin with the class of the
-        root, and ``Global`` has everything. What a recomputation sends counts as backward, and what
-        is sent in no phase as forward.
+        root; ``Global`` has the total. Collectives of a recomputation count as backward, those
+        of the optimizer and outside all phases as forward.
         """
         block = self._known_block()
         counts: ModuleCounts = {GLOBAL: _no_counts()}
@@ -334,28 +338,28 @@ class CommDebugAnswers(ABC):
         operations = self._known_block().trace.operations
         if operations is None:
             raise RecordingError(
-                "the operations of this block were not traced, which would slow every recording "
-                "down; ask for it before: `with comm_mode(model, trace_operations=True):`. Counts, "
-                "and the table of noise level 0, need no trace"
+                "the operations of this block were not traced, because tracing slows a recording "
+                "down; request it: `with comm_mode(model, trace_operations=True):`. Counts, and "
+                "the table at noise level 0, need no trace"
             )
-        found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        by_module: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for module, operation in operations:
-            listed = found.setdefault(module, {"operations_list": []})["operations_list"]
+            listed = by_module.setdefault(module, {"operations_list": []})["operations_list"]
             listed.append(copy.deepcopy(operation))
-        return found
+        return by_module
 
     @property
     def advanced_module_tracker(self) -> Any:
-        """The modules that were called, as CommDebugMode keeps them.
+        """The modules that were called, as torch's tracker.
 
-        Of torch's tracker, ``module_helper_dict`` has ``depth``, ``module_type`` and the placements
-        of sharded ``parameters`` as text, ``module_parents_dict`` the callers of each module and
-        itself, ``parent_dict`` the modules that each one called.
+        It provides ``module_helper_dict`` (``depth``, ``module_type``, and the placements of
+        sharded ``parameters`` as text), ``module_parents_dict`` (each module's callers and itself)
+        and ``parent_dict`` (the modules that each module called).
         """
         return self._answering().advanced_module_tracker
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The parameters of each module that was called and has any of its own, by their names.
+        """Return the direct parameters of each module that was called, by module and name.
 
         Raises:
             RecordingError: The model no longer exists.
@@ -364,7 +368,7 @@ class CommDebugAnswers(ABC):
         return {module.name: module.parameters() for module in modules if module.placements}
 
     def get_sharding_info(self) -> dict[str, tuple[Any, ...]]:
-        """The placements of each parameter that is a DTensor, by module and name."""
+        """Return the placements of each DTensor parameter, by module and name."""
         return {
             f"{module.name}.{name}": placements
             for module in self._known_block().trace.modules()
@@ -373,15 +377,15 @@ class CommDebugAnswers(ABC):
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """Write counts and operations by module as text with colours.
+        """Return counts and operations by module as a table with colours.
 
         Args:
             noise_level: 0 for the counts of collectives; 1 adds the modules' classes, sharded
-                parameters and operations on DTensors; 2 all operations but trivial ones such as
-                views; 3 those too.
+                parameters and operations on DTensors; 2 adds all operations except trivial ones
+                such as views; 3 adds those.
 
         Raises:
-            RecordingError: Operations were not traced, which all levels but 0 show.
+            RecordingError: The level is not 0 and operations were not traced.
         """
         table: str = self._answering(noise_level).generate_comm_debug_tracing_table(noise_level)
         return table
@@ -395,11 +399,11 @@ class CommDebugAnswers(ABC):
     def generate_json_dump(
         self, file_name: str = "comm_mode_log.json", noise_level: int = 3
     ) -> None:
-        """Write what torch's browser view of CommDebugMode reads."""
+        """Write the JSON file that torch's browser view of CommDebugMode reads."""
         self._answering(noise_level).generate_json_dump(file_name, noise_level)
 
     def _answering(self, noise_level: int = 0) -> Any:
-        """Fill torch's own class: see Note [Answers of CommDebugMode]."""
+        """Fill an instance of torch's class. See Note [Answers of CommDebugMode]."""
         from torch.distributed.tensor.debug import CommDebugMode  # noqa: PLC0415  # for few tests
 
         mode = CommDebugMode()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -413,12 +417,13 @@ class CommDebugAnswers(ABC):
         for module in self._known_block().trace.modules():
             callers = [GLOBAL, *(caller.name for caller in module.callers)]
             modules[module.name] = {"module_type": module.module_type, "depth": len(callers)}
-            sharded = {name: str(own) for name, own in module.placements.items() if own is not None}
+            placements = module.placements.items()
+            sharded = {name: str(places) for name, places in placements if places is not None}
             if sharded:
                 modules[module.name]["parameters"] = sharded
             parents[module.name] = {*callers, module.name}
             called.setdefault(callers[-1], []).append(module.name)
-        # Modules of which only the backward ran in the block.
+        # Add modules of which only the backward ran in the block.
         for name in (*mode.comm_module_counts, *mode.comm_module_operation_counts):
             if name not in modules:
                 above = name.rpartition(".")[0]
@@ -429,7 +434,7 @@ class CommDebugAnswers(ABC):
         tracker = mode.advanced_module_tracker
         tracker.module_helper_dict, tracker.module_parents_dict = modules, parents
         tracker.parent_dict, tracker.sharding_dict = called, self.get_sharding_info()
-        with contextlib.suppress(RecordingError):  # the model is gone, and only they with it
+        with contextlib.suppress(RecordingError):  # without the model, only these are missing
             tracker.module_parameters_dict = self.get_parameter_info()
         return mode
 

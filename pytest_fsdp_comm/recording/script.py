@@ -1,4 +1,4 @@
-"""Runs a training script as Python would, and calls back after each step of an optimizer."""
+"""Run a training script as Python would, and call back after each optimizer step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _OPTIMIZER: Final = "torch.optim.optimizer"
 
 
 class ScriptEnded(SystemExit):
-    """Ends a script whose steps are recorded; no ``except Exception`` of its own catches it."""
+    """Raised to end a script after the recorded step; ``except Exception`` does not catch it."""
 
 
 @contextlib.contextmanager
 def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
-    """Have `stepped` called with an optimizer after each of its steps, while the block runs."""
-    # Before the script does, torch must not be imported: a script may set what torch reads then.
+    """Call `stepped` with an optimizer after each of its steps while the block runs."""
+    # Do not import torch before the script does: it may first set variables that torch reads.
     handles: list[Any] = []
 
     def register(module: Any) -> None:
-        handles.append(module.register_optimizer_step_post_hook(lambda own, *_: stepped(own)))
+        hook = module.register_optimizer_step_post_hook(lambda optimizer, *_: stepped(optimizer))
+        handles.append(hook)
 
     finder = _OnImport(_OPTIMIZER, register)
     if _OPTIMIZER in sys.modules:
@@ -49,7 +50,7 @@ def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
 
 
 class _OnImport(MetaPathFinder):
-    """Calls back when a module has been imported."""
+    """Call `imported` when a module has been imported."""
 
     def __init__(self, name: str, imported: Callable[[Any], None]) -> None:
         self._name, self._imported = name, imported
@@ -73,7 +74,7 @@ class _OnImport(MetaPathFinder):
 def run_script(
     script: str | Callable[[], object], arguments: Sequence[str], *, is_module: bool = False
 ) -> None:
-    """Run a script, a module (as ``python -m``) or a function, with arguments of its own."""
+    """Run a script, a module (like ``python -m``) or a function, with command-line arguments."""
     argv, path, main = sys.argv, [*sys.path], sys.modules["__main__"]
     sys.argv = [script if isinstance(script, str) else argv[0], *arguments]
     try:
@@ -84,7 +85,8 @@ def run_script(
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(script).resolve().parent)
-            # As the interpreter does: runpy.run_path would change sys.argv[0], or not __file__.
+            # Not runpy.run_path: unlike the interpreter, it changes sys.argv[0], and `__file__` is
+            # not absolute.
             file = str(Path(script).absolute())
             sys.modules["__main__"] = module = ModuleType("__main__")
             vars(module).update(__file__=file, __builtins__=builtins, __cached__=None)
@@ -94,9 +96,9 @@ def run_script(
 
 
 def too_short(count: int, last: int) -> RecordingError:
-    """Say that a script ended before the step that was asked for."""
+    """Return the error for a script that ended before step `last`."""
     return RecordingError(
-        f"the script ended after {counted(count, 'step')} of optimizers in this process, before "
-        f"step {last} did: let it run longer, or, if it starts processes or has no optimizer of "
+        f"the script ended after {counted(count, 'optimizer step')} in this process, before "
+        f"step {last} ended: let it run longer, or, if it starts processes or uses no optimizer of "
         "torch.optim, record in the script itself: with CommMode().saving(model, 'step.json'):"
     )

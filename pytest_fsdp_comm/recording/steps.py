@@ -1,11 +1,11 @@
-"""Records steps of a training program, each from the end of one optimizer step to the next."""
+"""Record steps of a training program, each from the end of one optimizer step to the next."""
 
 # Note [Steps of a program]
-# A step of training ends where its optimizer has stepped: all micro-batches of an accumulation
-# belong to it. Which of several optimizers step together is learned where one of them steps again
-# and the others have not, so that the first step is never recorded. A step that a GradScaler skips
-# is none. Optimizers that step within backward (one for each parameter) have no end that the code
-# around backward shares, and are refused.
+# A training step ends when its optimizer has stepped, so it includes all micro-batches of a
+# gradient accumulation. With several optimizers, the first step shows which of them step together:
+# it ends when one of them steps again. So the first step is never recorded. A step that a
+# GradScaler skips does not count. Optimizers that step during backward (one per parameter) are
+# rejected, because no single call of theirs ends the training step.
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
 
 FIRST: Final = 3
-"""The first step that can be recorded: the others tell where it begins."""
+"""The first step that can be recorded; the earlier ones show where it begins."""
 
 
 def check_steps(first: int, last: int) -> None:
-    """Refuse steps that cannot be recorded."""
+    """Raise a RecordingError for steps that cannot be recorded."""
     if not FIRST <= first <= last:
         raise RecordingError(
             f"expected steps from {FIRST} on, such as {FIRST} or {FIRST}-{FIRST + 1}, got "
-            f"{first if first == last else f'{first}-{last}'}; the ones before show which "
-            "optimizers step together, and send what only first steps do"
+            f"{first if first == last else f'{first}-{last}'}; earlier steps show which optimizers "
+            "step together, and include collectives that only first steps need"
         )
 
 
 class StepRecorder:
-    """Told of each step of an optimizer, records some steps. See Note [Steps of a program]."""
+    """Record some steps; call it after each optimizer step. See Note [Steps of a program]."""
 
     def __init__(self, mode: CommMode, first: int, last: int, *, ended: Callable[[], None]) -> None:
-        """Prepare to record from step `first` to `last`, to call `ended` then, which may raise."""
+        """Prepare to record steps `first` to `last`, then call `ended`, which may raise."""
         self._mode, self._first, self._last = mode, first, last
         self._ended = ended
         self.models: list[nn.Module] = []
-        """Whose steps were recorded."""
+        """The models that the recorded optimizers train."""
         self.count = 0
-        """Steps that have ended."""
+        """The number of steps that have ended."""
         self.is_done = False
         self._is_recording = self._is_skipped = False
-        # By identity, the optimizers that step together, and those since the last step ended.
+        # By id: the optimizers that step together, and those that stepped in the current step.
         self._together: dict[int, torch.optim.Optimizer] = {}
         self._stepped: dict[int, torch.optim.Optimizer] = {}
         self._num_calls = 0
@@ -60,14 +60,14 @@ class StepRecorder:
         self._undo.enter_context(patched((scaler, "step", self._around_scaler(scaler.step))))
 
     def __call__(self, optimizer: torch.optim.Optimizer, *, is_skipped: bool = False) -> None:
-        """An optimizer has stepped, or a scaler has skipped its step."""
+        """Note that an optimizer has stepped, or that a scaler has skipped its step."""
         if self.is_done:
             return
         self._num_calls += 1
         self._is_skipped |= is_skipped
         if id(optimizer) in self._stepped:
             self._together, self._stepped = self._stepped, {}
-            self._is_skipped |= self._is_recording  # it began within a step
+            self._is_skipped |= self._is_recording  # the recording began within a step: redo it
             self.count += 1
         self._stepped[id(optimizer)] = optimizer
         if self._together and self._together.keys() <= self._stepped.keys():
@@ -81,7 +81,7 @@ class StepRecorder:
         if self._is_recording and (is_skipped or self.count == self._last):
             self.close()
             if is_skipped:
-                _ = self._mode.recording  # looked at: a comparison takes the next block alone
+                _ = self._mode.recording  # mark it as read, so that only the next block counts
             else:
                 self.is_done = True
                 self._undo.close()
@@ -92,17 +92,17 @@ class StepRecorder:
             self._begin()
 
     def _begin(self) -> None:
-        if torch._C._current_graph_task_id() != -1:  # read in torch 2.7 to 2.15
+        if torch._C._current_graph_task_id() != -1:  # checked in torch 2.7 to 2.15
             raise RecordingError(
-                "expected optimizers that step after backward, but they step within it, where no "
-                "step of training ends; record a step in the script itself: "
+                "expected optimizers that step after backward, but they step during backward, so "
+                "the end of a training step is unknown; record a step in the script itself: "
                 "with CommMode().saving(model, 'step.json'):"
             )
         self.models = _holding(self._together.values())
         try:
-            if self.models:  # otherwise names are by what runs
+            if self.models:  # otherwise FQNs are relative to the outermost module that runs
                 self._mode(self.models)
-        except RecordingError:  # no parts of one model
+        except RecordingError:  # they are not parts of one model
             self.models = [nn.ModuleList(self.models)]
             self._mode(self.models)
         self._mode.__enter__()
@@ -111,15 +111,15 @@ class StepRecorder:
     def close(self) -> None:
         if self._is_recording:
             self._is_recording = False
-            # The gaps stay with the recording, where warnings are errors too.
+            # The recording has the gaps; where warnings are errors, the script must not stop.
             with contextlib.suppress(UnseenCollectivesWarning):
                 self._mode.__exit__(None, None, None)
 
     def _around_scaler(self, original: Any) -> Any:
         def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            before = self._num_calls
+            num_calls = self._num_calls
             result = original(scaler, optimizer, *args, **kwargs)
-            if self._num_calls == before:
+            if self._num_calls == num_calls:
                 self(optimizer, is_skipped=True)
             return result
 
@@ -127,24 +127,25 @@ class StepRecorder:
 
 
 def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
-    """The outermost modules that hold parameters of optimizers, in the optimizers' order."""
-    held = (one for own in optimizers for group in own.param_groups for one in group["params"])
-    places = {id(one): place for place, one in enumerate(held)}
-    # By the type: what isinstance() asks of a proxy may run code.
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    """Return the outermost modules with parameters of the optimizers, in the optimizers' order."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    parameters = (parameter for group in groups for parameter in group["params"])
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    # Not isinstance(): on a proxy, it may run code.
+    modules = [entry for entry in gc.get_objects() if issubclass(type(entry), nn.Module)]
     built = [module for module in modules if "_modules" in vars(module)]
     inner = {id(child) for module in built for child in module._modules.values()}
     first: dict[int, nn.Module] = {}
     for module in built:
-        found = [places[id(one)] for one in module.parameters() if id(one) in places]
-        if found and id(module) not in inner:
-            first.setdefault(min(found), module)
+        trained = [places[id(param)] for param in module.parameters() if id(param) in places]
+        if trained and id(module) not in inner:
+            first.setdefault(min(trained), module)
     return [module for _, module in sorted(first.items())]
 
 
 @contextlib.contextmanager
 def keeping_group() -> Iterator[None]:
-    """Have a script use the process group that there is, instead of making and destroying one."""
+    """Make a script use the existing process group: creating and destroying do nothing."""
     names = ("init_process_group", "destroy_process_group")
     holders = (dist, distributed_c10d)
     with patched(*((where, name, lambda *_, **__: None) for where in holders for name in names)):
@@ -160,22 +161,22 @@ def record_script(
 ) -> nn.Module | list[nn.Module]:
     """Run a training script until one of its steps has ended, and record that step.
 
-    The script runs as ``__main__`` on every rank, with the process group of the test in place of
-    its own. A step is from the end of one step of its optimizers to the end of the next.
+    The script runs as ``__main__`` on every rank, and uses the process group of the test. A step
+    lasts from the end of one step of its optimizers to the end of the next.
 
     Args:
         comm_mode: The fixture, which then has the recording.
-        script: Its path, or a function without arguments that trains.
-        arguments: Those of its command line.
-        step: Which step to record, from 3 on.
+        script: The path of the script, or a training function without parameters.
+        arguments: Command-line arguments of the script.
+        step: The step to record, at least 3.
         is_module: Whether `script` is the name of a module, as after ``python -m``.
 
     Returns:
-        The model that was trained, for ``fsdp_tree``: a list of its parts if they are several, a
-        ``ModuleList`` of several models, in the order of their optimizers.
+        The trained model, for ``fsdp_tree``: a list if it has several parts, or a ``ModuleList`` of
+        several models in the order of their optimizers.
 
     Raises:
-        RecordingError: The script ended before that step did.
+        RecordingError: The script ended before the step did.
     """
     check_steps(step, step)
 

@@ -172,8 +172,8 @@ def test_one_simulated_rank_sends_what_thousands_do(folder):
     [
         (["--step", "2", "src/train.py", "1"], "expected steps from 3 on, such as 3 or 3-4, got 2"),
         (["--step", "2", "--go-on", "src/train.py", "1"], "expected steps from 3 on, such as 3"),
-        (["--step", "9", "src/train.py", "1"], "the script ended after 5 steps of optimizers"),
-        (["src/beside.py"], "the script ended after 0 steps of optimizers in this process, before"),
+        (["--step", "9", "src/train.py", "1"], "the script ended after 5 optimizer steps in"),
+        (["src/beside.py"], "the script ended after 0 optimizer steps in this process, before"),
     ],
 )
 def test_what_cannot_be_recorded_is_an_error_with_the_remedy(folder, arguments, text):

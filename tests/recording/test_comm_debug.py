@@ -233,7 +233,7 @@ def test_a_block_is_answered_for_while_it_runs_and_a_new_one_starts_over(comm_mo
         first(torch.ones(2, 8))
         assert comm_mode.get_total_counts() == 2
         assert repr(comm_mode) == "<CommMode: recording>"
-        with pytest.raises(RecordingError, match="while it still records"):
+        with pytest.raises(RecordingError, match="inside the block"):
             comm_mode.merged_profile()
     assert comm_mode.get_total_counts() == 2
     assert list(comm_mode.get_parameter_info()) == ["Block.up", "Block.down"]

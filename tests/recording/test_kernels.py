@@ -298,7 +298,9 @@ def test_a_library_that_registered_before_is_called_or_refused_by_name(comm_mode
             assert comm_mode.recording.gaps == ()
             (note,) = comm_mode.recording.notes
             assert note.startswith("another library has registered a kernel for c10d::allreduce_")
-            assert note.endswith("reads values" if dist.get_backend() == "fake" else "flight recorder")
+            assert note.endswith(
+                "reads values" if dist.get_backend() == "fake" else "flight recorder"
+            )
         called = foreign.called
         sent(3)
         assert foreign.called == called + 1

@@ -166,5 +166,6 @@ def test_a_thread_that_outlives_the_block_is_no_gap(comm_mode):
         assert 5 < comm_mode.counts("all_reduce") <= 80
         notes = comm_mode.recording.notes
         assert not notes or notes == (
-            "a thread of the block was still sending when it ended, and is recorded up to then",
+            "a thread was still communicating when the block ended; its later collectives are not "
+            "recorded",
         )

@@ -96,7 +96,7 @@ def test_a_thread_that_was_running_before_is_named(comm_mode):
         waiting()
 
     assert gaps(comm_mode, work) == [
-        "3 collectives of other threads, of which nothing was recorded: barrier over world, "
+        "3 collectives sent on other threads, whose calls were not recorded: barrier over world, "
         "2 x all_reduce of 16 B float32 over checkpoints"
     ]
     assert len(comm_mode.events) == 1
@@ -148,8 +148,8 @@ def test_a_thread_of_the_block_that_sends_below_the_dispatcher_is_not_said_to_be
         thread.join()
 
     (text,) = gaps(comm_mode, work)
-    assert text.startswith("1 collective of other threads, ")
-    assert text.endswith(", of which nothing was recorded: all_reduce of 16 B float32 over world")
+    assert text.startswith("1 collective sent on other threads, ")
+    assert text.endswith(", whose calls were not recorded: all_reduce of 16 B float32 over world")
 
 
 @ws2
@@ -176,7 +176,7 @@ def test_a_thread_is_named_also_if_it_sent_what_was_recorded_later(comm_mode):
         dist.all_reduce(data())
 
     (text,) = gaps(comm_mode, work)
-    assert text.startswith("1 collective of other threads, ")
+    assert text.startswith("1 collective sent on other threads, ")
 
 
 @ws2

@@ -170,8 +170,7 @@ def test_fsdp1_stages_are_parts_too():
     [
         (
             [],
-            "fsdp_tree([]) has no module that names could be relative to; pass the modules that "
-            "this rank runs",
+            "fsdp_tree([]) got an empty list; pass the modules that this rank runs",
         ),
         (
             [nn.Linear(1, 1), None],
@@ -180,8 +179,8 @@ def test_fsdp1_stages_are_parts_too():
         ),
         (
             [nn.Linear(1, 1), nn.Linear(1, 1)],
-            "fsdp_tree([...]) expects parts of one model, whose names differ, but two of them have "
-            "a parameter bias; pass torch.nn.ModuleList([...]), which names its modules 0, 1 and "
+            "fsdp_tree([...]) expects parts of one model, with distinct names, but two of them "
+            "have a parameter bias; pass torch.nn.ModuleList([...]), which names its modules 0, 1 and "
             "so on",
         ),
     ],

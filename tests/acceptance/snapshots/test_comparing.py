@@ -602,7 +602,7 @@ def test_a_block_that_was_never_compared_does_not_pass_with_the_last_one(project
     result.assert_outcomes(passed=2, failed=1)
     explained(
         result,
-        "comm_mode recorded 3 blocks, and a comparison has the last one alone",
+        "comm_mode recorded 3 blocks, but a comparison covers only the last one",
         "comm_snapshot(name=...) gives each its own file",
     )
     assert sorted(Path(name).name for name in project.files()) == [

@@ -205,13 +205,11 @@ def test_a_model_that_did_not_run_fails_and_names_what_did(pytester):
     assert output.count(head) == len(WRONG), output
     other = "passed to comm_mode ran, but another model"
     assert (
-        f"  no module of the Sequential {other} (for example, a FSDPLinear) issued 6 coll"
-        in output
+        f"  no module of the Sequential {other} (for example, a FSDPLinear) issued 6 coll" in output
     )
     assert f"  no module of the Sequential {other} issued 1 collective\n" in output  # of DDP
     assert (
-        f"  no module of the ModuleDict {other} (for example, a FSDPLinear) issued 3 coll"
-        in output
+        f"  no module of the ModuleDict {other} (for example, a FSDPLinear) issued 3 coll" in output
     )
     assert (
         "give it the model that runs, as it is once wrapped; if this one rightly does not run, use "

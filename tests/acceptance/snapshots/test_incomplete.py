@@ -38,8 +38,8 @@ def test_it(comm_mode, comm_snapshot, dist_info):
 """
 FILE = "snapshots/test_it/test_it.ws2.comm"
 MISSING = (
-    "  1 collective of other threads, of which nothing was recorded: all_reduce of 12 B float32 "
-    "over alone (on rank 1)"
+    "  1 collective sent on other threads, whose calls were not recorded: all_reduce of 12 B "
+    "float32 over alone (on rank 1)"
 )
 
 

@@ -181,10 +181,10 @@ def test_parts_with_a_parameter_of_one_name_are_refused(comm_mode):
         comm_mode([Block(), Block()])
     with pytest.raises(RecordingError, match="or a list of them, got str"):
         comm_mode([Block(), "Block"])
-    with pytest.raises(RecordingError, match=r"comm_mode\(\[\]\) has no module"):
+    with pytest.raises(RecordingError, match=r"comm_mode\(\[\]\) got an empty list"):
         comm_mode([])
     whole = nn.Sequential(Block(), nn.Sequential(Block()))
-    overlap = r"do not overlap, but one of them, a \w+, is given twice or lies within another"
+    overlap = r"do not overlap, but one of them, a \w+, is passed twice or lies within another"
     for parts in ([whole, whole], [whole, whole[1]], [whole[0], whole]):
         with pytest.raises(RecordingError, match=overlap):
             comm_mode(parts)
