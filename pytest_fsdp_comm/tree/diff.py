@@ -1,4 +1,4 @@
-"""Compares two sharded trees and says what changed, siblings of equal change in one line."""
+"""Compare two sharded trees; siblings with equal changes share a line."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class TreeChange:
     """One difference between two trees."""
 
     subject: str
-    """Whose: a pattern as `text.fqn.fold_fqns` writes it, ``world_size``, ``ranks`` or ``mesh``."""
+    """The changed units or parameters as a pattern of `text.fqn.fold_fqns`, or ``world_size``,
+    ``ranks`` or ``mesh``."""
     what: str
-    """``layers.2: reshard_after_forward True -> False`` without its subject."""
+    """The change without its subject: ``reshard_after_forward True -> False``."""
     likely: str = ""
-    """The probable cause; empty if the pattern fits none."""
+    """The probable cause; empty if unknown."""
     breaks_training: bool = False
-    """Whether it comes before what costs more."""
+    """Whether it makes training wrong, and so is reported before changes that cost more."""
 
     def __str__(self) -> str:
         cause = f" (likely: {self.likely})" if self.likely else ""
@@ -44,14 +45,14 @@ class TreeChange:
 _NEW_ROOT: Final = "becomes a root"
 _NOT_MANAGED: Final = "no longer managed by a unit"
 _TRAINED: Final = " trained, but no unit manages it or reduces its gradients"
-# The factor by which gradients are divided, and the type in which they are reduced.
+# Changes that make training wrong: lost management, another divisor or dtype of reductions.
 _TRAINING: Final = (_NOT_MANAGED, "gradient_divide_factor ", "reduce_dtype ")
 _Fact = TypeVar("_Fact")
 
 
 def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
-    """Compare a snapshot with what was captured; empty if nothing differs."""
-    # Where ranks differ among themselves, each change says which ranks have it.
+    """Return the changes from a snapshot to a captured tree; empty if nothing differs."""
+    # If ranks differ from each other, each change names its ranks.
     old = comparable(old, new)
     changes: list[TreeChange] = []
     if old.recorded_ranks != new.recorded_ranks:
@@ -72,7 +73,7 @@ def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
 
 
 def _differing(profile: TreeProfile) -> set[str]:
-    """The parameters that differ between ranks that have them."""
+    """Return the parameters that differ between the ranks that have them."""
     first: dict[str, ParameterFacts] = {}
     for tree in profile.trees.values():
         first = {**tree.parameters, **first}
@@ -85,8 +86,8 @@ def _differing(profile: TreeProfile) -> set[str]:
 
 
 def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
-    """Yield the changes of the ranks that both have, each with the ranks that have it."""
-    # Each rank knows its own groups of a mesh that lies irregularly.
+    """Yield the changes of ranks in both profiles, each with its ranks."""
+    # In an irregular mesh, a rank knows only its groups, so join the axes of all ranks.
     was, now = (
         merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
         for at in (old, new)
@@ -109,11 +110,11 @@ def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]
     ranks_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in sorted(before.keys() & after.keys()):
         ranks_of[before[rank], after[rank]].append(rank)
-    found: defaultdict[TreeChange, list[int]] = defaultdict(list)
+    ranks_by_change: defaultdict[TreeChange, list[int]] = defaultdict(list)
     for pair, ranks in ranks_of.items():
         for change in compare_trees(*(trees[at] for at in pair)):
-            found[change] += ranks
-    for change, ranks in found.items():
+            ranks_by_change[change] += ranks
+    for change, ranks in ranks_by_change.items():
         is_everywhere = len(ranks) == len(before.keys() & after.keys())
         where = "" if is_everywhere else f", on {name_ranks(ranks)}"
         yield replace(change, what=f"{change.what}{where}")
@@ -127,7 +128,7 @@ def _frame_change(
 
 
 def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
-    """List the changes of world, mesh, units and parameters, each in natural order."""
+    """Return the changes of world size, mesh, units and parameters, each in natural order."""
     units = _units_by_label(old), _units_by_label(new)
     likely = lost_root(old, new)
     parameter_changes = partial(_parameter_changes, has_units=any(new.units.values()))
@@ -155,7 +156,7 @@ def _differences(
     new: Mapping[str, _Fact],
     describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
 ) -> Iterator[TreeChange]:
-    """Yield what changed of facts by name, names with equal changes folded into one."""
+    """Yield the changes of facts by name; names with equal changes become one pattern."""
     names_of: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)
@@ -191,14 +192,14 @@ def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]
 
 
 def _value_changes(old: object, new: object, *names: str) -> Iterator[str]:
-    """Yield how the named fields of two dataclasses differ, or all of their fields."""
+    """Yield the changes of the named fields of two dataclasses; without names, of all fields."""
     for name in names or [entry.name for entry in fields(old)]:  # type: ignore[arg-type]  # see above
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
-            yield f"{name} {_shown(before)} -> {_shown(after)}"
+            yield f"{name} {_show(before)} -> {_show(after)}"
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     return (", ".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
@@ -211,7 +212,7 @@ def _axes(unit: UnitFacts) -> str:
 def _parameter_changes(
     old: ParameterFacts | None, new: ParameterFacts | None, *, has_units: bool
 ) -> Iterator[str]:
-    # A DTensor of tensor parallelism is reduced where its layout asks for it.
+    # A DTensor outside all units is not reported: its layout decides where it is reduced.
     is_loose = has_units and new is not None and not (new.managed or new.placements)
     if old is None or new is None:
         if new is not None:
@@ -230,7 +231,7 @@ def _parameter_changes(
     if old.managed != new.managed:
         yield "now managed by a unit" if new.managed else _NOT_MANAGED
     if old.tied != new.tied:
-        yield f"tied with {_shown(old.tied)} -> {_shown(new.tied)}"
+        yield f"tied with {_show(old.tied)} -> {_show(new.tied)}"
 
 
 def _placement(parameter: ParameterFacts) -> str:

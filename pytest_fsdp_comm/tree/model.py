@@ -1,4 +1,4 @@
-"""How a model is sharded: its modules, parameters and FSDP units, as one immutable value."""
+"""A sharded model as an immutable value: its modules, parameters and FSDP units."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.tree.finding import Finding, Findings
 
-# Note [Indices instead of names]: modules, parameters and units refer to each other by their index
-# in the tree. FQNs are put together on request: in a chain of 100,000 modules they would take
-# gigabytes.
+# Modules, parameters and units refer to each other by index. FQNs are built on request: those of
+# 100,000 nested modules would take gigabytes.
 
-# Levels that the outline indents and writes full FQNs for; deeper ones show their own name.
+# The depth up to which the outline is indented and prints FQNs; deeper modules print their name.
 MAX_INDENT: Final = 40
 
-# Rises when an older reader would misread the JSON of a tree.
+# Increase it when older versions would misread the JSON of a tree.
 JSON_VERSION: Final = 1
 
 UnitKind = Literal["fsdp2", "fsdp1", "replicate", "ddp"]
@@ -28,19 +27,19 @@ UnitKind = Literal["fsdp2", "fsdp1", "replicate", "ddp"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPlacement:
-    """What one axis of the device mesh does to a tensor."""
+    """The placement of a tensor on one axis of its device mesh."""
 
     axis: str
     """Name of the mesh axis, as in `pytest_fsdp_comm.comm.mesh.MeshAxis`."""
     size: int
     """Ranks along the axis."""
     kind: Literal["shard", "strided_shard", "flat_shard", "replicate", "partial", "other"]
-    """``strided_shard`` is FSDP over a dimension that tensor parallelism splits too: the axes to
-    the right split first. ``flat_shard`` is FSDP1: a range of the flattened unit."""
+    """``strided_shard`` is FSDP over a dimension that tensor parallelism splits too: axes further
+    right split first. ``flat_shard`` is FSDP1: a range of the flattened unit."""
     dim: int | None = None
-    """The tensor's dimension that is split; None unless `kind` is a shard of a dimension."""
+    """The sharded dimension of the tensor; None for other kinds, and for ``flat_shard``."""
     text: str
-    """As people write it: ``Shard(0)``, ``StridedShard(0,2)``, ``FlatShard()``, ``Replicate()``."""
+    """Printed form: ``Shard(0)``, ``StridedShard(0,2)``, ``FlatShard()``, ``Replicate()``."""
 
     @property
     def is_sharded(self) -> bool:
@@ -49,54 +48,54 @@ class AxisPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNode:
-    """A module, at the first place where it is registered."""
+    """A module at one place where it is registered; see `alias_of`."""
 
     name: str
     """Its name in its parent; empty for the root."""
     parent: int | None
     """Index of the parent; None for the root."""
     depth: int
-    """Modules above it."""
+    """The number of modules above it."""
     class_name: str
-    """Name of the class that the user wrote. Shown, never compared."""
+    """Name of the user's class. Printed, never compared."""
     wrappers: tuple[str, ...] = ()
-    """Classes of the wrappers around it, outermost first, which are not in its FQN."""
+    """Classes of the wrappers around it, outermost first; its FQN does not contain them."""
     alias_of: int | None = None
-    """Index of the node of the same module, if it is registered at several places; its parameters
-    and children are listed there. None otherwise."""
+    """If the module was registered earlier at another place: the index of that node, which has its
+    parameters and children. None otherwise."""
     has_forward: bool = True
     """Whether it can run, and so be a unit: ``ModuleList`` and ``ModuleDict`` cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterNode:
-    """An original parameter, as its module defines it, and how it is distributed."""
+    """An original parameter (before sharding), and how it is distributed."""
 
     module: int
     """Index of the module that registers it."""
     name: str
     """Its name in that module."""
     tied: tuple[tuple[int, str], ...] = ()
-    """Further places (module, name) that hold the same parameter."""
+    """Further places (module, name) where the same parameter is registered."""
     shape: tuple[int, ...]
     """Global shape."""
     dtype: str
-    """Element type that is kept, as torch prints it without its prefix."""
+    """Dtype of the stored tensor, without torch's prefix."""
     itemsize: int
     """Bytes of one element."""
     placements: tuple[AxisPlacement, ...] = ()
-    """One for each axis of its device mesh; empty for a tensor that every rank holds whole."""
+    """One for each axis of its device mesh; empty for a plain tensor."""
     local_numel: int
-    """Elements that this rank keeps, without padding."""
+    """Elements on this rank, without padding."""
     trainable: bool
     """Whether it requires gradients."""
     device: str
-    """``cpu``, ``cuda``, ``meta``, where this rank keeps it."""
+    """The device type on this rank: ``cpu``, ``cuda``, ``meta``."""
     unit: int | None
     """Index of the unit that manages it; None if none does."""
     split_from: int | None = None
-    """Index of the parameter that was the same tensor until two units sharded it apart; None
-    otherwise, and where torch does not remember (2.7)."""
+    """If two units sharded a tied parameter separately: the index of the first of them. None
+    otherwise, and in torch 2.7, which does not record it."""
 
     @property
     def numel(self) -> int:
@@ -108,16 +107,16 @@ class ParameterNode:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks keep different parts of it."""
+        """Whether ranks store different parts of it."""
         return any(placement.is_sharded for placement in self.placements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Mixed precision of a unit: element types as torch prints them; None keeps the original."""
+    """Mixed precision of a unit: dtypes without torch's prefix; None for the original dtype."""
 
     param_dtype: str | None = None
-    """Several, of parameters that ``param_dtype_override_fn`` excepts, are joined with ``+``."""
+    """Joined with ``+`` if ``param_dtype_override_fn`` sets several."""
     reduce_dtype: str | None = None
     output_dtype: str | None = None
     """FSDP2 only."""
@@ -129,70 +128,70 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardUnit:
-    """Parameters that are gathered, or reduced, together."""
+    """A unit: parameters that are gathered or reduced together."""
 
     kind: UnitKind
     modules: tuple[int, ...]
-    """Indices of the modules that were passed to ``fully_shard``, or of the one that is wrapped."""
+    """Indices of the modules passed to ``fully_shard``, or of the wrapped module."""
     parameters: tuple[int, ...]
     """Indices of the parameters, in the order of the collective."""
     is_root: bool
     """Whether it is a root, or will be one once the whole model has run."""
     shard_axis: MeshAxis | None
-    """Over which it is sharded; None if every rank keeps all of it."""
+    """The axis over which it is sharded; None without sharding."""
     replicate_axis: MeshAxis | None
-    """Over which it is replicated; None if over none."""
+    """The axis over which it is replicated; None without replication."""
     reshard_after_forward: bool | int | None
-    """What holds when the model runs: whether parameters are freed after forward, or the number of
-    ranks to which they are resharded; None where nothing is gathered."""
+    """Whether parameters are freed after forward, or the number of ranks over which they are
+    resharded then; None for a unit that gathers nothing. Applies once the model has run."""
     precision: Precision
     offload: bool
-    """Whether shards are kept in host memory."""
+    """Whether shards are in host memory."""
     forward_prefetch: tuple[int, ...] = ()
-    """Indices of the units that the user asked to gather early; empty where torch decides."""
+    """Indices of the units that the user prefetches explicitly; empty if torch decides."""
     backward_prefetch: tuple[int, ...] = ()
     """As `forward_prefetch`, in backward."""
     gradient_divide_factor: float | None = None
-    """What gradients are divided by, as ``set_gradient_divide_factor`` set it; None where torch
-    averages over all ranks that reduce them."""
+    """The divisor of gradients set by ``set_gradient_divide_factor``; None if torch averages over
+    all ranks that reduce them."""
     force_sum_reduction: bool = False
     """Whether collectives only sum gradients (``set_force_sum_reduction_for_comms``)."""
     unshard_in_backward: bool = True
-    """False where the user said that backward does not need the parameters."""
+    """False if the user called ``set_unshard_in_backward(False)``."""
     prefetch: str = ""
-    """FSDP1's policy: ``BACKWARD_PRE``, ``BACKWARD_POST``, with ``FORWARD`` where that is on."""
+    """FSDP1's policy: ``BACKWARD_PRE`` or ``BACKWARD_POST``, and ``FORWARD`` if enabled."""
     precision_overrides: tuple[str, ...] = ()
     """FSDP1: names of module classes that auto-wrap puts into units without mixed precision."""
     nbytes_gathered: int
-    """Bytes of one all-gather's output, padding included; 0 where nothing is gathered."""
+    """Bytes of one all-gather's output, with padding; 0 for a unit that gathers nothing."""
     nbytes_padding: int
-    """Bytes of `nbytes_gathered` that hold no parameter."""
+    """Bytes of padding in `nbytes_gathered`."""
     nbytes_kept: int
-    """Bytes that this rank keeps between steps, padding included."""
+    """Bytes that this rank stores between steps, with padding."""
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether FSDP gathers its parameters, or would if its children left it any."""
+        """Whether FSDP gathers its parameters, or would if its children had not taken them all."""
         return self.shard_axis is not None or (self.kind == "fsdp2" and not self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardTree:
-    """How a model is sharded, as one rank sees it."""
+    """How a model is sharded, read on one rank."""
 
     rank: int
     """This rank, from 0; 0 without a process group. Not compared."""
     world_size: int
     """Ranks of the default group; 1 without a process group."""
     backend: str
-    """``gloo``, ``nccl``, ``fake``; empty without a process group. Shown, not compared."""
+    """``gloo``, ``nccl``, ``fake``; empty without a process group. Printed, not compared."""
     torch_version: str
-    """As ``torch.__version__``. Shown, not compared."""
+    """``torch.__version__``. Printed, not compared."""
     mesh_axes: tuple[MeshAxis, ...]
     """The axes over which something is sharded or replicated, sorted by name."""
     modules: tuple[ModuleNode, ...]
-    """In registration order, parents first. One root, at index 0; or several, where a rank runs
-    several parts of one model, each followed by the modules below it."""
+    """In registration order, parents first. The root has index 0; if the rank runs several parts of
+    one model, each part's root comes before its modules."""
     parameters: tuple[ParameterNode, ...]
     """In registration order; each original parameter once."""
     units: tuple[ShardUnit, ...]
@@ -200,40 +199,40 @@ class ShardTree:
     findings: tuple[Finding, ...] = ()
     """Wrapping mistakes, errors first."""
     notes: tuple[str, ...] = ()
-    """What a reader must know of the circumstances, e.g. that the model is on the meta device."""
+    """Remarks for the reader, e.g. that the model is on the meta device."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "findings", Findings(self.findings))
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks keep different parts of at least one parameter."""
+        """Whether ranks store different parts of at least one parameter."""
         return any(parameter.is_sharded for parameter in self.parameters)
 
     @property
     def is_distributed(self) -> bool:
-        """Whether a wrapper or a device mesh holds any of it, sharded or replicated."""
+        """Whether it has units or DTensor parameters, sharded or replicated."""
         return bool(self.units) or any(parameter.placements for parameter in self.parameters)
 
     def module_fqn(self, index: int) -> str:
-        """The FQN of a module; empty for the root."""
+        """Return the FQN of a module; empty for the root."""
         *names, _ = (self.modules[at].name for at in self.around(index))
         return ".".join(reversed(names))
 
     def around(self, index: int) -> Iterator[int]:
-        """A module and those above it, from inside."""
+        """Yield the indices of a module and of the modules above it, innermost first."""
         at: int | None = index
         while at is not None:
             yield at
             at = self.modules[at].parent
 
     def parameter_fqn(self, index: int) -> str:
-        """The FQN of a parameter, where it is registered first in natural order."""
+        """Return the FQN of a parameter; for a tied one, the first in natural order."""
         parameter = self.parameters[index]
         return self._slot_fqn(parameter.module, parameter.name)
 
     def tied_fqns(self, index: int) -> tuple[str, ...]:
-        """The further FQNs of a parameter, in natural order."""
+        """Return the further FQNs of a tied parameter, in natural order."""
         tied = (self._slot_fqn(*slot) for slot in self.parameters[index].tied)
         return tuple(sorted(tied, key=natural_key))
 
@@ -242,20 +241,20 @@ class ShardTree:
         return f"{prefix}.{name}" if prefix else name
 
     def named_parameters(self) -> Iterator[tuple[str, ParameterNode]]:
-        """Each original parameter with its FQN, in registration order."""
+        """Yield each original parameter with its FQN, in registration order."""
         for index, parameter in enumerate(self.parameters):
             yield self.parameter_fqn(index), parameter
 
     def units_of(self) -> dict[int, tuple[ShardUnit, ...]]:
-        """The units of each module that has any, by the module's index."""
-        found: dict[int, tuple[ShardUnit, ...]] = {}
+        """Return units by the indices of their modules."""
+        units: dict[int, tuple[ShardUnit, ...]] = {}
         for unit in self.units:
             for module in unit.modules:
-                found[module] = (*found.get(module, ()), unit)
-        return found
+                units[module] = (*units.get(module, ()), unit)
+        return units
 
     def unit_name(self, index: int) -> str:
-        """The FQNs of a unit's modules, joined with ``+`` in natural order, as in recordings."""
+        """Return the FQNs of a unit's modules, in natural order and joined with ``+``."""
         fqns = (self.module_fqn(module) for module in self.units[index].modules)
         return "+".join(sorted(fqns, key=natural_key))
 
@@ -263,27 +262,27 @@ class ShardTree:
     def module_to_fqns(self) -> dict[str, tuple[str, ...]]:
         """FQN of each unit's module -> FQNs of the original parameters that the unit manages.
 
-        A unit of several modules lists each parameter under the module that it is in.
+        For a unit of several modules, each module has the parameters inside it.
         """
-        found: dict[str, list[str]] = {}
+        managed: dict[str, list[str]] = {}
         for unit in self.units:
-            members = {at: found.setdefault(self.module_fqn(at), []) for at in unit.modules}
+            members = {at: managed.setdefault(self.module_fqn(at), []) for at in unit.modules}
             for index in unit.parameters:
                 around = self.around(self.parameters[index].module)
                 member = next((at for at in around if at in members), unit.modules[0])
                 members[member].append(self.parameter_fqn(index))
-        return {module: tuple(fqns) for module, fqns in found.items()}
+        return {module: tuple(fqns) for module, fqns in managed.items()}
 
     def __str__(self) -> str:
-        """The modules as torch's sharded module tree writes them, then the findings.
+        """Print the modules in the format of torch's sharded module tree, then the findings.
 
         Returns:
-            One line a module: ``layers.0[Block] FULLY SHARDED``, indented by four spaces a level.
+            One line per module: ``layers.0[Block] FULLY SHARDED``, indented by four spaces a level.
         """
         return "\n".join([*self._outline(), *map(str, self.findings)])
 
     def __repr__(self) -> str:
-        """One line, since pytest cuts off what is longer."""
+        """One line, since pytest truncates longer texts."""
         return (
             f"<ShardTree of {self.modules[0].class_name}: {len(self.units)} units, "
             f"{len(self.parameters)} parameters>"
@@ -296,23 +295,23 @@ class ShardTree:
             if node.depth <= MAX_INDENT:
                 parent = fqns[node.depth - 1] if node.depth else ""
                 fqns[node.depth :] = [f"{parent}.{node.name}" if parent else node.name]
-                shown = "    " * node.depth + fqns[node.depth]
+                line = "    " * node.depth + fqns[node.depth]
             else:
-                shown = "    " * MAX_INDENT + f"(depth {node.depth}) ...{node.name}"
-            shown += f"[{node.class_name}]"
+                line = "    " * MAX_INDENT + f"(depth {node.depth}) ...{node.name}"
+            line += f"[{node.class_name}]"
             if units := units_of.get(index):
                 is_sharded = any(unit.is_fully_sharded for unit in units)
-                shown += " FULLY SHARDED" if is_sharded else " REPLICATED"
+                line += " FULLY SHARDED" if is_sharded else " REPLICATED"
             if node.alias_of is not None:
-                shown += f" is {self.module_fqn(node.alias_of) or '(root)'}"
-            yield printable(shown)
+                line += f" is {self.module_fqn(node.alias_of) or '(root)'}"
+            yield printable(line)
 
 
 def dump_tree(tree: ShardTree) -> str:
-    """Write a tree as JSON; its modules, parameters and units refer to each other by index."""
+    """Return a tree as JSON; its modules, parameters and units refer to each other by index."""
     return dump_document("tree", JSON_VERSION, tree)
 
 
 def load_tree(text: str) -> ShardTree:
-    """Read what `dump_tree` wrote, or raise CodecError."""
+    """Read the JSON of `dump_tree`; raise CodecError if it is invalid."""
     return load_document(ShardTree, "tree", JSON_VERSION, text)

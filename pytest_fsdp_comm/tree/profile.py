@@ -1,4 +1,4 @@
-"""What is compared of sharded trees: the facts of a rank's tree, and those of all ranks merged."""
+"""The compared facts of sharded trees: of one rank, and merged over all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UnitFacts:
     force_sum_reduction: bool = False
     """As `gradient_divide_factor`."""
     forward_prefetch: tuple[str, ...] = ()
-    """Names of the units that the user asked to gather early."""
+    """Names of the units that the user prefetches explicitly."""
     backward_prefetch: tuple[str, ...] = ()
     """As `forward_prefetch`, in backward."""
     prefetch: tuple[str, ...] = ()
@@ -39,8 +39,8 @@ class UnitFacts:
 
 
 def policy_change(old: UnitFacts, new: UnitFacts) -> str:
-    """Word what became of a unit's policy after forward; empty if nothing did."""
-    # As its author set it: of FSDP1, that is the sharding strategy.
+    """Describe the change of a unit's resharding after forward; empty without a change."""
+    # In the terms of the API: FSDP1 sets it by the sharding strategy.
     if old.reshard_after_forward == new.reshard_after_forward:
         return ""
     if "fsdp1" not in {old.kind, new.kind}:
@@ -49,14 +49,14 @@ def policy_change(old: UnitFacts, new: UnitFacts) -> str:
 
 
 def lost_root(old: TreeFacts, new: TreeFacts) -> str:
-    """Say why units below the root became roots of their own; empty if none did."""
+    """Return the likely cause why units below the root became roots; empty if none did."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     roots = new_roots(old, new)
     if "" not in before or not roots:
         return ""
     below = "each unit below is a root of its own"
     if "" in after:
-        return f"the forward of the root is not called, so that {below}"
+        return f"the forward of the root is not called, so {below}"
     if any(not new.parameters.get(name, was).managed for name, was in old.parameters.items()):
         below = (
             f"its own parameters are not sharded, their gradients not reduced by FSDP, and {below}"
@@ -68,7 +68,7 @@ def lost_root(old: TreeFacts, new: TreeFacts) -> str:
 
 
 def new_roots(old: TreeFacts, new: TreeFacts) -> frozenset[str]:
-    """The units of both trees that are roots in the new one alone."""
+    """Return the units in both trees that are roots only in the new one."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     return frozenset(
         name for name in before.keys() & after.keys() if after[name].is_root > before[name].is_root
@@ -90,36 +90,36 @@ class ParameterFacts:
     shape: tuple[int, ...]
     """Global shape."""
     dtype: str
-    """As torch prints it without its prefix."""
+    """Without torch's prefix."""
     trainable: bool = True
     managed: bool = True
     placements: tuple[tuple[str, str], ...] = ()
     """Mesh axis and placement, in the order of the mesh; empty for a plain tensor."""
     tied: tuple[str, ...] = ()
-    """Its further FQNs, in natural order."""
+    """Its other FQNs, in natural order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeFacts:
-    """All that is compared of one rank's tree."""
+    """The compared facts of one rank's tree."""
 
     world_size: int
     mesh_axes: tuple[MeshAxis, ...]
     """Sorted by name."""
     units: Mapping[int, Mapping[str, UnitFacts]]
-    """By 1, or more where modules have several units; then by their FQNs, joined with ``+``."""
+    """By 1, or 2 and up for further units of the same modules; then by FQNs joined with ``+``."""
     parameters: Mapping[str, ParameterFacts]
     """By FQN."""
 
 
 def tree_facts(tree: ShardTree) -> TreeFacts:
-    """Select from a tree what is compared."""
+    """Return the compared facts of a tree."""
     names = [tree.unit_name(index) for index in range(len(tree.units))]
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     units: defaultdict[int, dict[str, UnitFacts]] = defaultdict(dict)
     for name, unit in zip(names, tree.units, strict=True):
-        seen[name] += 1
-        units[seen[name]][name] = _unit_facts(unit, names)
+        counts[name] += 1
+        units[counts[name]][name] = _unit_facts(unit, names)
     parameters = {
         fqn: ParameterFacts(
             shape=parameter.shape,
@@ -155,10 +155,10 @@ def _unit_facts(unit: ShardUnit, names: list[str]) -> UnitFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeProfile:
-    """All that is compared of how a test's ranks shard a model, and what is shown beside it."""
+    """The compared facts of all ranks of a test, with backend and torch version for display."""
 
     trees: Mapping[tuple[int, ...], TreeFacts]
-    """By the ranks that have it, ascending, lowest first; by no ranks if all have the same."""
+    """By the ascending ranks that have the tree, lowest first; by ``()`` if all have the same."""
     recorded_ranks: tuple[int, ...] = ()
     """The ranks that were recorded, ascending; empty for all ranks."""
     backend: str = field(default="", compare=False)
@@ -168,7 +168,7 @@ class TreeProfile:
 
     @property
     def common(self) -> TreeFacts | None:
-        """The tree that all ranks have; None if they differ."""
+        """The tree of all ranks; None if they differ."""
         return self.trees.get(())
 
     @property
@@ -176,31 +176,31 @@ class TreeProfile:
         return next(iter(self.trees.values())).world_size
 
     def restricted(self, ranks: Sequence[int]) -> TreeProfile:
-        """Make the profile as if only some of its ranks had been recorded, which ascend."""
-        kept = frozenset(ranks)
+        """Return the profile of some of its ranks, which must ascend."""
+        subset = frozenset(ranks)
         trees = [
-            (tuple(filter(kept.__contains__, held or ranks)), facts)
-            for held, facts in self.trees.items()
+            (tuple(filter(subset.__contains__, having or ranks)), facts)
+            for having, facts in self.trees.items()
         ]
         return replace(
             self,
             trees={
-                ranks_or_empty_if_all(held, len(ranks)): facts
-                for held, facts in sorted(trees, key=lambda tree: tree[0])
-                if held
+                ranks_or_empty_if_all(having, len(ranks)): facts
+                for having, facts in sorted(trees, key=lambda tree: tree[0])
+                if having
             },
             recorded_ranks=ranks_or_empty_if_all(ranks, self.world_size),
         )
 
 
 def comparable(old: TreeProfile, new: TreeProfile) -> TreeProfile:
-    """Reduce a snapshot of all ranks to those that were recorded now (the fake backend)."""
+    """Reduce a snapshot of all ranks to those that this run recorded (the fake backend)."""
     is_part = new.recorded_ranks and not old.recorded_ranks
     return old.restricted(new.recorded_ranks) if is_part else old
 
 
 def fold(tree: ShardTree) -> TreeProfile:
-    """Select from one rank's tree what is compared."""
+    """Return the profile of one rank's tree."""
     return merge(
         {tree.rank: tree_facts(tree)}, backend=tree.backend, torch_version=tree.torch_version
     )
@@ -209,8 +209,8 @@ def fold(tree: ShardTree) -> TreeProfile:
 def merge(
     trees: Mapping[int, TreeFacts], *, backend: str = "", torch_version: str = ""
 ) -> TreeProfile:
-    """Merge the trees of the recorded ranks, which ascend; equal ones become one."""
-    # Ranks with the same tree may share one object, which is then looked at once.
+    """Merge the trees of the recorded ranks, which must ascend; equal trees become one."""
+    # Ranks with the same tree may share an object; compute its content once.
     distinct = {id(facts): facts for facts in trees.values()}
     contents = {key: _content(facts) for key, facts in distinct.items()}
     groups: dict[Hashable, tuple[TreeFacts, list[int]]] = {}
@@ -225,7 +225,7 @@ def merge(
 
 
 def _content(facts: TreeFacts) -> Hashable:
-    """Equal for equal trees: many are told apart without comparing each with each."""
+    """Return a hashable that is equal for equal trees, to group trees without comparing pairs."""
     return (
         facts.world_size,
         facts.mesh_axes,
@@ -236,17 +236,18 @@ def _content(facts: TreeFacts) -> Hashable:
 
 def ranks_of_stages(trees: Mapping[int, TreeFacts]) -> list[list[int]]:
     """Group ranks by the pipeline stage that they run; without a pipeline there is one group."""
-    # Ranks of a stage have a parameter name in common, or are linked by others that do. Both ranks
-    # and groups ascend.
+    # Two ranks are in one stage if they have a parameter name in common, or are linked by a chain
+    # of ranks that have. Ranks and groups ascend.
     distinct = {id(facts): facts for facts in trees.values()}
     names_of = {key: frozenset(facts.parameters) for key, facts in distinct.items()}
-    alike: dict[frozenset[str], list[int]] = {}
+    by_names: dict[frozenset[str], list[int]] = {}
     for rank, facts in trees.items():
-        alike.setdefault(names_of[id(facts)], []).append(rank)
+        by_names.setdefault(names_of[id(facts)], []).append(rank)
     stages: list[tuple[frozenset[str], list[int]]] = []
-    for names, ranks in alike.items():
+    for names, ranks in by_names.items():
         linked = [stage for stage in stages if not stage[0].isdisjoint(names)]
         stages = [stage for stage in stages if stage not in linked]
-        all_names = names.union(*(own for own, _ in linked))
-        stages.append((all_names, sorted(chain(ranks, *(own for _, own in linked)))))
+        all_names = names.union(*(stage_names for stage_names, _ in linked))
+        all_ranks = chain(ranks, *(stage_ranks for _, stage_ranks in linked))
+        stages.append((all_names, sorted(all_ranks)))
     return sorted(ranks for _, ranks in stages)

@@ -213,7 +213,7 @@ def test_findings_fail_a_test_once_and_can_be_turned_off(project, monkeypatch):
             "warning partly-wrapped (460 B): layers.1",
             "1 of 2 sibling Block modules are units, but these are not: their",
             "parameters are gathered with an enclosing unit, or not at all",
-            "cure: call fully_shard on each block of the stack",
+            "fix: call fully_shard on each block of the stack",
         ]
     # Nothing is left out, nothing is said by each rank.
     assert len(shown) == 2 * 6

@@ -176,7 +176,7 @@ def test_adapters_in_units_of_their_own_are_one_finding_whose_cure_earns_none():
     assert set(finding.fqns) == set(ADAPTERS)
     assert finding.where.startswith("layers.{0..2}.self_attn.q_proj.lora_A.default, ")
     assert str(finding).splitlines()[0] == (
-        "warning unit-too-small (12 alike, 128.0 KiB each, 1.5 MiB in all):"
+        "warning unit-too-small (12 cases, 128.0 KiB each, 1.5 MiB in total):"
     )
     assert "a step has at least 2 collectives fewer and no more bytes" in finding.reason
     assert not capture_tree(fsdp2(LoraLlama(3), PER_LAYER)).findings

@@ -180,8 +180,8 @@ def test_fsdp1_stages_are_parts_too():
         (
             [nn.Linear(1, 1), nn.Linear(1, 1)],
             "fsdp_tree([...]) expects parts of one model, with distinct names, but two of them "
-            "have a parameter bias; pass torch.nn.ModuleList([...]), which names its modules 0, 1 and "
-            "so on",
+            "have a parameter bias; pass torch.nn.ModuleList([...]), which names its modules 0, "
+            "1 and so on",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""All rules about the wrapping of a model, and what they find under the settings of a project."""
+"""All rules about the wrapping of a model, and the functions that apply them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from pytest_fsdp_comm.tree.model import ShardTree, ShardUnit
 # Padding of more than this share of a unit's all-gather is a finding.
 _PADDING_SHARE: Final = 0.1
 
-# What makes training wrong, raises, or defeats FSDP.
+# Errors: training is wrong, raises, or gains nothing from FSDP.
 
 
 @rule("no-root-unit", "error", cure="call fully_shard on the model itself too, after its blocks")
 def no_root_unit(wrapping: Wrapping) -> Iterator[Case]:
-    """Blocks of a stack that are units, without a common one around them."""
-    # Silent for parts of a model that run by themselves, such as stages of a pipeline: those passed
-    # as a list, those in a module that cannot run, and those that have units inside and nothing
-    # beside them.
+    """Find blocks of a stack that are units without a common root unit."""
+    # Ignores parts of a model that run by themselves, such as stages of a pipeline: parts passed as
+    # a list, parts in a module that cannot run, and parts that contain units and no parameters
+    # outside them.
     tree = wrapping.tree
     by_part: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for index, unit in enumerate(tree.units):
@@ -44,12 +44,12 @@ def no_root_unit(wrapping: Wrapping) -> Iterator[Case]:
     for (kind, part), roots in sorted(by_part.items(), key=lambda entry: entry[1]):
         lost = _without_root(wrapping, part, roots)
         if lost:
-            kept = [tree.units[i] for i in lost if tree.units[i].reshard_after_forward is False]
-            nbytes = sum(unit.nbytes_gathered for unit in kept)
+            roots_kept = [i for i in lost if tree.units[i].reshard_after_forward is False]
+            nbytes = sum(tree.units[i].nbytes_gathered for i in roots_kept)
             reason = (
-                f"{len(lost)} units have no common root, so each becomes one: it gathers for "
-                f"itself without prefetching, and {show_nbytes(nbytes)} of parameters stay "
-                "gathered on each rank from forward to backward"
+                f"{len(lost)} units have no common root, so each is a root: none prefetches "
+                f"another, and {show_nbytes(nbytes)} of parameters stay gathered on each rank "
+                "from forward to backward"
             )
             wrap = "wrap the model itself in FullyShardedDataParallel too"
             cure = wrap if kind == "fsdp1" else ""
@@ -57,14 +57,14 @@ def no_root_unit(wrapping: Wrapping) -> Iterator[Case]:
 
 
 def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[int]:
-    """The roots in one part of a model that should have a root around them."""
+    """Return the roots in one part of a model that should be below a common root."""
     tree = wrapping.tree
     modules = {module for index in roots for module in tree.units[index].modules}
     blocks = {
         module
         for stack in wrapping.stacks
         if len(modules.intersection(stack)) > 1
-        # Something around them has to run, or nothing could be their root.
+        # Only a module that runs can be their root.
         and any(tree.modules[at].has_forward for at in tree.around(stack[0]) if at != stack[0])
         for module in modules.intersection(stack)
     }
@@ -87,19 +87,19 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
 @rule(
     "nested-kinds",
     "error",
-    cure="shard the whole model with one of them; fully_shard is the one under active development",
+    cure="shard the whole model with a single API; fully_shard is under active development",
 )
 def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
-    """A unit inside one of another kind; silent for kinds side by side."""
+    """Find units inside a unit of another kind; siblings of different kinds are allowed."""
     tree = wrapping.tree
     kinds = {module: units[-1].kind for module, units in wrapping.units_of.items()}
     for index, unit in enumerate(tree.units):
         around = wrapping.above(unit)
-        other = next((at for at in around if kinds.get(at, unit.kind) != unit.kind), None)
-        if other is not None:
+        outer = next((at for at in around if kinds.get(at, unit.kind) != unit.kind), None)
+        if outer is not None:
             reason = (
-                f"its kind is {unit.kind}, but it lies inside {escape(tree.module_fqn(other))}, "
-                f"whose kind is {kinds[other]}: neither accounts for the other's gathers and "
+                f"its kind is {unit.kind}, but it lies inside {escape(tree.module_fqn(outer))}, "
+                f"whose kind is {kinds[outer]}: neither accounts for the other's gathers and "
                 "reductions"
             )
             yield Case((tree.unit_name(index),), reason)
@@ -107,8 +107,8 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("wrapped-after-parent", "error", cure="wrap children before their parents")
 def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
-    """Units whose parameters their parent had taken already."""
-    # Silent for a unit that has none because its children are units.
+    """Find units whose parameters an earlier unit around them manages."""
+    # Ignores a unit that has no parameters because its children are units.
     tree = wrapping.tree
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     late: defaultdict[int, dict[int, None]] = defaultdict(dict)
@@ -119,8 +119,8 @@ def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
             late[manager][empty[inside]] = None
     for manager, units in late.items():
         reason = (
-            f"{escape(tree.unit_name(manager))}, which was wrapped first, already manages their "
-            "parameters and gathers all of them at once, so nothing is gathered block by block"
+            f"{escape(tree.unit_name(manager))} was wrapped first and manages their parameters: it "
+            "gathers all of them at once, not block by block"
         )
         yield Case(tuple(map(tree.unit_name, units)), reason, tree.units[manager].nbytes_gathered)
 
@@ -131,10 +131,10 @@ def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
     cure="pass both modules to one call, fully_shard([a, b]), or leave both to the root",
 )
 def split_tie(wrapping: Wrapping) -> Iterator[Case]:
-    """Tied parameters that sharding tore apart; silent for those that one unit manages."""
+    """Find tied parameters that two units sharded separately."""
     tree = wrapping.tree
     reason = (
-        "they were one parameter, and sharding made two of it: both are gathered, and they "
+        "they were one parameter, but sharding split it into two: both are gathered, and they "
         "diverge at the first optimizer step"
     )
     for index, parameter in enumerate(tree.parameters):
@@ -152,75 +152,77 @@ def split_tie(wrapping: Wrapping) -> Iterator[Case]:
     ),
 )
 def unmanaged_parameter(wrapping: Wrapping) -> Iterator[Case]:
-    """Trainable parameters outside every unit."""
-    # Silent where nothing is gathered, and for frozen parameters and those that a mesh holds.
+    """Find trainable parameters outside all units."""
+    # Ignores models without gathered units, frozen parameters, and parameters that are DTensors.
     tree, loose = wrapping.tree, wrapping.unmanaged
     if loose:
         reason = (
             "no unit manages these trainable parameters: their gradients are never reduced, "
-            "so the ranks drift apart, and every rank keeps them whole"
+            "so the ranks drift apart, and every rank stores all of them"
         )
         nbytes = sum(tree.parameters[index].nbytes for index in loose)
         yield Case(tuple(map(tree.parameter_fqn, loose)), reason, nbytes)
 
 
-@rule("ranks-differ", "error", cure="build and wrap the model alike on all ranks")
+@rule("ranks-differ", "error", cure="build and wrap the model identically on all ranks")
 def ranks_differ(texts: Mapping[int, str]) -> Iterator[Case]:
-    """Trees that are not the same on all ranks, as their snapshots would be written."""
-    (ranks, text), *others = fold_equal(texts)
-    if others:
-        other_ranks, other_text = others[0]
+    """Find trees that differ between ranks; `texts` are their snapshots by rank."""
+    (ranks, text), *differing = fold_equal(texts)
+    if differing:
+        other_ranks, other_text = differing[0]
         lines = set(text.splitlines()) ^ set(other_text.splitlines())
-        shown = min(lines, key=lambda line: (line.startswith("total"), line))
+        first = min(lines, key=lambda line: (line.startswith("total"), line))
         reason = (
             f"{name_ranks(ranks)} and {name_ranks(other_ranks)} shard the model differently, "
-            f"first in: {shown}; their collectives will not match"
+            f"first in: {first}; their collectives will not match"
         )
         yield Case(("",), reason)
 
 
-# What costs more than it needs.
+# Warnings: memory, traffic or latency that could be avoided.
 
 
 @rule("partly-wrapped", "warning", cure="call fully_shard on each block of the stack")
 def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
-    """Blocks that are no units, unlike others of their stack."""
-    # Silent for blocks that would be units too small, for those whose modules are units, and where
-    # FSDP1 has frozen blocks apart from trainable ones.
+    """Find blocks that are not units although other blocks of their stack are."""
+    # Ignores blocks too small for a unit, blocks whose modules are units, and blocks that are
+    # frozen where FSDP1 wraps only trainable ones (or the reverse).
     tree, units_of = wrapping.tree, wrapping.units_of
-    own = [0] * len(tree.modules)
+    nbytes = [0] * len(tree.modules)
     trains = [False] * len(tree.modules)
     for parameter in tree.parameters:
-        own[parameter.module] += parameter.nbytes
+        nbytes[parameter.module] += parameter.nbytes
         trains[parameter.module] |= parameter.trainable
-    for index in reversed(range(len(own))):
+    for index in reversed(range(len(nbytes))):
         parent = tree.modules[index].parent
         if parent is not None:
             trains[parent] |= trains[index]
-            own[parent] += 0 if index in units_of else own[index]
+            nbytes[parent] += 0 if index in units_of else nbytes[index]
     for stack in wrapping.stacks:
         wrapped = [index for index in stack if index in units_of]
-        # A block of FSDP2 is comparable with any other.
+        # FSDP2 mixes frozen and trainable parameters at no cost, so it may wrap any block.
         comparable = {
             state
             for index in wrapped
             for state in ({trains[index]} if units_of[index][-1].kind == "fsdp1" else (True, False))
         }
-        left = [
+        unwrapped = [
             index
             for index in stack
             if index not in units_of
-            and own[index]
+            and nbytes[index]
             and trains[index] in comparable
-            and not wrapping.is_too_small(own[index])
+            and not wrapping.is_too_small(nbytes[index])
         ]
-        if left:
+        if unwrapped:
             reason = (
-                f"{len(wrapped)} of {len(stack)} sibling {tree.modules[left[0]].class_name} "
+                f"{len(wrapped)} of {len(stack)} sibling {tree.modules[unwrapped[0]].class_name} "
                 "modules are units, but these are not: their parameters are gathered with an "
                 "enclosing unit, or not at all"
             )
-            yield Case(tuple(map(tree.module_fqn, left)), reason, sum(own[at] for at in left))
+            yield Case(
+                tuple(map(tree.module_fqn, unwrapped)), reason, sum(nbytes[at] for at in unwrapped)
+            )
 
 
 @rule(
@@ -229,25 +231,25 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
     cure="shard it too: by fully_shard, or in the tensor-parallel plan",
 )
 def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
-    """Large parameters that every rank keeps whole."""
-    # Silent where nothing is sharded, for parameters of units that replicate, which someone chose,
-    # and for those that `unmanaged-parameter` names.
+    """Find large parameters that are replicated on all ranks."""
+    # Ignores models without shards, units that replicate (somebody chose that), and parameters that
+    # `unmanaged-parameter` reports.
     tree, unmanaged = wrapping.tree, set(wrapping.unmanaged)
     for index, parameter in enumerate(tree.parameters if tree.is_sharded else ()):
         is_large = parameter.nbytes >= wrapping.settings.replicated_nbytes
         is_replicated = parameter.unit is None and not parameter.is_sharded
         if is_large and is_replicated and index not in unmanaged:
-            reason = "every rank keeps all of it, while other parameters are sharded"
+            reason = "every rank stores all of it, although other parameters are sharded"
             yield Case((tree.parameter_fqn(index),), reason, parameter.nbytes)
 
 
-@rule("mixed-frozen", "warning", cure="give its large frozen modules units of their own")
+@rule("mixed-frozen", "warning", cure="wrap its large frozen modules as separate units")
 def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
-    """Frozen parameters in one unit with trainable ones, where units of their own would pay."""
-    # Only FSDP1 loses by that: it reduces one flat gradient, zeros for frozen parameters included.
-    # FSDP2 reduces what has gradients, and gathers as many bytes in one unit as in two. Silent
-    # where the zeros are fewer bytes than the further collectives cost, and where one module holds
-    # both sorts, which no unit can part.
+    """Find units with frozen and trainable parameters, where separate units would pay."""
+    # Only FSDP1 has this cost: it reduces one flat gradient, with zeros for frozen parameters.
+    # FSDP2 reduces only existing gradients, and gathers the same bytes in one unit or two. Ignores
+    # cases where the additional collectives cost more than the zeros, and modules that have both
+    # kinds of parameters, which no unit can separate.
     for index, unit in wrapping.sharded_units():
         frozen = sum(not parameter.trainable for parameter in wrapping.parameters(unit))
         if unit.kind != "fsdp1" or not 0 < frozen < len(unit.parameters):
@@ -260,34 +262,34 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
                 worth.append(saved)
         if worth:
             reason = (
-                f"{frozen} of its {len(unit.parameters)} parameters are frozen, yet FSDP1 reduces "
-                "one gradient of all of them, zeros included, and keeps memory for it; apart, a "
-                f"step has {counted(len(worth) * gathers(unit), 'more collective')}"
+                f"{frozen} of its {len(unit.parameters)} parameters are frozen, but FSDP1 reduces "
+                "one flat gradient with zeros for them, and allocates memory for it; separate "
+                f"units add {counted(len(worth) * gathers(unit), 'collective')} to a step"
             )
             yield Case((wrapping.tree.unit_name(index),), reason, sum(worth))
 
 
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
-    """Units far too small for a collective, which the enclosing unit could manage as well."""
-    # Silent if that differs in mesh, precision, element types, offload or divide factor, if it has
-    # no parameters to gather, if it is gathered more often, and if FSDP1 would reduce what is
-    # frozen.
+    """Find units too small for a collective that the enclosing unit could manage as well."""
+    # Ignored if the enclosing unit differs in mesh, precision, dtypes, offload or divide factor, if
+    # it gathers nothing or more often, and if FSDP1 would then reduce gradients of frozen
+    # parameters.
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):
             continue
         units_of = wrapping.units_of
-        # What is around it may have several units, one a mesh.
+        # A module may have several units, one per mesh.
         enclosing = next((units_of[at] for at in wrapping.above(unit) if at in units_of), ())
         around = enclosing[0] if len(enclosing) == 1 else None
         if around is not None and _can_join(wrapping, unit, around):
             trains, trains_around = wrapping.is_trainable(unit), wrapping.is_trainable(around)
             saved = gathers(unit) + (reductions(unit) if trains and trains_around else 0)
-            # The first trainable unit that a frozen one takes in brings its reduction along.
+            # The first trainable unit that joins a frozen one keeps its reduction; others share it.
             at_least = "at least " if trains and not trains_around else ""
             reason = (
-                "its all-gather costs latency, not bandwidth: without it a step has "
-                f"{at_least}{counted(saved, 'collective')} fewer and no more bytes; the largest "
+                "its all-gather costs latency, not bandwidth: without this unit, a step has "
+                f"{at_least}{counted(saved, 'fewer collective')} and no more bytes; the largest "
                 f"unit gathers {show_nbytes(wrapping.largest_gather)}"
             )
             yield Case((wrapping.tree.unit_name(index),), reason, unit.nbytes_gathered)
@@ -304,24 +306,24 @@ def _can_join(wrapping: Wrapping, unit: ShardUnit, around: ShardUnit) -> bool:
             "gradient_divide_factor",
         )
     )
-    # FSDP1 reduces all of a unit where anything is trainable.
-    sorts = {wrapping.is_trainable(unit), wrapping.is_trainable(around)}
-    reduces_more = unit.kind == "fsdp1" and len(sorts) > 1
+    # FSDP1 reduces the whole unit if any of its parameters is trainable.
+    trains = {wrapping.is_trainable(unit), wrapping.is_trainable(around)}
+    reduces_more = unit.kind == "fsdp1" and len(trains) > 1
     sends_more = reduces_more or gathers(around) > gathers(unit)
     return is_same_policy and dtypes <= dtypes_around and not sends_more
 
 
 @rule("unit-too-large", "warning", cure="call fully_shard on its blocks first")
 def unit_too_large(wrapping: Wrapping) -> Iterator[Case]:
-    """Units far too large for a collective; silent if nearly all of one is in a single module."""
+    """Find units too large for one collective, unless a single module has most of the bytes."""
     for index, unit in wrapping.sharded_units():
-        held: defaultdict[int, int] = defaultdict(int)
+        numels: defaultdict[int, int] = defaultdict(int)
         for parameter in wrapping.parameters(unit):
-            held[parameter.module] += parameter.numel
-        numel, nbytes = sum(held.values()), unit.nbytes_gathered
-        is_divisible = not is_negligible(numel - max(held.values()), numel)
+            numels[parameter.module] += parameter.numel
+        numel, nbytes = sum(numels.values()), unit.nbytes_gathered
+        is_divisible = not is_negligible(numel - max(numels.values()), numel)
         if nbytes > wrapping.settings.large_nbytes and is_divisible:
-            reason = f"it gathers {show_nbytes(nbytes)} at once, and nothing overlaps with that"
+            reason = f"it gathers {show_nbytes(nbytes)} at once, and nothing can overlap with it"
             yield Case((wrapping.tree.unit_name(index),), reason, nbytes)
 
 
@@ -329,12 +331,12 @@ def unit_too_large(wrapping: Wrapping) -> Iterator[Case]:
     "padding",
     "warning",
     cure=(
-        "shard another dimension (shard_placement_fn), over fewer ranks (HSDP), or choose sizes "
-        "that divide"
+        "shard another dimension (shard_placement_fn), shard over fewer ranks (HSDP), or choose "
+        "divisible sizes"
     ),
 )
 def padding(wrapping: Wrapping) -> Iterator[Case]:
-    """Units of FSDP2 that gather much padding; FSDP1's little padding is nothing a user shapes."""
+    """Find FSDP2 units with much padding; FSDP1's is small, and users cannot influence it."""
     for index, unit in wrapping.sharded_units():
         nbytes = unit.nbytes_padding
         is_much = nbytes > _PADDING_SHARE * unit.nbytes_gathered
@@ -353,13 +355,13 @@ def padding(wrapping: Wrapping) -> Iterator[Case]:
     cure="leave the class out of _module_classes_to_ignore where it need not be in full precision",
 )
 def precision_override(wrapping: Wrapping) -> Iterator[Case]:
-    """Units that mixed precision leaves out for their class."""
-    # Silent for batch norms, which torch leaves out by default.
+    """Find units that mixed precision ignores because of their class."""
+    # Ignores batch norms, which torch excludes by default.
     for index, unit in enumerate(wrapping.tree.units):
         if unit.precision_overrides:
             reason = (
                 f"mixed precision ignores the class {', '.join(unit.precision_overrides)}, so "
-                "auto-wrap made this a unit of its own in full precision"
+                "auto-wrap made it a separate unit in full precision"
             )
             yield Case((wrapping.tree.unit_name(index),), reason, unit.nbytes_gathered)
 
@@ -371,17 +373,17 @@ RULES: Final = tuple(entry for entry in [*globals().values()] if isinstance(entr
 def find(tree: ShardTree, settings: FindingSettings) -> tuple[Finding, ...]:
     """Find the wrapping mistakes of one rank's tree, errors first."""
     wrapping = Wrapping(tree, settings)
-    found = [
+    findings = [
         finding
         for declared in RULES
         if declared is not ranks_differ
         for finding in _apply(declared, wrapping, settings)
     ]
-    return tuple(sorted(found, key=lambda finding: finding.level != "error"))
+    return tuple(sorted(findings, key=lambda finding: finding.level != "error"))
 
 
 def find_between_ranks(texts: Mapping[int, str], settings: FindingSettings) -> tuple[Finding, ...]:
-    """Compare trees of ranks that should be alike, as `tree_text.format_profile` writes them."""
+    """Compare the trees of all ranks, as `tree_text.format_profile` writes them."""
     return _apply(ranks_differ, texts, settings)
 
 
@@ -391,8 +393,8 @@ def _apply(declared: Rule, subject: object, settings: FindingSettings) -> tuple[
 
 
 def parse_settings(lines: Iterable[str]) -> FindingSettings:
-    """Read the lines of ini ``fsdp_comm_findings``; ValueError says what is allowed."""
-    # A line sets the level of a code, or of `all`, or a threshold; later lines win.
+    """Read the lines of ini ``fsdp_comm_findings``; raise ValueError for an invalid line."""
+    # A line sets the level of a code or of `all`, or a threshold; later lines override.
     codes = [declared.code for declared in RULES]
     levels: dict[str, RuleLevel] = {}
     thresholds: dict[str, int] = {}

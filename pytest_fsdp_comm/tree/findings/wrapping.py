@@ -1,4 +1,4 @@
-"""What a rule is, and one rank's tree as rules see it: enclosing units, order, cost of a step."""
+"""The class of rules, and the view of a tree that they share: enclosing units, stacks, costs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SMALL_SHARE: Final = 16
 
 @dataclass(frozen=True)
 class Wrapping:
-    """A tree and the settings it is judged by; what several rules need is worked out once."""
+    """A tree with its settings, and values computed once for several rules."""
 
     tree: ShardTree
     settings: FindingSettings
 
     @cached_property
     def parts(self) -> list[int]:
-        """For each module, the root that it is or is below: its part of the model."""
+        """For each module, the index of its root: the part of the model that contains it."""
         parts: list[int] = []
         for index, node in enumerate(self.tree.modules):
             parts.append(index if node.parent is None else parts[node.parent])
@@ -45,10 +45,10 @@ class Wrapping:
 
     @cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """Numbered siblings of one class that hold a parameter: blocks, not alike by chance."""
+        """Numbered siblings of one class that contain parameters: the blocks of a model."""
         holding: set[int] = set()
         for parameter in self.tree.parameters:
-            # Only as far as no other parameter went: a model may be 100,000 modules deep.
+            # Stop where an earlier parameter has been: a model may be 100,000 modules deep.
             for module in self.tree.around(parameter.module):
                 if module in holding:
                     break
@@ -61,7 +61,7 @@ class Wrapping:
 
     @cached_property
     def unmanaged(self) -> list[int]:
-        """The trainable parameters that nothing reduces, although units gather others."""
+        """Trainable parameters outside all units, in a model with gathered units."""
         if not any(unit.kind in GATHERING for unit in self.tree.units):
             return []
         return [
@@ -86,13 +86,13 @@ class Wrapping:
         return islice(self.tree.around(unit.modules[0]), 1, None)
 
     def frozen_modules(self, unit: ShardUnit) -> Iterable[list[ParameterNode]]:
-        """The frozen parameters that a unit of their own could have, by the modules to wrap."""
-        # A parameter whose module holds a trainable one too is in none.
+        """Return the frozen parameters that separate units could have, by the modules to wrap."""
+        # Skips parameters whose module also has a trainable one.
         trainable: set[int] = set()
         for parameter in self.parameters(unit):
             if parameter.trainable:
                 trainable.update(self.tree.around(parameter.module))
-        found: defaultdict[int, list[ParameterNode]] = defaultdict(list)
+        by_module: defaultdict[int, list[ParameterNode]] = defaultdict(list)
         for parameter in self.parameters(unit):
             pure = [
                 module
@@ -102,79 +102,76 @@ class Wrapping:
                 and self.tree.modules[module].has_forward
             ]
             if pure:
-                found[pure[-1]].append(parameter)
-        return found.values()
-
-    # Note [What a collective costs]: its latency, however little it carries, which is as much as
-    # the bytes that the link carries in that time. `FindingSettings.small_nbytes` is this number of
-    # bytes. So a change pays if it saves more bytes than the collectives that it adds would cost,
-    # and a unit is too small if it gathers fewer bytes; but beside small units none is too small.
+                by_module[pure[-1]].append(parameter)
+        return by_module.values()
 
     def is_too_small(self, nbytes: int) -> bool:
-        """Whether a unit that gathers so much costs latency (Note [What a collective costs])."""
+        """Whether a unit that gathers `nbytes` costs more latency than transfer time."""
+        # A collective costs at least its latency. In that time, the link could carry
+        # `FindingSettings.small_nbytes`. In a model of small units only, none is too small.
         is_small = nbytes < self.settings.small_nbytes
         return is_small and is_negligible(nbytes, self.largest_gather)
 
 
-def is_negligible(nbytes: int, among: int) -> bool:
-    """Whether something is less than a sixteenth of the largest beside it."""
-    return nbytes * _SMALL_SHARE < among
+def is_negligible(nbytes: int, largest: int) -> bool:
+    """Whether `nbytes` are less than a sixteenth of the largest."""
+    return nbytes * _SMALL_SHARE < largest
 
 
 def gathers(unit: ShardUnit) -> int:
-    """How often a step gathers a unit: in forward, and again in backward if freed between."""
+    """Return how often a step gathers a unit: in forward, and again in backward if freed."""
     return 2 if unit.reshard_after_forward and unit.unshard_in_backward else 1
 
 
 def reductions(unit: ShardUnit) -> int:
-    """How many collectives reduce a unit's gradients: one more where copies of it exist."""
+    """Return how many collectives reduce a unit's gradients: two if it is replicated, too."""
     return 1 if unit.replicate_axis is None else 2
 
 
 def gathered_itemsize(parameter: ParameterNode, unit: ShardUnit) -> int:
-    """Bytes of each element that gathering a parameter sends."""
+    """Return the bytes of one element of a parameter when it is gathered."""
     return itemsize(unit.precision.param_dtype or parameter.dtype)
 
 
 def reduced_nbytes(parameter: ParameterNode, unit: ShardUnit) -> int:
-    """Bytes that FSDP1 sends to reduce a parameter's gradient, padding not counted."""
+    """Return the bytes that FSDP1 sends to reduce a parameter's gradient, without padding."""
     precision = unit.precision
-    # FSDP2 falls back to the parameter's own type since torch 2.15.
+    # From torch 2.15 on, FSDP2 falls back to the parameter's dtype instead of param_dtype.
     dtype = precision.reduce_dtype or precision.param_dtype or parameter.dtype
     return parameter.numel * itemsize(dtype)
 
 
 class Case(NamedTuple):
-    """One thing that breaks a rule: what differs between the rule's findings."""
+    """One violation of a rule; the rule adds its code, level and cure."""
 
     fqns: tuple[str, ...]
-    """The modules or parameters concerned, in any order."""
+    """The affected modules or parameters, in any order."""
     reason: str
     nbytes: int | None = None
     """As in `Finding`."""
     cure: str = ""
-    """What to write instead here; empty for the rule's cure."""
+    """The cure for this case; empty for the rule's."""
 
 
 class Rule(NamedTuple):
-    """A sort of finding."""
+    """A kind of finding."""
 
     code: str
     """A short name, such as ``no-root-unit``."""
     level: Level
     """The default. Errors make training wrong or defeat FSDP; warnings cost time or memory."""
     cure: str
-    """What to write instead."""
+    """The change of code that fixes it."""
     cases: Callable[[Any], Iterator[Case]]
-    """Yields what breaks the rule: in a `Wrapping`, or in texts of ranks."""
+    """Yields the violations in a `Wrapping`, or in texts of ranks."""
 
     def findings(self, subject: object, level: Level) -> Iterator[Finding]:
-        """Yield a finding for each group of cases that differ in nothing but names."""
-        alike: dict[tuple[str, str, int | None], list[Case]] = {}
+        """Yield one finding for each group of cases that differ only in names."""
+        equal: dict[tuple[str, str, int | None], list[Case]] = {}
         for case in self.cases(subject):
             key = (case.reason, case.cure or self.cure, case.nbytes)
-            alike.setdefault(key, []).append(case)
-        for (reason, cure, nbytes), cases in alike.items():
+            equal.setdefault(key, []).append(case)
+        for (reason, cure, nbytes), cases in equal.items():
             fqns = chain.from_iterable(case.fqns for case in cases)
             yield Finding(
                 code=self.code,
@@ -190,5 +187,5 @@ class Rule(NamedTuple):
 def rule(
     code: str, level: Level, *, cure: str
 ) -> Callable[[Callable[[Any], Iterator[Case]]], Rule]:
-    """Make a `Rule` of a function that yields its cases."""
+    """Turn a function that yields cases into a `Rule`."""
     return lambda cases: Rule(code, level, cure, cases)

@@ -72,7 +72,7 @@ def part_reduced(old):
     )
 
 
-NOT_CALLED = "the forward of the root is not called, so that each unit below is a root of its own"
+NOT_CALLED = "the forward of the root is not called, so each unit below is a root of its own"
 
 
 def texts(change, new_tree):

@@ -102,7 +102,7 @@ def test_pytest_shows_a_tree_in_a_few_words():
 
 def test_a_finding_is_below_the_tree():
     assert render_tree(replace(stack(), findings=(FINDING,))).endswith(
-        "\nwarning partly-wrapped (2.9 KiB): layers.{1..2}\n  two are <not>\n  cure: wrap them"
+        "\nwarning partly-wrapped (2.9 KiB): layers.{1..2}\n  two are <not>\n  fix: wrap them"
     )
 
 
