@@ -1,8 +1,7 @@
-"""Capture how a model is sharded, without running it, without a collective, without a trace."""
+"""Capture how a model is sharded, without running it, communicating or changing its state."""
 
-# Note [Capture changes nothing]
-# Nothing of torch's lazy initialisation is triggered: a recording that starts afterwards sees the
-# same as without the capture.
+# A capture never triggers torch's lazy initialisation, so a later recording is the same as without
+# the capture.
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from pytest_fsdp_comm.sharding.readers import (
 )
 from pytest_fsdp_comm.sharding.units import (
     AxisNames,
-    HeldParameter,
+    ReadParameter,
     ReadUnit,
     Slot,
     Visit,
+    describe,
     dtensor_meshes,
-    hold,
     read_placements,
     visit_modules,
 )
@@ -45,12 +44,12 @@ from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 def capture_tree(
     model: nn.Module | Sequence[nn.Module], findings: FindingSettings | None = None
 ) -> ShardTree:
-    """Read how `model`, or the parts of it that this rank runs, are sharded."""
+    """Return how `model`, or a list of the parts of a model that this rank runs, is sharded."""
     visit = visit_modules(model)
     axes = AxisNames(chain(fsdp2_meshes(visit), dtensor_meshes(visit)))
     units = [*read_fsdp2(visit, axes), *read_fsdp1(visit, axes)]
-    taken = {slot for unit in units for held in unit.held for slot in held.slots}
-    units += read_ddp(visit, axes, taken)
+    managed = {slot for unit in units for entry in unit.managed for slot in entry.slots}
+    units += read_ddp(visit, axes, managed)
     units.sort(key=lambda read: read.unit.modules[0])
     parameters, by_slot = _collect_parameters(visit, units, axes)
     rank, world_size, backend = current_world()
@@ -73,34 +72,34 @@ def capture_tree(
 def _collect_parameters(
     visit: Visit, units: Sequence[ReadUnit], axes: AxisNames
 ) -> tuple[tuple[ParameterNode, ...], dict[Slot, int]]:
-    holder = {
-        slot: (number, held)
+    managers = {
+        slot: (number, entry)
         for number, read in enumerate(units)
-        for held in read.held
-        for slot in held.slots
+        for entry in read.managed
+        for slot in entry.slots
     }
-    found: dict[int, tuple[int | None, HeldParameter, list[Slot]]] = {}
-    for slot, tensor in _slots(visit, holder):
-        number, known = holder.get(slot, (None, None))
-        key = id(known or tensor)
-        if key not in found:
-            found[key] = (number, known or _read_loose(tensor, visit, slot, axes), [])
-        found[key][2].append(slot)
+    by_tensor: dict[int, tuple[int | None, ReadParameter, list[Slot]]] = {}
+    for slot, tensor in _slots(visit, managers):
+        number, managed = managers.get(slot, (None, None))
+        key = id(managed or tensor)
+        if key not in by_tensor:
+            by_tensor[key] = (number, managed or _read_loose(tensor, visit, slot, axes), [])
+        by_tensor[key][2].append(slot)
     by_slot: dict[Slot, int] = {}
     origins: dict[object, int] = {}
     parameters = []
-    for index, (unit, held, unordered) in enumerate(found.values()):
+    for index, (unit, entry, unordered) in enumerate(by_tensor.values()):
         slots = unordered
-        if len(slots) > 1:  # no FQNs are put together for the many that are not tied
+        if len(slots) > 1:  # most parameters are not tied and need no FQNs here
             slots = sorted(
                 slots, key=lambda slot: natural_key(f"{_path(visit, slot[0])}.{slot[1]}")
             )
         by_slot.update(dict.fromkeys(slots, index))
-        first = index if held.origin is None else origins.setdefault(held.origin, index)
+        first = index if entry.origin is None else origins.setdefault(entry.origin, index)
         (module, name), *tied = slots
         parameters.append(
             replace(
-                held.node,
+                entry.node,
                 module=module,
                 name=name,
                 tied=tuple(tied),
@@ -112,11 +111,11 @@ def _collect_parameters(
 
 
 def _slots(
-    visit: Visit, holder: dict[Slot, tuple[int, HeldParameter]]
+    visit: Visit, managers: dict[Slot, tuple[int, ReadParameter]]
 ) -> Iterator[tuple[Slot, Any]]:
-    """Every slot in registration order, with its tensor; None where only the unit still has it."""
+    """Yield each slot in registration order with its tensor, None if only the unit has it."""
     unregistered: dict[int, list[str]] = {}
-    for index, name in holder:
+    for index, name in managers:
         if name not in visit.modules[index]._parameters:  # FSDP1 without use_orig_params removes it
             unregistered.setdefault(index, []).append(name)
     for index, node in enumerate(visit.nodes):
@@ -129,7 +128,7 @@ def _slots(
             yield (index, name), None
 
 
-def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> HeldParameter:
+def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> ReadParameter:
     if isinstance(tensor, UninitializedParameter):
         index, name = slot
         raise RecordingError(
@@ -137,9 +136,9 @@ def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> HeldP
             f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
         )
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
-    # FSDP2 marks the tensors that it was given, so a tied one that it left is known again (2.13,
-    # not 2.7).
-    return hold(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
+    # FSDP2 marks the original tensors (in torch 2.13, not 2.7). So a place that still has the
+    # original of a tied parameter is recognized.
+    return describe(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
 
 
 def _path(visit: Visit, index: int) -> str:
@@ -158,23 +157,20 @@ def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterat
     for read in units:
         yield replace(
             read.unit,
-            parameters=tuple(by_slot[slot] for held in read.held for slot in held.slots[:1]),
+            parameters=tuple(by_slot[slot] for entry in read.managed for slot in entry.slots[:1]),
             forward_prefetch=named(read.forward_prefetch),
             backward_prefetch=named(read.backward_prefetch),
         )
 
 
-# What an auto-wrap policy would wrap.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapExpectation:
-    """What a policy would wrap, and what is wrapped; the root is in neither."""
+    """The modules that an auto-wrap policy would wrap, and the wrapped ones, without the root."""
 
     expected: tuple[str, ...]
-    """FQNs that the policy would wrap, in registration order."""
+    """FQNs of the modules that the policy would wrap, in registration order."""
     wrapped: tuple[str, ...]
-    """FQNs that are units, in the same order."""
+    """FQNs of the units, in the same order."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -189,8 +185,8 @@ class WrapExpectation:
 
     def __str__(self) -> str:
         parts = [
-            f"{len(fqns)} {what}: {', '.join(fold_fqns(fqns))}"
-            for what, fqns in (
+            f"{len(fqns)} {problem}: {', '.join(fold_fqns(fqns))}"
+            for problem, fqns in (
                 ("not wrapped, although the policy wraps them", self.missing),
                 ("wrapped, although the policy does not wrap them", self.unexpected),
             )
@@ -200,7 +196,7 @@ class WrapExpectation:
 
 
 def expect_units(model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
-    """Compare the units of `model`, or its parts, with those that an auto-wrap policy makes."""
+    """Compare the units of `model`, or its parts, with those of an auto-wrap policy."""
     visit = visit_modules(model)
     tree = capture_tree(model)
     roots = {index for index, node in enumerate(visit.nodes) if node.parent is None}
@@ -217,8 +213,8 @@ def _chosen(
 ) -> set[int]:
     if isinstance(policy, (set, frozenset)):
         policy = ModuleWrapPolicy(policy)
-    # Policy objects share this method (torch.distributed.fsdp.wrap._Policy, same in torch
-    # 2.7, 2.13 and 2.15); callables are run as _recursive_wrap does.
+    # All policy objects have this method (torch.distributed.fsdp.wrap._Policy, the same in torch
+    # 2.7, 2.13 and 2.15).
     run = getattr(policy, "_run_policy", None)
     if run is not None:
         parts = model if isinstance(model, Sequence) else [model]
@@ -237,7 +233,7 @@ def _chosen(
 
 
 def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
-    """Decide as ``torch.distributed.fsdp.wrap._recursive_wrap``, without its recursion."""
+    """Choose like ``torch.distributed.fsdp.wrap._recursive_wrap``, but without recursion."""
     numels = [0] * len(visit.nodes)
     for parameter in parameters:
         numels[parameter.module] += parameter.numel
@@ -251,14 +247,14 @@ def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) ->
             entered[index] = None
     wrapped_inside = [0] * len(visit.nodes)
     chosen: set[int] = set()
-    # Children come after their parents, so this order has seen all of them.
+    # Reversed, because children come after their parents.
     for index in reversed(entered):
-        rest = numels[index] - wrapped_inside[index]
+        unwrapped = numels[index] - wrapped_inside[index]
         module = visit.modules[index]
         parent = visit.nodes[index].parent
         if parent is None:
             continue
-        if policy(module=module, recurse=False, nonwrapped_numel=rest):
+        if policy(module=module, recurse=False, nonwrapped_numel=unwrapped):
             chosen.add(index)
             wrapped_inside[index] = numels[index]
         wrapped_inside[parent] += wrapped_inside[index]

@@ -1,12 +1,11 @@
 """Read the units of FSDP2, of FSDP1, and of DDP with its ``replicate``."""
 
-# Note [Before the first forward]
-# FSDP2 settles some facts in the first forward only: parameter FQNs, which unit is the root, and
-# that the root keeps its parameters after forward. They are derived here by the same rules instead,
-# since that lazy initialisation would change what a later recording sees.
+# FSDP2 sets some properties only in the first forward: parameter FQNs, which unit is the root, and
+# that the root keeps its parameters after forward. This module applies the same rules itself: to
+# trigger torch's lazy initialisation would change a later recording.
 
-# Note [Private names of FSDP2]
-# Run with torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py fails when one moves.
+# Private names of FSDP2, checked in torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py
+# fails if one moves.
 # FSDPModule: _get_fsdp_state; FSDPState: _modules, _is_root, _auto_reshard_after_forward,
 # _states_to_forward_prefetch, _states_to_backward_prefetch; FSDPParamGroup: fsdp_params,
 # mesh_info, post_forward_mesh_info, mp_policy, offload_policy, unshard_in_backward,
@@ -14,8 +13,7 @@
 # sharded_param, sharded_state, _orig_size, padded_sharded_param_size, _orig_param_uid (not in
 # 2.7).
 
-# Note [Private names of FSDP1]
-# Run with torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py fails when one moves.
+# Private names of FSDP1, checked and tested likewise.
 # FullyShardedDataParallel: _handle, _is_root, _inter_node_pg, process_group; FlatParamHandle:
 # flat_param, uses_sharded_strategy, _fwd_bwd_param_dtype, _orig_param_dtype; FlatParameter:
 # _param_infos, _shared_param_infos, _shapes, _numels, _shard_param_infos, _sharded_size, _params.
@@ -45,15 +43,15 @@ from pytest_fsdp_comm.recording.owners.module_names import replicated_over
 from pytest_fsdp_comm.sharding.units import (
     UNGATHERED,
     AxisNames,
-    HeldParameter,
+    ReadParameter,
     ReadUnit,
     Slot,
     Visit,
-    hold,
+    describe,
+    dtype_name,
     private_names,
     read_placements,
     replicate,
-    shown_dtype,
 )
 from pytest_fsdp_comm.tree.model import AxisPlacement, Precision, ShardUnit, UnitKind
 
@@ -62,18 +60,18 @@ _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 @private_names("FSDP2")
 def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
-    """Each state with the first module that has it, in registration order."""
-    found: dict[int, tuple[FSDPModule, Any]] = {}
+    """Return each state with the first module that has it, in registration order."""
+    states: dict[int, tuple[FSDPModule, Any]] = {}
     for _, module in visit.layers():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            found.setdefault(id(state), (module, state))
-    return list(found.values())
+            states.setdefault(id(state), (module, state))
+    return list(states.values())
 
 
 @private_names("FSDP2")
 def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
-    """The meshes of all units."""
+    """Return the meshes of all units."""
     states = [state for _, state in fsdp2_states(visit)]
     return [group.mesh_info.mesh for state in states for group in groups_of_state(state)]
 
@@ -81,25 +79,25 @@ def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
 @private_names("FSDP2")
 def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units, in registration order."""
-    found: list[tuple[UnitKind, Any, tuple[int, ...]]] = []
-    own: dict[int, set[UnitKind]] = {}
+    states: list[tuple[UnitKind, Any, tuple[int, ...]]] = []
+    kinds_of: dict[int, set[UnitKind]] = {}
     for module, state in fsdp2_states(visit):
         kind: UnitKind = "replicate" if type(module).__name__.startswith("Replicate") else "fsdp2"
-        given = [id(member) for member in getattr(state, "_modules", ()) or (module,)]
-        # Those outside the tree are left out.
-        inside = dict.fromkeys(visit.index_of[one] for one in given if one in visit.index_of)
-        found.append((kind, state, tuple(inside)))
+        ids = [id(member) for member in getattr(state, "_modules", ()) or (module,)]
+        # Skip modules outside the tree.
+        inside = dict.fromkeys(visit.index_of[key] for key in ids if key in visit.index_of)
+        states.append((kind, state, tuple(inside)))
         for member in inside:
-            own.setdefault(member, set()).add(kind)
+            kinds_of.setdefault(member, set()).add(kind)
     units: list[ReadUnit] = []
-    for kind, state, members in found:
-        below = any(kind in own.get(above, ()) for above in visit.ancestors(members[0]))
+    for kind, state, members in states:
+        below = any(kind in kinds_of.get(above, ()) for above in visit.ancestors(members[0]))
         is_root = not below if state._is_root is None else bool(state._is_root)
         unit = replace(UNGATHERED, kind=kind, modules=members, is_root=is_root)
         groups = groups_of_state(state)
         units += [_read_group(unit, state, group, visit, axes) for group in groups]
         if not groups:
-            units.append(ReadUnit(unit=unit, held=(), state=state))
+            units.append(ReadUnit(unit=unit, managed=(), state=state))
     return units
 
 
@@ -112,9 +110,9 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
         for param in group.fsdp_params:
             itemsize = _gather_dtype(param, group).itemsize
             gathered += param.padded_sharded_param_size.numel() * ranks * itemsize
-            # Of the tensor that FSDP was given: under tensor parallelism that is this rank's part.
+            # The size passed to FSDP: under tensor parallelism, this rank's part of the tensor.
             whole += param._orig_size.numel() * itemsize
-    # Settings that torch 2.7 does not have.
+    # torch 2.7 lacks these settings.
     divides = hasattr(FSDPModule, "set_gradient_divide_factor")
     factor = group.gradient_divide_factor if divides else None
     can_sum = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
@@ -137,7 +135,7 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
     )
     return ReadUnit(
         unit=unit,
-        held=tuple(_read_param(param, visit, axes) for param in group.fsdp_params),
+        managed=tuple(_read_param(param, visit, axes) for param in group.fsdp_params),
         state=state,
         forward_prefetch=tuple(state._states_to_forward_prefetch),
         backward_prefetch=tuple(state._states_to_backward_prefetch),
@@ -148,7 +146,8 @@ def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int 
     if group.mesh_info.shard_mesh_dim is None:
         return None
     target = group.post_forward_mesh_info
-    # In torch 2.7 a root always keeps its parameters; later only where the user left it to torch.
+    # In torch 2.7, a root always keeps its parameters; later, only if reshard_after_forward was
+    # not set explicitly.
     settles_later = state._is_root is None and is_root
     if target is None or (settles_later and getattr(state, "_auto_reshard_after_forward", True)):
         return False
@@ -159,21 +158,21 @@ def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int 
 
 def _precision(group: Any) -> Precision:
     policies = [_policy(param, group) for param in group.fsdp_params]
-    # Of torch 2.15's param_dtype_override_fn a policy has only what it said of the parameter.
+    # With torch 2.15's param_dtype_override_fn, each parameter's policy has only its dtype.
     policy = policies[0]
-    dtype = shown_dtype(policy.param_dtype)
-    if any(own.param_dtype != policy.param_dtype for own in policies):
+    dtype = dtype_name(policy.param_dtype)
+    if any(other_policy.param_dtype != policy.param_dtype for other_policy in policies):
         dtype = joined_dtypes(_gather_dtype(param, group) for param in group.fsdp_params)
     return Precision(
         param_dtype=dtype,
-        reduce_dtype=shown_dtype(policy.reduce_dtype),
-        output_dtype=shown_dtype(policy.output_dtype),
+        reduce_dtype=dtype_name(policy.reduce_dtype),
+        output_dtype=dtype_name(policy.output_dtype),
         cast_forward_inputs=policy.cast_forward_inputs,
     )
 
 
 def _policy(param: Any, group: Any) -> Any:
-    """The mixed-precision policy, which torch 2.15 moved from the group to its parameters."""
+    """Return the mixed-precision policy; torch 2.15 moved it from the group to its parameters."""
     return getattr(param, "mp_policy", None) or group.mp_policy
 
 
@@ -183,28 +182,28 @@ def _gather_dtype(param: Any, group: Any) -> torch.dtype:
     return (policy.param_dtype if original.is_floating_point else None) or original
 
 
-def _read_param(param: Any, visit: Visit, axes: AxisNames) -> HeldParameter:
+def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
     info = param._module_info
     registrations = [
         (info.module, info.param_name),
         *zip(info.shared_modules, info.shared_param_names, strict=True),
     ]
-    # Unless sharded, the module registers a gathered tensor. Sharded, it may hold a newer one than
-    # the unit knows of: model.to(), which the unit notices in its first forward only. Not read by
-    # getattr, which would run a property of the user.
+    # While gathered, the module registers another tensor, so take the unit's. While sharded, the
+    # module's may be newer: after model.to(), the unit updates its reference only in the first
+    # forward. Not getattr(), which could run a property of user code.
     registered = info.module._parameters.get(info.param_name)
     is_sharded = param.sharded_state.name == "SHARDED"
     tensor = registered if is_sharded and registered is not None else param.sharded_param
     origin = getattr(param, "_orig_param_uid", None)
     placements = read_placements(tensor, axes)
-    return hold(tensor, placements, slots=visit.slots(registrations), origin=origin)
+    return describe(tensor, placements, slots=visit.slots(registrations), origin=origin)
 
 
 @private_names("FSDP1")
 def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units, in registration order."""
-    states = [one for one in visit.layers() if isinstance(one[1], FullyShardedDataParallel)]
-    # Of nested wrappers around one module the outermost counts as what is above.
+    states = [layer for layer in visit.layers() if isinstance(layer[1], FullyShardedDataParallel)]
+    # Of nested wrappers around one module, the outermost is the unit above.
     wrappers = dict(reversed(states))
     units: list[ReadUnit] = []
     for index, wrapper in states:
@@ -217,26 +216,26 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
     handle = wrapper._handle
     is_root = above is None if wrapper._is_root is None else bool(wrapper._is_root)
     strategy = wrapper.sharding_strategy
-    own = axes.of_group(wrapper.process_group)
+    axis = axes.of_group(wrapper.process_group)
     is_sharded = strategy is not ShardingStrategy.NO_SHARD
-    shard_axis = own if is_sharded else None
-    replicate_axis = None if is_sharded else own
-    # Without shards FSDP1 reduces over its own group alone, one of a single rank too.
+    shard_axis = axis if is_sharded else None
+    replicate_axis = None if is_sharded else axis
+    # With NO_SHARD, FSDP1 reduces only over `process_group`, even if that has a single rank.
     if is_sharded and getattr(wrapper, "_inter_node_pg", None) is not None:
         replicate_axis = axes.of_group(wrapper._inter_node_pg)
     placements = [] if replicate_axis is None else [replicate(replicate_axis)]
     if shard_axis is not None:
         placements.append(replace(replicate(shard_axis), kind="flat_shard", text="FlatShard()"))
-    held: tuple[HeldParameter, ...] = ()
-    gathered = padding = kept = 0
+    managed: tuple[ReadParameter, ...] = ()
+    gathered = padding = nbytes_kept = 0
     if handle is not None:
-        held = tuple(_read_params(handle, tuple(placements), visit))
+        managed = tuple(_read_params(handle, tuple(placements), visit))
         shard_numel = handle.flat_param._sharded_size.numel()
         if shard_axis is not None:
             itemsize = handle._fwd_bwd_param_dtype.itemsize
             gathered = shard_numel * shard_axis.size * itemsize
             padding = gathered - sum(handle.flat_param._numels) * itemsize
-        kept = shard_numel * handle._orig_param_dtype.itemsize
+        nbytes_kept = shard_numel * handle._orig_param_dtype.itemsize
     policy, backward = wrapper.mixed_precision, wrapper.backward_prefetch
     prefetch = [] if backward is None else [backward.name]
     prefetch += ["FORWARD"] * wrapper.forward_prefetch
@@ -247,12 +246,12 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
         is_root=is_root,
         shard_axis=shard_axis,
         replicate_axis=replicate_axis,
-        # FSDP1's root keeps its parameters, whatever the strategy: its backward comes at once.
+        # FSDP1's root keeps its parameters with any strategy, as its backward follows at once.
         reshard_after_forward=(strategy in _RESHARDING and not is_root) if is_sharded else None,
         precision=Precision(
-            param_dtype=shown_dtype(policy.param_dtype),
-            reduce_dtype=shown_dtype(policy.reduce_dtype),
-            buffer_dtype=shown_dtype(policy.buffer_dtype),
+            param_dtype=dtype_name(policy.param_dtype),
+            reduce_dtype=dtype_name(policy.reduce_dtype),
+            buffer_dtype=dtype_name(policy.buffer_dtype),
             cast_forward_inputs=policy.cast_forward_inputs or policy.cast_root_forward_inputs,
         ),
         offload=bool(wrapper.cpu_offload.offload_params),
@@ -260,14 +259,14 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
         precision_overrides=_overrides(wrapper, above),
         nbytes_gathered=gathered,
         nbytes_padding=padding,
-        nbytes_kept=kept,
+        nbytes_kept=nbytes_kept,
     )
-    return ReadUnit(unit=unit, held=held, state=wrapper)
+    return ReadUnit(unit=unit, managed=managed, state=wrapper)
 
 
 def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
-    """Name the classes for which auto-wrap made a unit without the enclosing mixed precision."""
-    # But for those that torch itself leaves out, batch norms: no user chose them.
+    """Return the class for which auto-wrap made a unit without the enclosing mixed precision."""
+    # Without batch norms, which torch excludes by default.
     if above is None or wrapper.mixed_precision.param_dtype is not None:
         return ()
     policy = above.mixed_precision
@@ -282,7 +281,7 @@ def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
 
 def _read_params(
     handle: Any, placements: tuple[AxisPlacement, ...], visit: Visit
-) -> Iterator[HeldParameter]:
+) -> Iterator[ReadParameter]:
     flat = handle.flat_param
     shared = flat._shared_param_infos
     for number, info in enumerate(flat._param_infos):
@@ -293,40 +292,40 @@ def _read_params(
         ]
         shape = tuple(flat._shapes[number])
         is_sharded = handle.uses_sharded_strategy
-        own = flat._shard_param_infos[number]
+        shard = flat._shard_param_infos[number]
         original = flat if flat._params is None else flat._params[number]
         slots = visit.slots([(info.module, info.param_name), *same])
-        held = hold(original, placements, slots=slots)
+        entry = describe(original, placements, slots=slots)
         node = replace(
-            held.node,
+            entry.node,
             shape=shape,
-            dtype=shown_dtype(handle._orig_param_dtype) or "",
+            dtype=dtype_name(handle._orig_param_dtype) or "",
             itemsize=handle._orig_param_dtype.itemsize,
-            local_numel=(own.numel_in_shard or 0) if is_sharded else math.prod(shape),
+            local_numel=(shard.numel_in_shard or 0) if is_sharded else math.prod(shape),
             device=flat.device.type,
         )
-        yield replace(held, node=node)
+        yield replace(entry, node=node)
 
 
-def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUnit]:
-    """Read the units, in registration order; other units manage the `taken` parameters."""
+def read_ddp(visit: Visit, axes: AxisNames, managed: set[Slot]) -> Iterator[ReadUnit]:
+    """Read the units, in registration order, without parameters `managed` by other units."""
     for index, layer in visit.layers():
         group = replicated_over(layer)
         if group is not None:
             axis = axes.of_group(group)
             ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
-            held = tuple(_read_replicated(index, visit, axis, taken, ignored))
-            kept = sum(entry.node.local_numel * entry.node.itemsize for entry in held)
-            unit = replace(UNGATHERED, modules=(index,), replicate_axis=axis, nbytes_kept=kept)
-            yield ReadUnit(unit=unit, held=held, state=layer)
+            entries = tuple(_read_replicated(index, visit, axis, managed, ignored))
+            nbytes = sum(entry.node.local_numel * entry.node.itemsize for entry in entries)
+            unit = replace(UNGATHERED, modules=(index,), replicate_axis=axis, nbytes_kept=nbytes)
+            yield ReadUnit(unit=unit, managed=entries, state=layer)
 
 
 def _read_replicated(
-    top: int, visit: Visit, axis: Any, taken: set[Slot], ignored: set[str]
-) -> Iterator[HeldParameter]:
+    top: int, visit: Visit, axis: Any, managed: set[Slot], ignored: set[str]
+) -> Iterator[ReadParameter]:
     base = {top: ""}
-    found: dict[int, tuple[nn.Parameter, list[Slot]]] = {}
-    # Parents come before their children, so one pass sees the whole subtree.
+    slots_of: dict[int, tuple[nn.Parameter, list[Slot]]] = {}
+    # Parents come before their children, so one pass covers the subtree.
     for index, node in enumerate(visit.nodes[top:], start=top):
         if index != top:
             if node.parent not in base or node.alias_of is not None:
@@ -334,7 +333,7 @@ def _read_replicated(
             base[index] = f"{base[node.parent]}{node.name}."
         for name, parameter in visit.modules[index]._parameters.items():
             slot = (index, name)
-            if parameter is not None and slot not in taken and base[index] + name not in ignored:
-                found.setdefault(id(parameter), (parameter, []))[1].append(slot)
-    for parameter, slots in found.values():
-        yield hold(parameter, (replicate(axis),), slots=tuple(slots))
+            if parameter is not None and slot not in managed and base[index] + name not in ignored:
+                slots_of.setdefault(id(parameter), (parameter, []))[1].append(slot)
+    for parameter, slots in slots_of.values():
+        yield describe(parameter, (replicate(axis),), slots=tuple(slots))

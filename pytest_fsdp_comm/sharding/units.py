@@ -1,4 +1,4 @@
-"""What the readers of FSDP2, FSDP1 and DDP share: modules, axes, placements, units, parameters."""
+"""Shared parts of the readers of FSDP2, FSDP1 and DDP: modules, axes, placements, parameters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import (
-    # Private: FSDP over a dimension that tensor parallelism splits too (same in torch 2.7, 2.13 and
-    # 2.15).
+    # Private: FSDP over a dimension that tensor parallelism splits too (the same in torch 2.7, 2.13
+    # and 2.15).
     _StridedShard,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -34,29 +34,29 @@ from pytest_fsdp_comm.tree.model import (
 )
 
 Slot = tuple[int, str]
-"""Where a parameter is registered: index of the module, and its name there."""
+"""A place where a parameter is registered: the module's index, and the parameter's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """The modules of one model, by index as in `pytest_fsdp_comm.tree.model.ShardTree.modules`."""
+    """The modules of a model, with the indices of `pytest_fsdp_comm.tree.model.ShardTree`."""
 
     nodes: tuple[ModuleNode, ...]
     modules: tuple[nn.Module, ...]
     wrappers: tuple[tuple[nn.Module, ...], ...]
     """The wrappers of each node, outermost first."""
     index_of: Mapping[int, int]
-    """``id`` of a module or wrapper -> index of its node; aliases lead to the node they repeat."""
+    """``id`` of a module or wrapper -> index of its node, which is never an alias."""
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Each wrapper and module with its node's index, outermost first; aliases left out."""
+        """Yield each wrapper and module with its node's index, outermost first, without aliases."""
         for index, node in enumerate(self.nodes):
             if node.alias_of is None:
                 for layer in (*self.wrappers[index], self.modules[index]):
                     yield index, layer
 
     def slots(self, registrations: Iterable[tuple[nn.Module, str]]) -> tuple[Slot, ...]:
-        """Where parameters are registered; registrations outside the tree are left out."""
+        """Return registrations as slots, without those outside the tree."""
         return tuple(
             (self.index_of[id(module)], name)
             for module, name in registrations
@@ -71,9 +71,9 @@ class Visit:
 
 
 def visit_modules(model: object) -> Visit:
-    """List the modules below `model` in registration order, parents first, part after part."""
-    # As `named_modules` does, a module that is registered several times has its children where it
-    # comes first; elsewhere it is an alias.
+    """Return the modules of `model`, or of its parts, in registration order, parents first."""
+    # As in `named_modules`, a module registered several times has its children at the first place;
+    # the other places are aliases.
     roots = parts_of(model, given_to="fsdp_tree")
     nodes: list[ModuleNode] = []
     modules: list[nn.Module] = []
@@ -83,7 +83,7 @@ def visit_modules(model: object) -> Visit:
     while pending:
         outer, parent, name = pending.pop()
         wrappers, inner = _unwrap(outer)
-        missing = [held for held in ("_modules", "_parameters") if held not in vars(inner)]
+        missing = [attr for attr in ("_modules", "_parameters") if attr not in vars(inner)]
         if missing:
             raise RecordingError(
                 f"fsdp_tree found a half-built module: {name or ROOT_TEXT} ({class_name(inner)}) "
@@ -92,7 +92,7 @@ def visit_modules(model: object) -> Visit:
         index, alias_of = len(nodes), index_of.get(id(inner))
         if alias_of is None:
             index_of.update((id(layer), index) for layer in (*wrappers, inner))
-            pending += [(child, index, own) for own, child in reversed(_children(inner))]
+            pending += [(child, index, key) for key, child in reversed(_children(inner))]
         modules.append(inner)
         all_wrappers.append(wrappers)
         nodes.append(
@@ -112,9 +112,9 @@ def visit_modules(model: object) -> Visit:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of the class that the user wrote."""
-    # fully_shard and replicate swap a module's class for one that they make on the fly, as
-    # type("FSDP" + name, (FSDPModule, user_class), {}) (same in torch 2.7, 2.13, 2.15).
+    """Return the name of the user's class."""
+    # fully_shard and replicate set a module's class to a new one,
+    # type("FSDP" + name, (FSDPModule, user_class), {}) (the same in torch 2.7, 2.13, 2.15).
     cls = type(module)
     while len(cls.__bases__) > 1 and cls.__bases__[0].__module__.startswith("torch.distributed."):
         cls = cls.__bases__[1]
@@ -134,21 +134,21 @@ def _unwrap(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    # Not named_children(): it leaves out a child that is registered twice.
+    # Not named_children(): it skips a child that is registered twice.
     children = module.__dict__.get("_modules", {})
     return [(name, child) for name, child in children.items() if child is not None]
 
 
 class AxisNames:
-    """Name the axes of all meshes of one tree, and remember which were used."""
+    """Name the axes of all meshes of one tree, and collect the used ones."""
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
-        """Learn all axis names first, so that no name depends on the order of their use."""
+        """Learn all axes first, so that names do not depend on the order of their use."""
         self._groups = GroupNames()
         self._used: set[MeshAxis] = set()
         for mesh in meshes:
-            # torch 2.7 answers so for the groups of a mesh that outlived its process group; named
-            # axes need no groups.
+            # torch 2.7 raises TypeError if the mesh's groups were destroyed. Ignore it: named axes
+            # need no groups.
             with contextlib.suppress(TypeError):
                 self._groups.learn_mesh(mesh)
 
@@ -170,29 +170,29 @@ class AxisNames:
 
 
 def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
-    # RuntimeError: this rank is outside the mesh. The others: the mesh outlived its groups.
+    # RuntimeError: this rank is outside the mesh. Other errors: its groups were destroyed.
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         return dist.get_process_group_ranks(mesh.get_group(dim))
-    # Groups keep their ranks in ascending order, whatever the order in the mesh.
+    # Sorted, because groups have their ranks in ascending order, whatever the order in the mesh.
     return sorted(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist())
 
 
 def replicate(axis: MeshAxis) -> AxisPlacement:
-    """Every rank along the axis keeps the same."""
+    """Return the placement of a tensor that is replicated over an axis."""
     return AxisPlacement(axis=axis.name, size=axis.size, kind="replicate", text="Replicate()")
 
 
 def dtensor_meshes(visit: Visit) -> Iterator[DeviceMesh]:
-    """The meshes of all parameters that are DTensors."""
+    """Yield the meshes of all DTensor parameters."""
     for _, module in visit.layers():
-        own: Iterable[Any] = module._parameters.values()  # parameters() enters children
-        for parameter in own:
+        parameters: Iterable[Any] = module._parameters.values()  # parameters() enters children
+        for parameter in parameters:
             if isinstance(parameter, DTensor):
                 yield parameter.device_mesh
 
 
 def read_placements(tensor: DTensor, axes: AxisNames) -> tuple[AxisPlacement, ...]:
-    """What each axis of a DTensor's mesh does to it."""
+    """Return the placement of a DTensor on each axis of its mesh."""
     mesh = tensor.device_mesh
     return tuple(
         _axis_placement(placement, axes.of_mesh(mesh, dim), tensor.ndim)
@@ -201,7 +201,7 @@ def read_placements(tensor: DTensor, axes: AxisNames) -> tuple[AxisPlacement, ..
 
 
 def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlacement:
-    # Written out by hand: torch's own texts differ between versions ("Shard(dim=0)", "S(0)").
+    # Not str(placement), which differs between versions of torch ("Shard(dim=0)", "S(0)").
     kind: Literal["shard", "strided_shard", "partial", "other"]
     dim = None
     if isinstance(placement, _StridedShard):  # first: a subclass of Shard in torch 2.7
@@ -220,26 +220,27 @@ def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlac
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParameter:
-    """One original parameter, held by a unit or by none."""
+class ReadParameter:
+    """One original parameter, managed by a unit or not."""
 
     node: ParameterNode
-    """Without the place where it is registered, and without its unit."""
+    """Its place and its unit are not set yet."""
     slots: tuple[Slot, ...] = ()
-    """Where it is registered, the unit's own choice first; empty if no unit holds it."""
+    """Its places, first the one that its unit uses; empty if no unit manages it."""
     origin: object = None
-    """Equal for parameters that were one tensor before sharding; None where torch forgets it."""
+    """Equal for parameters that were one tensor before sharding; None if torch does not record it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadUnit:
-    """One unit, with torch's own objects where the tree has indices."""
+    """One unit, with torch's objects in place of the indices of the tree."""
 
     unit: ShardUnit
-    """Without its parameters, and without the units that it prefetches."""
-    held: tuple[HeldParameter, ...]
+    """Its parameters and prefetched units are not set yet."""
+    managed: tuple[ReadParameter, ...]
     state: object
-    """Identifies the unit where another prefetches it."""
+    """Identifies the unit in the lists of prefetched units."""
     forward_prefetch: tuple[object, ...] = ()
     backward_prefetch: tuple[object, ...] = ()
 
@@ -260,22 +261,22 @@ UNGATHERED: Final = ShardUnit(
 )
 
 
-def hold(
+def describe(
     tensor: torch.Tensor,
     placements: tuple[AxisPlacement, ...] = (),
     *,
     slots: tuple[Slot, ...] = (),
     origin: object = None,
-) -> HeldParameter:
+) -> ReadParameter:
     """Describe a parameter that is a plain tensor or a DTensor."""
-    # The public to_local() dispatches a view, which a recorder that is running would see. Private,
+    # Not the public to_local(), whose view a running recording would see. The private attribute is
     # the same in torch 2.7, 2.13 and 2.15.
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     node = ParameterNode(
         module=0,
         name="",
         shape=tuple(tensor.shape),
-        dtype=shown_dtype(tensor.dtype) or "",
+        dtype=dtype_name(tensor.dtype) or "",
         itemsize=tensor.dtype.itemsize,
         placements=placements,
         local_numel=local.numel(),
@@ -283,18 +284,18 @@ def hold(
         device=local.device.type,
         unit=None,
     )
-    return HeldParameter(node=node, slots=slots, origin=origin)
+    return ReadParameter(node=node, slots=slots, origin=origin)
 
 
 @contextlib.contextmanager
-def private_names(what: str) -> Iterator[None]:
-    """Raise UpstreamChangedError, which names `what`, where an attribute is missing."""
+def private_names(api: str) -> Iterator[None]:
+    """Turn an AttributeError into an UpstreamChangedError that names `api`."""
     try:
         yield
     except AttributeError as missing:
-        raise upstream.misread_error("torch", f"{what} that fsdp_tree reads", missing) from missing
+        raise upstream.misread_error("torch", f"{api} that fsdp_tree reads", missing) from missing
 
 
-def shown_dtype(dtype: torch.dtype | None) -> str | None:
-    """As torch prints it without its prefix; None for None."""
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """Return a dtype's name without torch's prefix; None for None."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
