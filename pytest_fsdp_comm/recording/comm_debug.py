@@ -91,11 +91,9 @@ class ModuleTrace:
     """The modules that a block called, and the operations that ran in them."""
 
     modules: Callable[[], tuple[TracedModule, ...]]
-    """Callers first, in the order of first operations. Without tracing: all modules with a forward,
-    in the order of registration."""
+    """In the order of first operations, callers first; untraced, all modules with a forward."""
     keys: Callable[[str], tuple[str, ...]]
-    """Maps an owner's FQN to CommDebugMode's names of the callable modules around it and of the
-    owner, outermost first."""
+    """Maps an owner's FQN to CommDebugMode's names of modules around it and it, outermost first."""
     operations: Sequence[tuple[str, dict[str, Any]]] | None = None
     """Module name and description of each operation, in dispatch order; None without tracing."""
 
@@ -149,8 +147,7 @@ class ModuleTracer:
         issuer = self._units.issuer
         if issuer:
             return self._note_module(issuer[0])
-        # Searching the model for the parameter would be slow; the previous operation computed its
-        # gradient, so it ran in the same module.
+        # Searching the model is slow; the previous operation in this module made the gradient.
         if self._backward.adds_gradient() and self._operations:
             traced, operation = self._operations[-1]
             if operation["is_bw"]:

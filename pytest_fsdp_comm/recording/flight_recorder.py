@@ -185,10 +185,7 @@ class Witness:
     def numbered(
         self, recorded: Iterable[Pending[Collective]]
     ) -> dict[tuple[str, int], Pending[Collective]]:
-        """Return recorded calls by group and number in the flight recorder.
-
-        A group's calls are matched in order, up to the first that differs.
-        """
+        """Return recorded calls by group and number, for each group up to the first mismatch."""
         issued: defaultdict[str | None, list[tuple[_Sent, Pending[Collective]]]] = defaultdict(list)
         for call in recorded:
             if _kind(call):

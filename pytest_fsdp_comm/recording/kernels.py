@@ -69,11 +69,7 @@ _thread = _Thread()
 
 
 def register_collectives() -> str:
-    """Register a kernel for each operation that communicates.
-
-    Returns:
-        The reason why a recording needs a dispatch mode instead; empty if it does not.
-    """
+    """Register kernels for all collectives; return why a dispatch mode is needed instead, or ""."""
     global _checked  # noqa: PLW0603  # the kernels are the process's
     missing = [name for name in _USED if not hasattr(torch._C, name)]
     if missing:

@@ -3,8 +3,8 @@
 # Note [Patches]: The attributes are replaced when the first recording of the process begins, and
 # restored when the last one ends. Each replacement looks up the current recordings
 # (`active.entered`), so a reference to it that outlives the block does no harm.
-# While the compiler traces, all originals are restored; otherwise it would guard on a replacement,
-# and recompile after the block. It skips frames of this package around compiled code.
+# While the compiler traces, all originals are restored; otherwise it would have to compile again
+# after the block. It skips frames of this package around compiled code.
 # `nn.Module.__call__` is replaced because global module hooks would switch torch.compile off and
 # leak after an error. Methods registered with register_fsdp_forward_method call FSDPState's
 # `_pre_forward` and `_post_forward`, which are looked up by name.
@@ -193,10 +193,7 @@ def _engine(original: Any) -> Any:
         recorders = entered()
         inputs = (*args[_INPUTS], ())[0]
         adds = kwargs.get("accumulate_grad", True)
-        depths = [
-            (recorder, recorder.enter_engine(outputs, inputs or (), adds=adds))
-            for recorder in recorders
-        ]
+        depths = [(each, each.enter_engine(outputs, inputs or (), adds=adds)) for each in recorders]
         try:
             return original(outputs, *args, **kwargs)
         finally:
@@ -233,8 +230,7 @@ def _post_forward(original: Any) -> Any:
 def _watched(name: str, around: Around, original: Any) -> Any:
     def watched(unit: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        # Another library's wrapper may still call a replacement of an earlier recording, so the
-        # same call may get here twice.
+        # A call may get here twice: a library's wrapper may still call an earlier replacement.
         call = name, id(unit)
         watches = [recorder.units for recorder in entered() if call not in recorder.units.running]
         if not watches:

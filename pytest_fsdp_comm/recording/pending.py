@@ -58,33 +58,24 @@ class Pending(Generic[Event]):
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
         """Create the record. `axes` maps keys of groups to axes."""
-        attribution, record = self.attribution, self.record
-        values = {**self.fields, "index": self.index, "phase": attribution.phase}
-        values["issued_in"] = names.issued_in(attribution)
-        values["module" if record is Reshard else "owner"] = names.owner(attribution)
+        call, record = self.attribution, self.record
+        values = {**self.fields, "index": self.index, "phase": call.phase}
+        values["issued_in"] = names.issued_in(call)
+        values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
         # Leave out what an extension (float8) sends before its gather. A reshard has no kind.
-        gather = attribution.gather if record is Reshard or kind == "all_gather" else None
+        gather = call.gather if record is Reshard or kind == "all_gather" else None
         if record is Reshard or record is Collective:
             values["ahead"] = gather and gather.ahead
         if record is Collective:
             if gather and gather.dtypes and values["dtype"] == "uint8":
                 values["dtype"] = joined_dtypes(chain(*gather.dtypes))
-            values["source"], values["role"] = (
-                attribution.source,
-                _role(kind, values["dtype"], attribution),
-            )
+            values["source"], values["role"] = call.source, _role(kind, values["dtype"], call)
             axis = None if self.group is None else axes[self.group]
             values["axis"] = "" if axis is None else axis.name
             after = values.pop("after_backwards")
-            if (
-                values["role"] is Role.GRADIENTS
-                and attribution.phase in _REDUCES
-                and kind in REDUCING
-            ):
-                values["backward"], values["num_backwards"] = names.place_of_backward(
-                    attribution, after
-                )
+            if values["role"] is Role.GRADIENTS and call.phase in _REDUCES and kind in REDUCING:
+                values["backward"], values["num_backwards"] = names.place_of_backward(call, after)
             values["group_size"] = 0 if axis is None else axis.size
         return record(**values)
 
@@ -121,24 +112,19 @@ class OwnerNames:
         around = [replicas[id(module)] for module in running if id(module) in replicas]
         return tuple((around or [*replicas.values()] or self._roots)[:1])
 
-    def place_of_backward(
-        self, attribution: Attribution, after: int
-    ) -> tuple[int | None, int | None]:
+    def place_of_backward(self, call: Attribution, after: int) -> tuple[int | None, int | None]:
         """Return which backward pass a reduction follows, and the number of passes.
 
-        Only passes that add to the reduced gradients count. None for both unless there are several.
-
-        Args:
-            attribution: Of the reduction.
-            after: The number of all passes that began before it.
+        Only passes that add to its gradients count; None for both unless there are several.
+        `after` is the number of all passes that began before it.
         """
         if len(self._backwards) <= 1:
             return None, None
-        source, modules = attribution.source, attribution.owner
-        if attribution.label is not None:
-            modules = tuple(self._registering.get(id(attribution.label.parameter), {}).values())
+        source, modules = call.source, call.owner
+        if call.label is not None:
+            modules = tuple(self._registering.get(id(call.label.parameter), {}).values())
         elif source is Source.DDP:
-            modules = self._replica_around(attribution.issued_in)
+            modules = self._replica_around(call.issued_in)
         ids = tuple(map(id, modules))
         if (source, ids) not in self._passes:
             leaves = {id(parameter) for module in modules for parameter in module.parameters()}

@@ -89,13 +89,9 @@ class Recorder:
         *,
         traces_operations: bool,
     ) -> None:
-        """Prepare a recording; `watching` starts it.
+        """Prepare a recording; FQNs are relative to `models`, or to the outermost modules that run.
 
-        Args:
-            models: FQNs are relative to these; without any, to the outermost modules that run.
-            backward: Maps autograd nodes to modules, also the nodes of earlier blocks.
-            earlier_roots: Roots of earlier blocks, for modules that act only in backward here.
-            traces_operations: Also record each operation, as CommDebugMode does.
+        `backward` also maps nodes of earlier blocks, `earlier_roots` may run only backward here.
         """
         # Read now: the block may destroy the process group.
         self._rank, self._world_size, self._backend = current_world()
@@ -103,7 +99,7 @@ class Recorder:
         self._earlier_roots = earlier_roots
         self._has_models = bool(models)
         self.lacks_root = not models
-        """Whether there is no root yet that FQNs are relative to."""
+        """Whether FQNs still lack a root."""
         self.idle: list[nn.Module] = []
         """The models passed in of which no module has run yet."""
         # Each call takes its index before it runs, so events caused by the call come after it.
@@ -187,10 +183,7 @@ class Recorder:
         return block
 
     def owners_so_far(self) -> dict[tuple[str, int], str]:
-        """Return owners by process group and sequence number in torch's flight recorder.
-
-        Any thread may call this.
-        """
+        """Return owners by group and number in the flight recorder; any thread may call it."""
         names = OwnerNames([*self._roots], (), are_parts=self._has_models)
         recorded = sorted(self._all(Collective), key=attrgetter("index"))
         numbered = self._witness.numbered(recorded)
@@ -341,10 +334,7 @@ class Recorder:
         return depth
 
     def enter_engine(self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool) -> int:
-        """Note that autograd starts a backward. Returns the depth to pass to `backward.leave`.
-
-        `adds` is False for `torch.autograd.grad`, which adds to no `.grad`.
-        """
+        """Note that a backward starts, which `adds` to `.grad` or not; returns the depth, too."""
         if adds:
             # A nested backward, such as that of a reentrant checkpoint, is part of the outer one.
             if not (self._backwards and self.backward.is_in_engine):

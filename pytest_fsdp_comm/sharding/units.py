@@ -228,8 +228,7 @@ class ReadParameter:
     slots: tuple[Slot, ...] = ()
     """Its places, first the one that its unit uses; empty if no unit manages it."""
     origin: object = None
-    """Equal for parameters that were one tensor before sharding; None if torch does not record it.
-    """
+    """Equal for parameters that were one tensor before sharding; None if unknown to torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,7 @@ class TreeChange:
     """One difference between two trees."""
 
     subject: str
-    """The changed units or parameters as a pattern of `text.fqn.fold_fqns`, or ``world_size``,
-    ``ranks`` or ``mesh``."""
+    """A pattern of units or parameters (`text.fqn`), or ``world_size``, ``ranks`` or ``mesh``."""
     what: str
     """The change without its subject: ``reshard_after_forward True -> False``."""
     likely: str = ""

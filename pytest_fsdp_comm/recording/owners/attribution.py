@@ -103,16 +103,12 @@ class BackwardMap:
         self._running: list[nn.Module | None] = []
         self._thread = 0
         self._end = 0  # the number after the last node that has a maker
-        # For each run of consecutive nodes with one maker: the number after its last node, and the
-        # maker.
+        # For each run of nodes with one maker: the number after its last node, and the maker.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | Maker] = []
 
     def begin(self, roots: list[nn.Module]) -> None:
-        """Begin a block; nodes created since the last block count as `UNSEEN`.
-
-        The recorder may still add to `roots`.
-        """
+        """Begin a block, whose `roots` may grow; nodes made since the last block are `UNSEEN`."""
         self._roots, self._registering, self._holders = roots, {}, []
         thread = threading.get_ident()
         if thread != self._thread:

@@ -11,8 +11,7 @@
 # Note [Reshard after forward]
 # With reshard_after_forward=<int>, a unit stays sharded over a smaller group between forward and
 # backward. It holds 1/<int> of its bytes beyond its shard, and its backward gathers over that
-# group. torch does not name the group's mesh; mesh_axes.py names it after the axis that contains
-# it.
+# group. torch does not name the group's mesh; mesh_axes.py names it after the unit's shard axis.
 
 # Note [Counting slots]
 # The prefetch distance is counted in slots, not in time or bytes: each use of a unit, in forward or
@@ -190,12 +189,7 @@ class UnitWatch:
         return self.acting[-1].gather if self.acting else None
 
     def peak_gathered_nbytes(self, groups: Iterable[Any], modules: Iterable[nn.Module]) -> int:
-        """Return the most parameter bytes that were gathered at once in the block.
-
-        Args:
-            groups: FSDP2's parameter groups.
-            modules: All modules, to find FSDP1's units.
-        """
+        """Return the peak of gathered parameter bytes, of FSDP2 `groups` and FSDP1 `modules`."""
         # Include units that stayed gathered during the whole block.
         for group in groups:
             self._memory.learn(group, self._gathered_nbytes)

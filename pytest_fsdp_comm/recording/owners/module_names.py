@@ -73,8 +73,7 @@ class ModuleNames:
             self.paths += [(kind, path) for path in paths]
             if prefix:
                 fqns, paths = (
-                    [f"{prefix}.{name}" if name else prefix for name in names]
-                    for names in (fqns, paths)
+                    [f"{prefix}.{n}" if n else prefix for n in names] for names in (fqns, paths)
                 )
             ids = [id(module) for _, module in named]
             # A module below two roots has its name below the first.
@@ -96,12 +95,9 @@ class ModuleNames:
 
 
 def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Module]:
-    """Return the modules that a user passed: one, or the parts of one model.
+    """Return the modules that a user passed to the function `given_to`: one, or a model's parts.
 
-    Args:
-        model: A module or a list of modules.
-        given_to: The function that they were passed to, for errors.
-        otherwise: What else to do, for errors; it begins with a comma.
+    Errors end with `otherwise`, an alternative that begins with a comma.
     """
     parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
     for part in parts:

@@ -103,13 +103,8 @@ class TensorOwners:
     ) -> Carried | None:
         """Return what a call is about to carry; None if it is attributed through a unit.
 
-        Args:
-            scan: Of the stack.
-            operation: The operation that is called.
-            bound: The call's arguments by name.
-            attribution: Of the call.
-            dtensor: The DTensor that user code redistributes by this call; None if an operator
-                redistributes, or if nothing does.
+        `bound` has its arguments by name. `dtensor` is the DTensor that user code redistributes by
+        this call; None if an operator redistributes, or if nothing does.
         """
         if attribution.source in _NAMED_BY_UNITS:
             return None
@@ -140,13 +135,11 @@ class TensorOwners:
             )
         return Carried(label)
 
-    def follow(
-        self, operation: Operation, attribution: Attribution, received: Iterable[Any]
-    ) -> None:
+    def follow(self, operation: Operation, call: Attribution, received: Iterable[Any]) -> None:
         """Track the results of a call for which `carried` found no parameter."""
-        unproven = attribution.carried
+        unproven = call.carried
         # In forward, results are activations: many, and freed soon.
-        if unproven is None or unproven.label is not None or attribution.phase in _RUNS_MODULES:
+        if unproven is None or unproven.label is not None or call.phase in _RUNS_MODULES:
             return
         for tensor in received:
             extent = extent_of(tensor)
