@@ -41,12 +41,12 @@ class Finding:
 
     @property
     def cost(self) -> str:
-        """``2.9 KiB``, or ``4 cases, 2.9 KiB each, 11.6 KiB in total``; empty if unknown."""
+        """``2.9 KiB``, or ``4 cases, 2.9 KiB each, 11.6 KiB in all``; empty if unknown."""
         cases = [f"{self.count} cases"] if self.count > 1 else []
         if self.nbytes is None:
             return "".join(cases)
         total = show_nbytes(self.nbytes)
-        each = [f"{show_nbytes(self.nbytes // self.count)} each", f"{total} in total"]
+        each = [f"{show_nbytes(self.nbytes // self.count)} each", f"{total} in all"]
         return ", ".join([*cases, *(each if cases else [total])])
 
     @property

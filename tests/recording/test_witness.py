@@ -115,7 +115,7 @@ def test_what_is_sent_below_the_dispatcher_is_named(comm_mode, device_mesh):
         backend.allreduce([data(3, torch.bfloat16)]).wait()
 
     assert gaps(comm_mode, work, model) == [
-        "1 collective sent below torch's dispatcher (by a backend's own method, or from C++): "
+        "1 collective sent below torch's dispatcher (by a method of the backend, or from C++): "
         "all_reduce of 6 B bfloat16 over dp"
     ]
 

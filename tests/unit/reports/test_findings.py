@@ -16,7 +16,7 @@ LOST = Finding(
     count=4,
 )
 TEXT = """\
-warning partly-wrapped (4 cases, 1.0 KiB each, 4.0 KiB in total):
+warning partly-wrapped (4 cases, 1.0 KiB each, 4.0 KiB in all):
     layers.{0..3}
   a reason of more than one line, since it has to say what is the
   case and why it hurts
@@ -52,7 +52,7 @@ def explained(check):
 
 def test_a_finding_is_a_few_lines_and_costs_are_sums_said_as_such():
     assert str(LOST) == str(Findings([LOST])) == TEXT
-    assert LOST.cost == "4 cases, 1.0 KiB each, 4.0 KiB in total"
+    assert LOST.cost == "4 cases, 1.0 KiB each, 4.0 KiB in all"
     one = Finding(code="padding", level="error", fqns=("",), reason="r", cure="c", nbytes=10)
     assert str(one) == "error padding (10 B): (root)\n  r\n  fix: c"
     assert str(tree(LOST, one)).endswith(f"[Model]\n{TEXT}\n{one}")
