@@ -1,11 +1,12 @@
-"""What explaining a difference costs, for a model of many layers.
+"""Measure the CPU time of explaining a diff of many layers.
 
     python benchmarks/explain.py [--layers 126]
 
-A training step under FSDP and tensor parallelism, made up: nine modules a layer with rows of their
-own. Each case changes it in one way, in several, or at random. Printed are the CPU seconds of
-comparing and of explaining, their ratio, whether the explanation is exact, and its steps. Exit
-status 1 if one step takes more than 0.2 CPU seconds to find, or several more than 0.5.
+The profiles are those of an invented training step under FSDP and tensor parallelism, with nine
+modules in each layer. Each case changes it in one way, in several ways, or at random. Prints the
+CPU seconds of explaining, their ratio to comparing, whether it is exact, and its steps.
+The exit status is 1 if an exact explanation takes more than 0.2 CPU seconds for one step, or more
+than 0.5 for several.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _AXES: Final = (
     MeshAxis(name="dp", size=8, dims=((8, 8),)),
     MeshAxis(name="tp", size=8, dims=((8, 1),)),
 )
-_MOST_S: Final = {1: 0.2, 2: 0.5}
-"""CPU seconds for an explanation of one step, and of several."""
+_LIMIT_S: Final = {1: 0.2, 2: 0.5}
+"""CPU seconds by number of steps; 2 means two or more."""
 
 
 def _step(
@@ -57,13 +58,13 @@ def _step(
     return CommProfile(
         world_size=64,
         mesh_axes=_AXES,
-        rows=sort_rows(_often(row, times) for row in rows),
+        rows=sort_rows(_repeated(row, times) for row in rows),
     )
 
 
 def _phases(*, recomputes: bool) -> tuple[Phase, ...]:
-    more = (Phase.RECOMPUTE,) if recomputes else ()
-    return (Phase.FORWARD, *more, Phase.BACKWARD)
+    recompute = (Phase.RECOMPUTE,) if recomputes else ()
+    return (Phase.FORWARD, *recompute, Phase.BACKWARD)
 
 
 def _unit(owner: str, nbytes: int) -> Iterator[Row]:
@@ -73,32 +74,35 @@ def _unit(owner: str, nbytes: int) -> Iterator[Row]:
     yield _row(Phase.BACKWARD, owner, "reduce_scatter", "dp", nbytes, Role.GRADIENTS)
 
 
-def _row(  # noqa: PLR0913, PLR0917  # what a row is
+def _row(  # noqa: PLR0913, PLR0917  # the fields of a row
     phase: Phase, owner: str, kind: str, axis: str, nbytes: int, role: Role = Role.ACTIVATIONS
 ) -> Row:
     calls = Calls(nbytes=nbytes, dtype="float32", role=role.value, count=1)
     return Row(phase=phase, owner=owner, what=kind, axis=axis, calls=(calls,))
 
 
-def _counted(subject: Subject, phase: Phase, owner: str, what: str) -> Row:
+def _counted(subject: Subject, phase: Phase, owner: str, change: str) -> Row:
     calls = (Calls(count=1),)
-    return Row(subject=subject, phase=phase, owner=owner, what=what, calls=calls)
+    return Row(subject=subject, phase=phase, owner=owner, what=change, calls=calls)
 
 
-def _often(row: Row, times: int) -> Row:
-    return replace(row, calls=tuple(replace(one, count=one.count * times) for one in row.calls))
+def _repeated(row: Row, times: int) -> Row:
+    return replace(
+        row, calls=tuple(replace(calls, count=calls.count * times) for calls in row.calls)
+    )
 
 
 def _noise(old: CommProfile, share: float) -> CommProfile:
-    chance = random.Random(1)  # noqa: S311  # profiles are no secrets
+    generator = random.Random(1)  # noqa: S311  # not for cryptography
     rows = (
-        _often(row, chance.randint(2, 3)) if chance.random() < share else row for row in old.rows
+        _repeated(row, generator.randint(2, 3)) if generator.random() < share else row
+        for row in old.rows
     )
     return replace(old, rows=tuple(rows))
 
 
 def main() -> int:
-    """Measures each case."""
+    """Measure each case; return 1 if one is too slow."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -119,16 +123,16 @@ def main() -> int:
         started = time.process_time()
         _ = old == new, old.totals(), new.totals()
         compared = time.process_time()
-        explained = explain(old, new)
+        explanation = explain(old, new)
         explained_s = time.process_time() - compared
-        steps = [step.kind for step in explained.steps]
+        steps = [step.kind for step in explanation.steps]
         print(
             f"{name:34} {explained_s:6.3f} s, {explained_s / (compared - started):6.0f} x totals, "
-            f"{'exact' if explained.is_exact else 'rows left'}: {', '.join(steps) or 'no step'}"
+            f"{'exact' if explanation.is_exact else 'rows left'}: {', '.join(steps) or 'no step'}"
         )
         keep(name, [explained_s / (compared - started)])
-        if explained.is_exact:
-            is_slow |= explained_s > _MOST_S[min(len(steps), 2)]
+        if explanation.is_exact:
+            is_slow |= explained_s > _LIMIT_S[min(len(steps), 2)]
     return int(is_slow)
 
 

@@ -1,4 +1,4 @@
-"""Where the benchmarks leave what they measured, for `run.py`."""
+"""Pass measurements of the benchmarks to `run.py`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 FILE: Final = "FSDP_COMM_FIGURES"
-"""The environment variable that names the file; without it nothing is kept."""
+"""The environment variable with the file to write; without it, nothing is written."""
 
 
 def keep(name: str, values: Iterable[float], *, most: float | None = None) -> None:
-    """Keep values of a figure that were measured in one run.
+    """Write the values that one run measured of a figure.
 
     Args:
-        name: What was measured, and beside what; the same in all runs.
-        values: One of each turn; ratios, unless the name says another unit.
-        most: What its median may be at most.
+        name: The same in all runs; figures of one table share the part before a colon.
+        values: One for each turn; ratios, unless the name has a unit.
+        most: The limit of the median.
     """
     path = os.environ.get(FILE)
     if path:

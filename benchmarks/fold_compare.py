@@ -1,10 +1,10 @@
-"""What folding and comparing a long recording costs.
+"""Measure the time of folding and comparing a long recording.
 
     python benchmarks/fold_compare.py [--events 100000]
 
-Also shows the ratio to one pass of ``collections.Counter`` over the events, which is the least that
-counting them can take, and to writing them as JSON. Then what a passing comparison of 126 layers of
-64 experts costs, in CPU seconds: its texts are equal, so neither is read.
+Prints the ratios to one pass of ``collections.Counter`` over the events, which is a lower bound for
+counting them, and to writing them as JSON. Then prints the CPU seconds of a comparison that passes,
+for 126 layers with 64 experts each. It reads neither of the two texts, since they are equal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = ("all_gather", "reduce_scatter")
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=100_000)
     count = parser.parse_args().events
@@ -78,10 +78,10 @@ def _pass(profile: CommProfile) -> None:
     for name, seconds in (
         ("write", written - started),
         ("compare", compared - written),
-        ("read, not needed", time.process_time() - compared),
+        ("read (not needed)", time.process_time() - compared),
     ):
         print(f"{name:18} {seconds:9.5f} CPU s")
-        keep(f"CPU s of 126 layers of 64 experts: {name}", [seconds])
+        keep(f"CPU seconds, 126 layers with 64 experts: {name}", [seconds])
 
 
 def _profile_of_experts() -> CommProfile:

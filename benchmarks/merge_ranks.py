@@ -1,14 +1,14 @@
-"""What it costs one rank to merge the profiles of many, and to compare them with a snapshot.
+"""Measure how long one rank merges the profiles of many ranks and compares them with a snapshot.
 
     python benchmarks/merge_ranks.py [--ranks 4096] [--layers 32]
 
-One rank of a training step under FSDP and tensor parallelism of 8, whose other ranks' texts are
-files already: it exchanges, merges, writes the snapshot, reads it again, compares, and restricts it
-to some ranks. The ranks are alike, of two or of eight pipeline stages (each stage's first ranks of
-tp broadcast something more), or all different. Each case has a process of its own. Printed are CPU
-seconds of each step, the peak of the process in MiB, the size of the snapshot, and the ratio to
-half as many ranks, in the line before. Exit status 1 if ranks that differ in few ways cost more
-than 3 CPU seconds or 300 MiB.
+The profiles are those of a training step under FSDP and tensor parallelism of 8. The texts of the
+other ranks already exist as files. The measured rank exchanges, merges, writes the snapshot, reads
+it again, compares, and restricts it to some ranks. The ranks are identical, belong to two or eight
+pipeline stages (the first ranks of tp may send one more broadcast), or all differ. Each case runs
+in a separate process. Prints the CPU seconds of each step, the peak memory in MiB, the size of the
+snapshot, and the ratio to half as many ranks, which is the line above. The exit status is 1 if a
+case other than the last takes more than 3 CPU seconds or 300 MiB.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MOST_SECONDS = 3.0
-MOST_MIB = 300.0
+LIMIT_S = 3.0
+LIMIT_MIB = 300.0
 
 LABEL = "comm_mode"
 TP = 8
@@ -60,7 +60,7 @@ FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """How ranks differ."""
+    """How the ranks differ."""
 
     stages: int = 1
     broadcasts_on_first_of_tp: bool = False
@@ -68,42 +68,42 @@ class Case:
 
 
 CASES = {
-    "all alike": Case(),
+    "identical ranks": Case(),
     "2 stages": Case(stages=2),
-    "8 stages, first of tp": Case(stages=8, broadcasts_on_first_of_tp=True),
-    "all different": Case(is_each_different=True),
+    "8 stages, extra broadcasts": Case(stages=8, broadcasts_on_first_of_tp=True),
+    "all ranks different": Case(is_each_different=True),
 }
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print; return 1 if a case exceeds its limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.case:
-        print(json.dumps(_measure(CASES[given.case], given.ranks, given.layers)))
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(_measure(CASES[options.case], options.ranks, options.layers)))
         return 0
-    print(f"{given.layers} layers; CPU seconds of one rank")
+    print(f"{options.layers} layers; CPU seconds of one rank")
     print(
-        f"{'':22}{'ranks':>6}", *(f"{step:>9}" for step in STEPS), "      all  MiB  snapshot ratio"
+        f"{'':26}{'ranks':>6}", *(f"{step:>9}" for step in STEPS), "      all  MiB  snapshot ratio"
     )
     is_over = False
     for name, case in CASES.items():
-        # Where all differ, the memory goes into as many texts.
-        most = given.ranks // 2 if case.is_each_different else given.ranks
+        # If all ranks differ, each has a text in memory, so half as many are measured.
+        max_ranks = options.ranks // 2 if case.is_each_different else options.ranks
         before = 0.0
-        for num_ranks in (most // 4, most // 2, most):
-            arguments = ("--ranks", num_ranks, "--layers", given.layers, "--case", name)
+        for num_ranks in (max_ranks // 4, max_ranks // 2, max_ranks):
+            arguments = ("--ranks", num_ranks, "--layers", options.layers, "--case", name)
             command = [sys.executable, __file__, *map(str, arguments)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             seconds, mib, size = json.loads(done.stdout)
-            # Restricting is what a run of some ranks does beside.
+            # Without the two restrictions, which only runs with fewer ranks need.
             total = sum(seconds[:5])
             ratio = f"{total / before:5.2f}" if before else ""
             print(
-                f"{name:22}{num_ranks:6}",
+                f"{name:26}{num_ranks:6}",
                 *(f"{step:9.3f}" for step in seconds),
                 f"{total:9.2f} {mib:4.0f} {size:7} B {ratio}",
                 flush=True,
@@ -111,12 +111,12 @@ def main() -> int:
             if before:
                 keep(f"{name}, {num_ranks} ranks", [total / before])
             before = total
-            is_over |= not case.is_each_different and (total > MOST_SECONDS or mib > MOST_MIB)
+            is_over |= not case.is_each_different and (total > LIMIT_S or mib > LIMIT_MIB)
     return int(is_over)
 
 
 def _measure(case: Case, num_ranks: int, layers: int) -> tuple[list[float], float, int]:
-    """CPU seconds of each of `STEPS`, the peak in MiB, and bytes of the snapshot."""
+    """Return the CPU seconds of each of `STEPS`, the peak in MiB, and the snapshot's size."""
     ranks = tuple(range(num_ranks))
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -124,9 +124,9 @@ def _measure(case: Case, num_ranks: int, layers: int) -> tuple[list[float], floa
         def exchange() -> Exchange:
             return Exchange(TextStore(FileStore(str(directory / "store"), -1)), 0, ranks)
 
-        others = os.fork()
-        if not others:
-            # Not in this process: what it needs is no cost of merging.
+        child = os.fork()
+        if not child:
+            # In a child, so that its memory does not count as that of merging.
             store, digests = TextStore(FileStore(str(directory / "store"), -1)), set()
             for rank in ranks[1:]:
                 text = _text(_profile(case, rank, num_ranks, layers))
@@ -136,9 +136,9 @@ def _measure(case: Case, num_ranks: int, layers: int) -> tuple[list[float], floa
                 digests.add(digest)
                 store.put(f"1.{rank}", digest)
             os._exit(0)
-        if os.waitpid(others, 0)[1]:
+        if os.waitpid(child, 0)[1]:
             raise SystemExit("the other ranks failed")
-        own = _profile(case, 0, num_ranks, layers)
+        profile = _profile(case, 0, num_ranks, layers)
         steps: list[float] = []
 
         def timed(step: Callable[[], object]) -> None:
@@ -149,7 +149,7 @@ def _measure(case: Case, num_ranks: int, layers: int) -> tuple[list[float], floa
         gathered: list[CommProfile] = []
         merged: list[CommProfile] = []
         texts: list[str] = []
-        timed(lambda: gathered.extend(gather_alike(exchange(), LABEL, own)))
+        timed(lambda: gathered.extend(gather_alike(exchange(), LABEL, profile)))
         timed(lambda: merged.append(merge(gathered, ranks=ranks)))
         timed(lambda: texts.append(format_profile(merged[0])))
         timed(lambda: merged.append(read_comm(SnapshotLines(texts[0], where=""))))
@@ -164,7 +164,7 @@ _texts: dict[int, tuple[CommProfile, str]] = {}
 
 
 def _text(profile: CommProfile) -> str:
-    """What a rank gives to the others; made once for ranks that share a profile."""
+    """Return the text that a rank sends; ranks that share a profile share the text."""
     if id(profile) not in _texts:
 
         def keep(text: str) -> list[str]:
@@ -180,7 +180,7 @@ def _check(old: CommProfile, new: CommProfile) -> None:
 
 
 def _peak_mib() -> float:
-    # Not ru_maxrss, which begins with that of the process that started this one.
+    # Not ru_maxrss: it starts with the value of the parent process.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     (kib,) = re.findall(r"VmHWM:\s*([0-9]+) kB", status)
     return int(kib) / 1024
@@ -246,7 +246,7 @@ def _stage(stage: int, layers: int, num_ranks: int, *, broadcasts: bool) -> Comm
         ),
         peak_gathered_nbytes=1 << 30,
     )
-    # As `CommMode` gives it to other ranks, which know whose it is.
+    # `CommMode` sends it without the rank, which the receiver knows.
     return replace(fold(recording), recorded_ranks=())
 
 

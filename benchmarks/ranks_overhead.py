@@ -1,12 +1,11 @@
-"""What running a test on 4 gloo ranks costs, beside other ways of doing it, in one run.
+"""Measure the time of a trivial test on 4 gloo ranks, and of other ways to run it.
 
     python benchmarks/ranks_overhead.py [--tests 40]
 
-Prints seconds a test and their ratio to the raw floor: fork 4 processes, make a gloo group over a
-file store, barrier, exit. The plugin's cost is the slope between sessions with few and many tests,
-so that start-up, which is paid once, does not count. torch's own test case needs ``expecttest``.
-
-Last, what a session without any distributed test takes longer with the plugin than without.
+Prints the seconds of each test and the ratio to the bare minimum: fork 4 processes, create a gloo
+group over a file store, call a barrier, exit. The time of the plugin is the slope between sessions
+with few and many tests, so that the start of pytest does not count. torch's test cases need
+``expecttest``. Also prints how much longer the plugin makes a session without distributed tests.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ from torch.testing._internal.common_utils import run_tests
 
 class TestTrivial({base}):
     world_size = {world_size}
-{own}
+{body}
 {methods}
 
 if __name__ == "__main__":
@@ -112,7 +111,7 @@ THREADED = """
         dist.barrier()
 """
 
-# As DeepSpeed's DistributedTest does it: a pool of processes for each test.
+# DeepSpeed's DistributedTest starts a pool of processes for each test.
 POOL = """
 import tempfile, time
 import torch.distributed as dist
@@ -152,14 +151,14 @@ def test_trivial():
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", type=int, default=40, help="tests in the longer session")
     tests = parser.parse_args().tests
     floor = _printed(FLOOR, tests=tests)
-    rows = {"floor: fork 4, file store, gloo, barrier, exit": floor}
+    rows = {"bare minimum (fork, file store, gloo, barrier)": floor}
     rows["plugin, fresh ranks for each test"] = _plugin(tests, "test")
-    # A tenth as long: as many tests would be lost in the noise of two sessions.
+    # Ten times as many tests, since each is so fast that the noise of two sessions would hide it.
     rows['plugin, scope="module"'] = _plugin(10 * tests, "module")
     if importlib.util.find_spec("expecttest"):
         rows["torch's MultiProcessTestCase"] = _test_case(
@@ -172,21 +171,21 @@ def main() -> None:
             "MultiThreadedTestCase", THREADED, 10, 10 * tests
         )
     else:
-        print("expecttest is not installed: leaving out torch's test cases")
+        print("expecttest is not installed: torch's test cases are skipped")
     rows["a pool for each test, as in DeepSpeed"] = _printed(POOL)
     rows["torchrun -m pytest for each test"] = _torchrun()
     fresh = rows["plugin, fresh ranks for each test"]
-    print(f"{'':48} {'s/test':>8} {'x floor':>8} {'x plugin':>9}")
+    print(f"{'':48} {'s/test':>8} {'x min':>8} {'x plugin':>9}")
     for name, seconds in rows.items():
         print(f"{name:48} {seconds:8.4f} {seconds / floor:8.2f} {seconds / fresh:9.3f}")
         keep(name, [seconds / floor])
     idle = _idle()
-    keep("milliseconds more of a session without distributed tests", [1000 * idle])
+    keep("a session without distributed tests, additional ms", [1000 * idle])
     print(f"session without distributed tests: {1000 * idle:+.0f} ms with the plugin")
 
 
 def _printed(source: str, **names: object) -> float:
-    """The seconds that a program prints."""
+    """Run a program that prints seconds."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "program.py"
         file.write_text(source.format(world_size=WORLD_SIZE, **names))
@@ -203,12 +202,12 @@ def _session(tests: int, scope: str) -> float:
     return _timed(source, [sys.executable, *PYTEST])
 
 
-def _test_case(base: str, own: str, few: int, many: int) -> float:
+def _test_case(base: str, body: str, few: int, many: int) -> float:
     def session(tests: int) -> float:
         methods = "\n".join(
             f"    def test_{number}(self):\n        self.run_one()\n" for number in range(tests)
         )
-        text = TEST_CASE.format(base=base, world_size=WORLD_SIZE, own=own, methods=methods)
+        text = TEST_CASE.format(base=base, world_size=WORLD_SIZE, body=body, methods=methods)
         return _timed(text, [sys.executable])
 
     return (session(many) - session(few)) / (many - few)
@@ -239,7 +238,7 @@ def _timed(source: str, command: list[str]) -> float:
 
 def _run(command: list[str], cwd: str | None = None) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # Without caches of compiled modules every session would compile the plugin anew.
+    # It would make each session compile the plugin again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False

@@ -1,12 +1,12 @@
-"""What ``fsdp-comm record`` adds to the step of a script that it records, and to all others.
+"""Measure how much ``fsdp-comm record`` slows a script down, in the recorded step and in others.
 
     python benchmarks/recorded_script.py [--turns 10] [--layers 32] [--widths 256 1024]
 
-A script of FSDP2 layers on 4 gloo ranks is run alone and as ``record --go-on``, in turn, by
-processes that a process with torch forks, as a launcher would start them. Rank 0 takes the CPU
-seconds of each step. Printed are the medians over turns of two ratios to the script alone, of the
-recorded step and of the median of the steps that follow, and what is added once, in milliseconds:
-at the end of the step before (the search for the model), and in the recorded step.
+Runs a script with FSDP2 layers on 4 gloo ranks, alternately bare and under ``record --go-on``. The
+ranks are forks of a process that has imported torch. Rank 0 measures the CPU seconds of each step.
+Prints medians of the turns: the recorded step relative to a bare one, the later steps relative to
+bare ones, and the milliseconds that are added once: after the step before, in the search for the
+model, and in the recorded step.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from figures import keep
 
 RANKS = 4
 STEPS = 16
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
 RECORD = ("record", "--go-on")
-RECORDED_LIMIT, OTHERS_LIMIT = 1.3, 1.01
+RECORDED_LIMIT, LATER_LIMIT = 1.3, 1.01
 
 SCRIPT = """
 import json, sys, time
@@ -49,22 +49,22 @@ for layer in model:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters())
-found = []
+seconds = []
 for _ in range(steps):
     started = time.thread_time()
     model(torch.ones(64, width)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    found.append(time.thread_time() - started)
+    seconds.append(time.thread_time() - started)
 if dist.get_rank() == 0:
     with open(sys.argv[4], "w") as file:
-        json.dump(found, file)
+        json.dump(seconds, file)
 dist.destroy_process_group()
 """
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--widths", type=int, nargs="*", default=[256, 1024])
     options = parser.parse_args()
-    # Otherwise each gathered parameter is mapped anew: most of the CPU time would be the kernel's.
+    # Otherwise malloc maps memory for each gathered parameter, and the kernel takes most CPU time.
     for name in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(name, 2**30)
     for width in options.widths:
@@ -80,46 +80,46 @@ def main() -> None:
 
 
 def _measure(layers: int, width: int, turns: int) -> None:
-    recorded, others, before_ms, added_ms, usual_ms = [], [], [], [], []
+    recorded, later, before_ms, added_ms, usual_ms = [], [], [], [], []
     for _ in range(turns):
-        alone, under = _steps(layers, width), _steps(layers, width, *RECORD)
-        usual = statistics.median(alone[2:])
+        bare, under = _steps(layers, width), _steps(layers, width, *RECORD)
+        usual = statistics.median(bare[2:])
         recorded.append(under[2] / usual)
-        others.append(statistics.median(under[5:]) / statistics.median(alone[5:]))
+        later.append(statistics.median(under[5:]) / statistics.median(bare[5:]))
         usual_ms.append(1e3 * usual)
-        before_ms.append(1e3 * (under[1] - alone[1]))
+        before_ms.append(1e3 * (under[1] - bare[1]))
         added_ms.append(1e3 * (under[2] - usual))
     model = f"{layers} layers of {width} x {width}"
     print(f"{model}, {RANKS} ranks, a step of {statistics.median(usual_ms):.0f} CPU ms on a rank")
-    for name, ratios, most in (
+    for name, ratios, limit in (
         ("recorded step", recorded, RECORDED_LIMIT),
-        ("all others", others, OTHERS_LIMIT),
+        ("later steps", later, LATER_LIMIT),
     ):
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"  {name:14} {middle:6.3f} (quartiles {low:.3f} to {high:.3f}), may be {most}")
-        keep(f"{RANKS} ranks, {model}: {name}", ratios, most=most)
+        low, median, high = statistics.quantiles(ratios, n=4)
+        print(f"  {name:14} {median:6.3f} (quartiles {low:.3f} to {high:.3f}), limit {limit}")
+        keep(f"{RANKS} ranks, {model}: {name}", ratios, most=limit)
     print(
         f"  added once: {statistics.median(before_ms):.0f} ms before the recorded step, "
         f"{statistics.median(added_ms):.0f} ms in it"
     )
 
 
-def _steps(layers: int, width: int, *how: str) -> list[float]:
-    """CPU seconds of each step on rank 0."""
+def _steps(layers: int, width: int, *command: str) -> list[float]:
+    """Return the CPU seconds of each step on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder) / "train.py", Path(folder) / "seconds.json"
         script.write_text(SCRIPT, encoding="utf-8")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        arguments = [*how, str(script), *map(str, (layers, width, STEPS)), str(out)]
+        arguments = [*command, str(script), *map(str, (layers, width, STEPS)), str(out)]
         pids = [_fork(folder, rank, port, arguments) for rank in range(RANKS)]
         if any(os.waitpid(pid, 0)[1] for pid in pids):
-            raise SystemExit(f"{arguments} failed:\n{(Path(folder) / 'said').read_text()}")
-        if how and not (Path(folder) / "step.comm").exists():
+            raise SystemExit(f"{arguments} failed:\n{(Path(folder) / 'output').read_text()}")
+        if command and not (Path(folder) / "step.comm").exists():
             raise SystemExit("nothing was recorded")
-        found: list[float] = json.loads(out.read_text(encoding="utf-8"))
-        return found
+        seconds: list[float] = json.loads(out.read_text(encoding="utf-8"))
+        return seconds
 
 
 def _fork(folder: str, rank: int, port: int, arguments: list[str]) -> int:
@@ -129,9 +129,9 @@ def _fork(folder: str, rank: int, port: int, arguments: list[str]) -> int:
     status = 1
     try:
         os.chdir(folder)
-        said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
-            os.dup2(said, stream)
+            os.dup2(output, stream)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,20 +1,19 @@
-"""What recording adds to a training step, beside torch's own ways to watch one.
+"""Compare the CPU time of a training step under `comm_mode` and under torch's tools.
 
     python benchmarks/recording_overhead.py [--workload fsdp|tp] [--backend fake|gloo]
                                             [--layers 8 32 126] [--turns 15]
 
-Each case has processes of its own: one on the fake group of four, where nothing is waited for, or
-two on gloo, where a recording is compared with torch's flight recorder at the end of each block. It
-is full, so that reading it takes longest: 2,000 collectives, as after many steps. `--kept 200` is
-more like a test, which has run a few.
+Each case runs in separate processes: one on the fake group with four ranks, where nothing waits, or
+two on gloo. On gloo, the end of each block compares the recording with torch's flight recorder,
+which is full: it has 2,000 collectives, as after many steps. `--kept 200` is closer to a test.
 
-All ways take one step in each turn, in an order that is drawn. Measured is the CPU time of the
-thread that trains, backward included: neither waiting nor gloo's own threads count. Printed are
-ratios to a step under nothing, for the step alone and with what is around it: entering, leaving
-and, of ours, naming the events. "min" compares the shortest of all turns, "median" is that of the
-ratios of each turn, "+-" half the range of their middle half. "nothing, again" shows how far two
-measurements of the same thing lie apart. "after the first recording" compares bare steps after a
-block with those before it in a process of its own, since the kernels of a recording stay.
+In each turn, every tool runs one step, in random order. The measured time is the CPU time of the
+training thread, backward included, without waiting and without gloo's threads. Prints ratios to a
+bare step: of the step alone, and of the step with entering and leaving the block (`comm_mode` also
+names the events). "min" compares the shortest steps, "median" is the median of the ratios of all
+turns, and "+-" is half of their interquartile range. "bare again" measures the bare step twice, to
+show the noise. "after the first recording" compares bare steps after a block with those before it,
+in another process, since the kernels of a recording stay.
 """
 
 from __future__ import annotations
@@ -54,36 +53,36 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WIDTH = 32
-# What `comm_mode` may take, as ratios and bytes; printed beside the figures, never enforced.
+# Limits of `comm_mode`: two ratios and bytes, printed with the figures and not enforced.
 STEP_LIMIT, EVENT_LIMIT, IDLE_LIMIT = 1.2, 735, 1.1
 FEW_LAYERS = 8
-"""Of these, entering and leaving a block are a larger part."""
+"""Up to here, entering and leaving the block take a larger share of the step."""
 
 
 def block_limit(layers: int) -> float:
-    """What a step with entry and exit may take, as a ratio."""
+    """Return the limit of the ratio with entering and leaving the block."""
     return 1.5 if layers <= FEW_LAYERS else 1.35
 
 
-# What is made once, such as caches, falls into these turns.
+# Turns that are not counted, in which caches are filled.
 WARM_UP = 1
 WORLD_SIZES = {"fake": 4, "gloo": 2}
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """The least that a recorder on a dispatch mode can do."""
+    """Count collectives: the cheapest recorder that a dispatch mode can be."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        """Starts at 0."""
+        """Start at 0."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.count = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Counts and runs."""
+        """Count and run."""
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented
         if func.namespace in {"c10d", "_c10d_functional"}:
@@ -92,10 +91,10 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with attention of one head."""
+    """A pre-norm transformer block with one attention head."""
 
     def __init__(self) -> None:
-        """Makes the layers."""
+        """Create the layers."""
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -103,7 +102,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As usual."""
+        """Run attention and MLP."""
         y = self.norm1(x)
         attention = torch.softmax(self.q(y) @ self.k(y).transpose(-1, -2), -1) @ self.v(y)
         x = x + self.out(attention)
@@ -111,18 +110,18 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    """Measures each case in processes of its own, whose rank 0 prints."""
+    """Measure each case in separate processes, whose rank 0 prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workload", nargs="+", choices=["fsdp", "tp"], default=["fsdp", "tp"])
     parser.add_argument("--backend", nargs="+", choices=[*WORLD_SIZES], default=[*WORLD_SIZES])
-    parser.add_argument("--layers", nargs="+", type=int, help="default: 8 32 126; of tp: 8 32")
-    parser.add_argument("--turns", type=int, help="default: fewer of more layers, from 30 to 5")
-    parser.add_argument("--kept", type=int, default=2000, help="by torch's flight recorder")
+    parser.add_argument("--layers", nargs="+", type=int, help="default: 8 32 126; for tp: 8 32")
+    parser.add_argument("--turns", type=int, help="default: 480 / layers, between 5 and 30")
+    parser.add_argument("--kept", type=int, default=2000, help="entries in torch's flight recorder")
     options = parser.parse_args()
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(options.kept)
     os.environ["KINETO_LOG_LEVEL"] = "9"  # the profiler announces each block otherwise
-    print(f"torch {torch.__version__}; its flight recorder keeps {options.kept} collectives")
-    print(f"comm_mode may take {STEP_LIMIT} of nothing, 1.35 with entry and exit (8 layers: 1.5)")
+    print(f"torch {torch.__version__}; its flight recorder has {options.kept} entries")
+    print(f"limits of comm_mode: {STEP_LIMIT}, 1.35 with entering and leaving (8 layers: 1.5)")
     for workload in options.workload:
         for layers in options.layers or ((8, 32, 126) if workload == "fsdp" else (8, 32)):
             for backend in options.backend:
@@ -135,8 +134,8 @@ def main() -> None:
 
 def _spawned(function: Callable[..., None], processes: int, backend: str, *arguments: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        given = (function, backend, f"{folder}/store", *arguments)
-        spawn(_in_group, given, nprocs=processes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        arguments = (function, backend, f"{folder}/store", *arguments)
+        spawn(_in_group, arguments, nprocs=processes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _in_group(
@@ -156,70 +155,70 @@ def _model(backend: str, workload: str, layers: int) -> nn.Module:
     for block in model:
         if workload == "fsdp":
             fully_shard(block, mesh=mesh)
-        else:  # each rank has a head of its own
+        else:  # each rank has one head
             parallelize_module(block, mesh, {**columns, "out": rows, "down": rows})
     if workload == "fsdp":
         fully_shard(model, mesh=mesh)
     return model
 
 
-def _ways(model: nn.Module) -> dict[str, Callable[[], Any]]:
-    ways: dict[str, Callable[[], Any]] = {
-        "nothing": nullcontext,
-        "nothing, again": nullcontext,
+def _tools(model: nn.Module) -> dict[str, Callable[[], Any]]:
+    tools: dict[str, Callable[[], Any]] = {
+        "bare": nullcontext,
+        "bare again": nullcontext,
         "counting TorchDispatchMode": Counting,
-        # As the fixture is, and as a class in place of CommDebugMode.
+        # Like the fixture, and like the class as a replacement for CommDebugMode.
         "comm_mode": lambda: CommMode(trace_operations=False)(model),
         "comm_mode, operations traced": lambda: CommMode()(model),
         "CommDebugMode": CommDebugMode,
     }
-    try:  # torch has it from 2.9 on
-        ways["DebugMode"] = importlib.import_module("torch.utils._debug_mode").DebugMode
+    try:  # since torch 2.9
+        tools["DebugMode"] = importlib.import_module("torch.utils._debug_mode").DebugMode
     except ModuleNotFoundError:
         print("DebugMode is missing from this torch")
     activities = [torch.profiler.ProfilerActivity.CPU]
-    return ways | {"torch.profiler": lambda: torch.profiler.profile(activities=activities)}
+    return tools | {"torch.profiler": lambda: torch.profiler.profile(activities=activities)}
 
 
 def _measure(backend: str, workload: str, layers: int, turns: int) -> None:
     model, batch = _model(backend, workload, layers), torch.randn(1, 8, WIDTH)
-    ways = _ways(model)
-    names, count = [*ways], 0
-    steps: dict[str, list[float]] = {name: [] for name in ways}
-    blocks: dict[str, list[float]] = {name: [] for name in ways}
+    tools = _tools(model)
+    names, count = [*tools], 0
+    steps: dict[str, list[float]] = {name: [] for name in tools}
+    blocks: dict[str, list[float]] = {name: [] for name in tools}
     for _ in range(int(os.environ["TORCH_FR_BUFFER_SIZE"]) if backend == "gloo" else 0):
         dist.all_reduce(torch.ones(1))
-    warnings.simplefilter("ignore")  # the hooks of CommDebugMode cause some
+    warnings.simplefilter("ignore")  # from the hooks of CommDebugMode
     for turn in range(WARM_UP + turns):
         if turn == WARM_UP:
-            gc.freeze()  # so that a collection takes no longer than a step
-        # Drawn anew, since each way leaves the caches to the next; alike on all ranks.
-        for name in random.Random(turn).sample(names, len(names)):  # noqa: S311  # no secret
-            # What one way leaves behind must not be collected while another is measured.
+            gc.freeze()  # otherwise a collection takes longer than a step
+        # In a new order each turn, since caches carry over; the same on all ranks.
+        for name in random.Random(turn).sample(names, len(names)):  # noqa: S311  # not for cryptography
+            # Otherwise the garbage of one tool is collected while the next one is measured.
             gc.collect()
             dist.barrier()
-            way = ways[name]
+            tool = tools[name]
             entered = time.thread_time()
-            with way() as watch:
+            with tool() as mode:
                 started = time.thread_time()
                 model(batch).sum().backward()
                 model.zero_grad()
                 ended = time.thread_time()
-            if isinstance(watch, CommMode):
-                count = len(watch.events)  # names them, if leaving did not
-            left = time.thread_time()
+            if isinstance(mode, CommMode):
+                count = len(mode.events)  # names the events
+            finished = time.thread_time()
             if turn >= WARM_UP:
                 steps[name].append(ended - started)
-                blocks[name].append(left - entered)
+                blocks[name].append(finished - entered)
     if dist.get_rank() == 0:
         assert count, "nothing was recorded"
-        print(f"\n{workload} of {layers} layers on {backend}: {count} collectives, {turns} turns")
+        print(f"\n{workload}, {layers} layers, {backend}: {count} collectives, {turns} turns")
         limits = STEP_LIMIT, block_limit(layers)
-        _print_ratios(f"{workload} of {layers} layers on {backend}", steps, blocks, limits)
+        _print_ratios(f"{workload}, {layers} layers, {backend}", steps, blocks, limits)
 
 
 def _measure_idle(backend: str, workload: str, layers: int, turns: int) -> None:
-    """Compare steps after the first recording, whose kernels stay, with those before it."""
+    """Compare bare steps before and after the first recording, whose kernels stay."""
     model, batch = _model(backend, workload, layers), torch.randn(1, 8, WIDTH)
 
     def run() -> float:
@@ -236,7 +235,7 @@ def _measure_idle(backend: str, workload: str, layers: int, turns: int) -> None:
     after = [run() for _ in range(WARM_UP + turns)][WARM_UP:]
     if dist.get_rank() == 0:
         ratio = statistics.median(after) / statistics.median(before)
-        keep(f"{workload} of {layers} layers on {backend}: idle kernels", [ratio], most=IDLE_LIMIT)
+        keep(f"{workload}, {layers} layers, {backend}: idle kernels", [ratio], most=IDLE_LIMIT)
         lowest = min(after) / min(before)
         print(f"{'after the first recording':30}{lowest:6.2f}{ratio:8.2f}", flush=True)
 
@@ -247,16 +246,17 @@ def _print_ratios(
     blocks: dict[str, list[float]],
     of_comm_mode: tuple[float, float],
 ) -> None:
-    titles = "".join(f"{title:^24}" for title in ("step alone", "with entry and exit"))
+    titles = "".join(f"{title:^24}" for title in ("step alone", "with enter and leave"))
     print(f"{'':30}{titles}{'CPU ms'}")
     print(f"{'':30}" + f"{'min':>6}{'median':>8}{'+-':>6}    " * 2 + f"{'step':>6}{'all':>8}")
     for name in [*steps][1:]:
         line = f"{name:30}"
         limits = of_comm_mode if name == "comm_mode" else (None, None)
-        for what, seconds, most in zip(("step", "block"), (steps, blocks), limits, strict=True):
-            under, bare = seconds[name], steps["nothing"]
-            ratios = [mine / other for mine, other in zip(under, bare, strict=True)]
-            keep(f"{case}: {name}, {what}", ratios, most=most)
+        for part, seconds, limit in zip(("step", "block"), (steps, blocks), limits, strict=True):
+            under, bare = seconds[name], steps["bare"]
+            ratios = [tool_s / bare_s for tool_s, bare_s in zip(under, bare, strict=True)]
+            if name != "bare again":  # the quartiles show the noise, too
+                keep(f"{case}: {name}, {part}", ratios, most=limit)
             low, median, high = statistics.quantiles(ratios, n=4)
             line += f"{min(under) / min(bare):6.2f}{median:8.2f}{(high - low) / 2:6.2f}    "
         medians = (statistics.median(seconds[name]) for seconds in (steps, blocks))
@@ -266,7 +266,7 @@ def _print_ratios(
 def _measure_memory(backend: str) -> None:
     tensor = torch.ones(1)
 
-    def kept(events: int) -> int:
+    def traced_size(events: int) -> int:
         mode = CommMode(trace_operations=False)
         tracemalloc.start()
         with mode:
@@ -278,8 +278,9 @@ def _measure_memory(backend: str) -> None:
         tracemalloc.stop()
         return size
 
-    kept(10)  # what is made once
-    print(f"\nmemory on {backend}: {kept(2000) / 2000:.0f} B an event, may be {EVENT_LIMIT}")
+    traced_size(10)  # fills caches
+    nbytes = traced_size(2000) / 2000
+    print(f"\nmemory on {backend}: {nbytes:.0f} B for each event, limit {EVENT_LIMIT}")
 
 
 if __name__ == "__main__":

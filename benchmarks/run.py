@@ -1,13 +1,13 @@
-"""Runs all benchmarks, each as ratios to what runs beside it, and draws docs/figures.md.
+"""Run all benchmarks and write the results to docs/figures.md.
 
     python benchmarks/run.py [--turns 3] [--only ranks_overhead ...] [--release]
 
-Every turn runs each benchmark once. Of all values of a figure the page has the median and the
-quartiles. Beside them stands the median of the last release, and a figure is flagged if it moved by
-more than the noise band: both spans between quartiles, and at least 5 %, where there are three
-values or more. Without ``--only``, the page is written; ``--release`` writes
-benchmarks/figures.json, what the next run is compared with. Exit status 1 if a figure is flagged or
-is more than it may be. Let nothing else run meanwhile.
+Each turn runs each benchmark once. The page shows median and quartiles of all values of a figure,
+and the median of the last release. A figure is marked as moved if its median moved by more than the
+noise: by more than both quartile ranges together, and by at least 5 %. That takes three values.
+``--only`` prints the result without writing the page. ``--release`` writes benchmarks/figures.json,
+which later runs are compared with. The exit status is 1 if a figure moved or exceeds its limit.
+Other programs on the machine distort the results.
 """
 
 from __future__ import annotations
@@ -32,35 +32,56 @@ HERE: Final = Path(__file__).parent
 RELEASE: Final = HERE / "figures.json"
 PAGE: Final = HERE.parent / "docs" / "figures.md"
 RECORDING: Final = ("recording_overhead", "--layers", "8", "32", "--turns")
-COMMANDS: Final[dict[str, tuple[str, ...]]] = {
-    "Ranks, beside forked processes": ("ranks_overhead",),
-    "Recording, beside nothing": (*RECORDING, "10", "--kept", "200"),
-    "A recorded script, beside the script alone": ("recorded_script", "--turns", "2"),
-    "Simulation, beside the bare simulated step": ("simulation", "--turns", "1"),
-    "Folding and comparing, beside one pass over the events": ("fold_compare",),
-    "Explaining, beside comparing": ("explain",),
-    "Merging ranks, beside half as many": ("merge_ranks", "--ranks", "1024"),
+SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "A test on 4 ranks": (
+        "Time of a trivial test, relative to four forked processes with a gloo group.",
+        ("ranks_overhead",),
+    ),
+    "A recorded step": (
+        "CPU time relative to a bare step; `block` includes entering and leaving the block.",
+        (*RECORDING, "10", "--kept", "200"),
+    ),
+    "A recorded script": (
+        "CPU time of a step under `fsdp-comm record`, relative to a step of the bare script.",
+        ("recorded_script", "--turns", "2"),
+    ),
+    "A simulated step": (
+        "CPU time of a step of Llama 3 (hsdp: 8B with HSDP), relative to one without a recording.",
+        ("simulation", "--turns", "1"),
+    ),
+    "Folding and comparing": (
+        "Time relative to one pass of `collections.Counter` over 100,000 events.",
+        ("fold_compare",),
+    ),
+    "Explaining": ("Time relative to comparing the same profiles of 126 layers.", ("explain",)),
+    "Merging ranks": (
+        "CPU time of merging the profiles of all ranks, relative to half as many ranks.",
+        ("merge_ranks", "--ranks", "1024"),
+    ),
 }
-LEAST_BAND: Final = 0.05
-LEAST_VALUES: Final = 3
+"""By heading: what is measured, then the script and its arguments."""
+MIN_MOVE: Final = 0.05
+MIN_VALUES: Final = 3
 
 Figures = dict[str, dict[str, dict[str, Any]]]
-"""By benchmark and name: the median, the quartiles, how many values, and the limit."""
+"""By heading and name: median, quartiles, number of values, limit."""
 
 
 def main() -> int:
-    """Measures, writes the page, and says what moved."""
+    """Measure, write the page, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=[command[0] for command in COMMANDS.values()])
-    parser.add_argument("--release", action="store_true", help="keep it for later comparisons")
+    parser.add_argument(
+        "--only", nargs="+", choices=[command[0] for _, command in SECTIONS.values()]
+    )
+    parser.add_argument("--release", action="store_true", help="compare later runs with this one")
     options = parser.parse_args()
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     limits: dict[str, float | None] = {}
     for turn in range(options.turns):
-        for title, command in COMMANDS.items():
+        for title, (_, command) in SECTIONS.items():
             if options.only and command[0] not in options.only:
                 continue
             print(f"turn {turn + 1} of {options.turns}: {' '.join(command)}", file=sys.stderr)
@@ -68,7 +89,7 @@ def main() -> int:
                 values[title][line["name"]] += line["values"]
                 limits[line["name"]] = line["most"]
     measured: Figures = {
-        title: {name: _figure(own, limits[name]) for name, own in named.items()}
+        title: {name: _figure(measurements, limits[name]) for name, measurements in named.items()}
         for title, named in values.items()
     }
     before: Figures = json.loads(RELEASE.read_text())["figures"] if RELEASE.exists() else {}
@@ -78,71 +99,87 @@ def main() -> int:
     if not options.only:
         PAGE.write_text(text, encoding="utf-8")
     if options.release:
-        found = {"machine": _machine(), "figures": {**before, **measured}}
-        RELEASE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        release = {"machine": _machine(), "figures": {**before, **measured}}
+        RELEASE.write_text(json.dumps(release, indent=1) + "\n", encoding="utf-8")
     return int(is_bad)
 
 
 def _run(command: tuple[str, ...]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder) / "figures"
-        kept.touch()
+        file = Path(folder) / "figures"
+        file.touch()
         done = subprocess.run(
             [sys.executable, str(HERE / f"{command[0]}.py"), *command[1:]],
-            env={**os.environ, FILE: str(kept)},
+            env={**os.environ, FILE: str(file)},
             capture_output=True,
             text=True,
             check=False,
         )
-        found = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
-    # Some end with 1 where a limit is missed, which the page says.
-    if not found or done.returncode not in {0, 1}:
+        figures = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    # Some benchmarks exit with 1 if a figure exceeds its limit; the page shows that.
+    if not figures or done.returncode not in {0, 1}:
         raise SystemExit(f"{command} measured nothing:\n{done.stdout}\n{done.stderr}")
-    return found
+    return figures
 
 
 def _figure(values: list[float], most: float | None) -> dict[str, Any]:
     low, median, high = statistics.quantiles(values, n=4) if values[1:] else values * 3
-    low, high = max(low, min(values)), min(high, max(values))  # of two, they lie outside
+    low, high = (
+        max(low, min(values)),
+        min(high, max(values)),
+    )  # quartiles of two values lie outside them
     return {"median": median, "low": low, "high": high, "values": len(values), "most": most}
 
 
 def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
+    """Return the lines of the page, and whether a figure moved or exceeds its limit."""
     lines = [
         "# Figures",
         "",
-        "What the plugin costs, as ratios to what ran beside it, drawn by `benchmarks/run.py`.",
+        "This page shows the cost of the plugin, mostly as ratios to a baseline of the same run.",
         "",
-        f"Measured on {_machine()}.",
+        f"Measured by `benchmarks/run.py` on {_machine()}.",
     ]
     is_bad = False
     for title, named in measured.items():
-        script, *arguments = COMMANDS[title]
+        text, (script, *arguments) = SECTIONS[title]
         command = " ".join(("python", f"benchmarks/{script}.py", *arguments))
-        lines += ["", f"## {title}", "", f"`{command}`", ""]
-        lines += ["| | median | quartiles | values | may be | last release |", "|---|" + "---|" * 5]
-        for name, own in named.items():
-            old, most = before.get(title, {}).get(name), own["most"]
-            has_moved = old is not None and _has_moved(own, old)
-            is_over = most is not None and own["median"] > most
+        counts = sorted({figure["values"] for figure in named.values()})
+        values = f"{' or '.join(map(str, counts))} value{'s' if counts[-1] > 1 else ''} per figure"
+        lines += ["", f"## {title}", "", f"{text} {values}:", "", f"`{command}`"]
+        columns = ["", "median"]
+        columns += ["quartiles"] if counts[-1] > 1 else []
+        columns += ["limit"] if any(figure["most"] is not None for figure in named.values()) else []
+        columns += ["last release"] if title in before else []
+        last_case = None
+        for name, figure in named.items():
+            # Figures with the same text before a colon share a table.
+            case, _, label = name.rpartition(": ")
+            if case != last_case:
+                lines += ["", f"### {case}"] if case else []
+                lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+                last_case = case
+            old, limit = before.get(title, {}).get(name), figure["most"]
+            has_moved = old is not None and _has_moved(figure, old)
+            is_over = limit is not None and figure["median"] > limit
             is_bad |= has_moved or is_over
-            cells = (
-                name,
-                f"{own['median']:.3g}" + (" **over**" if is_over else ""),
-                f"{own['low']:.3g} to {own['high']:.3g}" if own["values"] > 1 else "",
-                str(own["values"]),
-                f"{most:g}" if most is not None and most < math.inf else "",
-                (f"{old['median']:.3g}" if old else "") + (" **moved**" if has_moved else ""),
-            )
-            lines.append(f"| {' | '.join(cells)} |")
+            cells = {
+                "": label,
+                "median": f"{figure['median']:.3g}" + (" **over**" if is_over else ""),
+                "quartiles": f"{figure['low']:.3g}-{figure['high']:.3g}",
+                "limit": f"{limit:g}" if limit is not None and limit < math.inf else "",
+                "last release": (f"{old['median']:.3g}" if old else "")
+                + (" **moved**" if has_moved else ""),
+            }
+            lines.append(f"| {' | '.join(cells[column] for column in columns)} |")
     return lines, is_bad
 
 
-def _has_moved(own: dict[str, Any], old: dict[str, Any]) -> bool:
-    if min(own["values"], old["values"]) < LEAST_VALUES:
-        return False  # they show no noise
-    band = own["high"] - own["low"] + old["high"] - old["low"]
-    return bool(abs(own["median"] - old["median"]) > max(LEAST_BAND * old["median"], band))
+def _has_moved(figure: dict[str, Any], old: dict[str, Any]) -> bool:
+    if min(figure["values"], old["values"]) < MIN_VALUES:
+        return False  # too few values to know the noise
+    noise = figure["high"] - figure["low"] + old["high"] - old["low"]
+    return bool(abs(figure["median"] - old["median"]) > max(MIN_MOVE * old["median"], noise))
 
 
 def _machine() -> str:

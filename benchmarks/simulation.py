@@ -1,12 +1,12 @@
-"""What a simulated rank of a real model costs, and what recording it adds.
+"""Measure CPU time and memory of a simulated rank of a real model, bare and recorded.
 
     python benchmarks/simulation.py [--cases 8b hsdp ...] [--turns 3]
 
-Each step runs in a process of its own, in turn with and without a recording, on the fake group and
-with tensors that have no memory. Measured are CPU seconds without imports, from the building of the
-model to the end of the step, and the most memory that the process has had. Printed are medians of
-all turns with their range; "adds" is the median of the ratios of each turn, less 1. Exponents are
-those of CPU seconds over ranks and over layers, between the first and the last of each series.
+Each step runs in a separate process, alternately with and without a recording, on the fake group
+with tensors that have no memory. CPU seconds are those from building the model to the end of the
+step, without imports. Memory is the peak of the process. Prints medians of all turns with their
+range; "adds" is the median of the ratios of each turn, less 1. The exponents describe how CPU time
+grows with ranks and with layers, from the first to the last case of a series.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pytest_fsdp_comm.simulation.world import simulated
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 layouts = importlib.import_module("layouts")
 
-# Configuration, mesh, layers (0: all), and the most seconds and MiB that it may take.
+# Configuration, mesh, layers (0: all), and the limits in seconds and MiB.
 CASES: dict[str, tuple[str, dict[str, int], int, float, float]] = {
     "8b": ("LLAMA_3_8B", {"dp": 8192}, 0, 6, math.inf),
     "hsdp 8 layers": ("LLAMA_3_8B", {"replicate": 128, "shard": 64}, 8, 6, math.inf),
@@ -53,19 +53,19 @@ EXPONENT_LIMITS = {"ranks": 0.05, "layers": 1}
 
 
 def main() -> None:
-    """Measures the cases, then the series."""
+    """Measure the cases, then the series."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", nargs="*", choices=[*CASES], default=[*CASES])
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
-    print(f"torch {torch.__version__}; recording may add {ADDED_LIMIT} of the bare step")
-    titles = ("CPU s", "range", "may be", "bare", "adds", "MiB", "may be")
+    print(f"torch {torch.__version__}; limit of the time that recording adds: {ADDED_LIMIT}")
+    titles = ("CPU s", "range", "limit", "bare", "adds", "MiB", "limit")
     widths = (8, 14, 8, 8, 8, 8, 8)
     columns = (f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))
     print(f"{'':16}{''.join(columns)}")
     for name in options.cases:
-        config, mesh, layers, most_s, most_mib = CASES[name]
-        _show(name, _measured(config, mesh, layers, options.turns), most_s, most_mib)
+        config, mesh, layers, limit_s, limit_mib = CASES[name]
+        _show(name, _measured(config, mesh, layers, options.turns), limit_s, limit_mib)
     for name, series in SERIES.items():
         seconds = []
         for size, mesh, layers in series:
@@ -73,12 +73,12 @@ def main() -> None:
             _show(f"{size} {name}", turns, math.inf, math.inf)
             seconds.append(statistics.median(turn[1][0] for turn in turns))
         exponent = math.log(seconds[-1] / seconds[0]) / math.log(series[-1][0] / series[0][0])
-        print(f"exponent over {name}: {exponent:.2f}, may be {EXPONENT_LIMITS[name]}")
-        keep(f"exponent over {name}", [exponent], most=EXPONENT_LIMITS[name])
+        print(f"exponent over {name}: {exponent:.2f}, limit {EXPONENT_LIMITS[name]}")
+        keep(f"growth of CPU time: exponent over {name}", [exponent], most=EXPONENT_LIMITS[name])
 
 
 _Turn = tuple[tuple[float, float], tuple[float, float]]
-"""Of the bare step and of the recorded one, CPU seconds and MiB."""
+"""CPU seconds and MiB of the bare step, then of the recorded step."""
 
 
 def _measured(config: str, mesh: dict[str, int], layers: int, turns: int) -> list[_Turn]:
@@ -90,24 +90,24 @@ def _measured(config: str, mesh: dict[str, int], layers: int, turns: int) -> lis
 
 def _spawned(*case: Any) -> tuple[float, float]:
     context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs, *case))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=_run, args=(sender, *case))
     process.start()
-    found: tuple[float, float] = ours.recv()
+    measured: tuple[float, float] = receiver.recv()
     process.join()
-    return found
+    return measured
 
 
 def _run(pipe: Any, config: str, mesh: dict[str, int], layers: int, is_recorded: bool) -> None:
     torch.set_num_threads(1)
-    wanted = copy(getattr(layouts, config))
-    wanted.num_hidden_layers = layers or wanted.num_hidden_layers
+    configuration = copy(getattr(layouts, config))
+    configuration.num_hidden_layers = layers or configuration.num_hidden_layers
     importlib.import_module("transformers.models.llama.modeling_llama")
     dist.init_process_group("fake", rank=0, world_size=math.prod(mesh.values()), store=FakeStore())
     started = time.process_time()
     with simulated(answers=True):
-        made = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-        model = layouts.build(wanted, made)
+        device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        model = layouts.build(configuration, device_mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         mode = CommMode(trace_operations=False)
         with mode(model) if is_recorded else contextlib.nullcontext():
@@ -117,20 +117,20 @@ def _run(pipe: Any, config: str, mesh: dict[str, int], layers: int, is_recorded:
     pipe.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
 
-def _show(name: str, turns: list[_Turn], most_s: float, most_mib: float) -> None:
+def _show(name: str, turns: list[_Turn], limit_s: float, limit_mib: float) -> None:
     bare, recorded = zip(*turns, strict=True)
     seconds = [turn[0] for turn in recorded]
-    ratios = [mine[0] / other[0] for other, mine in turns]
+    ratios = [with_mode[0] / alone[0] for alone, with_mode in turns]
     added = statistics.median(ratios) - 1
     if name in CASES:
-        keep(f"{name}: recorded", ratios, most=1 + ADDED_LIMIT)
-        keep(f"{name}: CPU s", seconds, most=most_s)
-        keep(f"{name}: MiB", [turn[1] for turn in recorded], most=most_mib)
+        keep(f"{name}: recorded / bare", ratios, most=1 + ADDED_LIMIT)
+        keep(f"{name}: CPU seconds", seconds, most=limit_s)
+        keep(f"{name}: MiB", [turn[1] for turn in recorded], most=limit_mib)
     mib = max(turn[1] for turn in recorded)
     spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
     print(
-        f"{name:16}{statistics.median(seconds):8.1f}{spread:>14}{most_s:8.0f}"
-        f"{statistics.median(turn[0] for turn in bare):8.1f}{added:8.2f}{mib:8.0f}{most_mib:8.0f}",
+        f"{name:16}{statistics.median(seconds):8.1f}{spread:>14}{limit_s:8.0f}"
+        f"{statistics.median(turn[0] for turn in bare):8.1f}{added:8.2f}{mib:8.0f}{limit_mib:8.0f}",
         flush=True,
     )
 

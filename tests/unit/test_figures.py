@@ -20,7 +20,7 @@ def runner():
     sys.modules.pop("figures", None)
 
 
-TITLE = "Explaining, beside comparing"
+TITLE = "Explaining"
 
 
 @pytest.mark.parametrize(
