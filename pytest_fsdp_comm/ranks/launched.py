@@ -220,7 +220,7 @@ def _run(
         if spec is not None:
             ending.remove_directory(spec.directory.parent)  # likewise
     if not isinstance(command, messages.EndSession):
-        raise _EndedError("rank 0's process is gone, or has ended this one")
+        raise _EndedError("rank 0's process died, or closed the connection to this rank")
 
 
 def _join(
@@ -286,10 +286,10 @@ class LaunchedRanks:
             self._store = connect_store(launched, timeout_s=_MEET_TIMEOUT_S, serves=serves)
         except DistError as error:
             raise pytest.UsageError(
-                f"the store of the launched ranks at {launched.host}:{launched.port} (MASTER_ADDR, "
-                f"MASTER_PORT) cannot be {'served' if serves else 'reached'}: "
-                f"{str(error).partition(chr(10))[0]}; is the port free and the same for every "
-                "rank? Without a launcher, unset RANK and WORLD_SIZE"
+                f"cannot {'serve' if serves else 'reach'} the store of the launched ranks at "
+                f"{launched.host}:{launched.port} (MASTER_ADDR, MASTER_PORT): "
+                f"{str(error).partition(chr(10))[0]}; check that the port is free, and the same "
+                "for every rank. If there is no launcher, unset RANK and WORLD_SIZE"
             ) from None
         joined = self._await_all()
         orders = {rank: positions(tests, one.tests or ()) for rank, one in joined.items()}
@@ -301,8 +301,8 @@ class LaunchedRanks:
         if problems:
             lines = "\n".join(name_equal(problems))
             raise pytest.UsageError(
-                f"the launched ranks must collect the same tests, in whatever order:\n{lines}\n"
-                "`pytest --collect-only -q` on both shows what each collects"
+                f"all launched ranks must collect the same tests (in any order):\n{lines}\n"
+                "compare what `pytest --collect-only -q` prints on each"
             )
         has_seed = config.pluginmanager.has_plugin("randomly")
         seed = config.getoption("randomly_seed") if has_seed else None
@@ -337,8 +337,9 @@ class LaunchedRanks:
                     raise pytest.UsageError(
                         f"{name_ranks(sorted(missing))} of {launched.world_size} did not join "
                         f"within {_MEET_TIMEOUT_S:g} s. According to {launched.launcher}, this "
-                        f"process is rank 0 of {launched.world_size}: has every rank been started, "
-                        "with the same tests? If there is no launcher, unset RANK and WORLD_SIZE"
+                        f"process is rank 0 of {launched.world_size}: check that every rank was "
+                        "started with the same tests. If there is no launcher, unset RANK and "
+                        "WORLD_SIZE"
                     )
                 with contextlib.suppress(TimeoutError):
                     self._accept(listener.accept()[0], token, joined)
@@ -438,8 +439,8 @@ class LaunchedRanks:
                     else None
                 )
                 self._exited[rank] = (
-                    f"was lost on {self._hosts[rank]}: its process has ended (killed, perhaps for "
-                    "memory, or crashed), or its machine or network failed"
+                    f"was lost on {self._hosts[rank]}: its process died (a crash, or killed for "
+                    "lack of memory, say), or its machine or network failed"
                     if status is None
                     else status
                 )
@@ -478,10 +479,11 @@ def describe_difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
     parts = []
     if lacked:
         parts.append(
-            f"lacks {lacked.total()} of rank 0's {len(theirs)} tests:{_shown([*lacked.elements()])}"
+            f"did not collect {lacked.total()} of rank 0's {len(theirs)} tests:"
+            f"{_shown([*lacked.elements()])}"
         )
     if added:
-        parts.append(f"has {added.total()} that rank 0 lacks:{_shown([*added.elements()])}")
+        parts.append(f"collected {added.total()} that rank 0 did not:{_shown([*added.elements()])}")
     return "\n  and ".join(parts)
 
 

@@ -198,8 +198,8 @@ class RankPlugin:
 
     def _leave_to_all(self) -> None:
         if ranks := self.further_ranks():
-            # No debugger opens for it, and nobody takes it for a failed comparison.
-            raise pytest.skip.Exception(f"runs again, on {name_ranks(ranks)} too")
+            # A skip, so that pdb stays closed and the comparison does not count as failed.
+            raise pytest.skip.Exception(f"runs again, also on {name_ranks(ranks)}")
 
     def further_ranks(self) -> tuple[int, ...]:
         """The ranks that have to run as well, each with a local shape that this one lacks."""

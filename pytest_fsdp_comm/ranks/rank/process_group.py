@@ -132,16 +132,16 @@ def join_group(context: RankContext) -> object:
 
     if has_group():
         raise FsdpCommError(
-            "a conftest.py, a test module or a plugin made a process group when it was imported, "
-            "before the ranks make theirs. Remove that init_process_group(), or move it into a "
-            "fixture of the tests that are not distributed"
+            "a conftest.py, a test module or a plugin made a process group at import, but each "
+            "rank makes its own. Remove that init_process_group(), or move it into a fixture that "
+            "only tests without ranks use"
         )
     settings = context.settings
     # Not when the marker is read: a mark may skip the test on a machine without GPUs.
     if settings.device == "cuda" and settings.backend == "fake":
         raise FsdpCommError(
-            "device='cuda', but the session's backend is fake, whose ranks are simulated on the "
-            "CPU; drop device='cuda', or give the marker a backend"
+            "device='cuda' does not work with the session's backend, fake, which runs on the CPU: "
+            "drop device='cuda', or pass a backend to the marker"
         )
     if context.device.startswith("cuda"):
         count = torch.cuda.device_count()
@@ -219,12 +219,12 @@ _NO_VARIABLE = re.compile(
 )
 
 _UNMARKED = """\
-fsdp-comm: this test is not marked as distributed, so it ran in pytest's own process, without ranks
+fsdp-comm: this test is not marked as distributed, so it ran in the pytest process, without ranks
 and without a process group. Mark it, its class or its module:
     @pytest.mark.distributed(world_size=2)"""
 _MARKED = """\
-fsdp-comm: each rank of a distributed test has a process group before its first fixture runs, which
-ends with the test. Remove the calls of init_process_group() and destroy_process_group()."""
+fsdp-comm: the ranks of a distributed test get a process group before the first fixture runs, and it
+lasts until the test ends. Remove the calls of init_process_group() and destroy_process_group()."""
 
 
 def add_remedy(error: BaseException, item: pytest.Item) -> None:

@@ -138,9 +138,9 @@ class RankRunner:
         if self._fallback_reason and options.start == "auto":
             _show_remark(
                 self._session.config,
-                f"fsdp-comm: {self._fallback_reason}, which a fork does not survive; ranks are "
-                "started as new pytest processes, which takes seconds per test. Move that into a "
-                "fixture to have ranks forked (--comm-start=fork forks them in any case)",
+                f"fsdp-comm: {self._fallback_reason}, so that a fork is not safe; ranks are new "
+                "pytest processes, which takes seconds per test. Move that code into a fixture, "
+                "and ranks are forked again (--comm-start=fork forks them anyway)",
             )
 
     def _close_server(self) -> int | None:
@@ -326,7 +326,7 @@ class RankRunner:
         self._end_ranks()
         if self._server is not None and self._server.has_died:
             if self._launched:
-                raise _NotStartedError("a rank was lost before")
+                raise _NotStartedError("a rank was lost in an earlier test")
             self._replace_server()
         try:
             self._kept = self._start_ranks(item, nextitem)
@@ -349,7 +349,7 @@ class RankRunner:
             text = f"could not be prepared: {reason}"
         else:
             how = self._replace_server()
-            text = f"died with the process that all ranks are forked from, which {how}"
+            text = f"died with the fork server (the parent of all ranks), which {how}"
         lost = partial(RankResult, status=text, phase_began_at=began_at, ended_at=time.time())
         return {rank: lost(rank=rank) for rank in item.stash[SETTINGS].ranks}
 

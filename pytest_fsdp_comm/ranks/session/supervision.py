@@ -200,8 +200,8 @@ class Supervision:
         return problems, [
             f"rank {rank} of {self.spec.nodeid} has not ended: its process {pid} still exists "
             f"{within_s:.0f} s after SIGKILL.\n"
-            f"Is a driver or a file server not responding? /proc/{pid}/stack (readable as root) "
-            "shows what it waits for. Later tests get new ranks."
+            f"Does a driver or a file server not respond? /proc/{pid}/stack (readable as root) "
+            "shows where the process is stuck. Later tests get new ranks."
             for rank, pid in unended.items()
         ]
 
@@ -217,8 +217,8 @@ class Supervision:
             if report.has_failed
         }
         return [
-            f"{name_ranks(ranks)}: a fixture that {self.spec.nodeid} or a later test of its module "
-            f"had set up failed at its end:\n{text}"
+            f"{name_ranks(ranks)}: teardown failed in a fixture of {self.spec.nodeid} or a later "
+            f"test of its module:\n{text}"
             for ranks, text in fold_equal(late)
         ]
 
@@ -276,9 +276,11 @@ class Supervision:
             if message is not None:
                 self._record(self._results[rank], message)
         except (CodecError, OSError) as error:
-            # The rank's test wrote to a descriptor that is not its own.
             result = self._results[rank]
-            result.escaped = f"a broken connection ({type(error).__name__}: {error})"
+            result.escaped = (
+                f"a broken connection to pytest ({type(error).__name__}: {error}; did the test use "
+                "a file descriptor that it did not open?)"
+            )
             result.ended_at = time.time()
             channel.is_closed = True
         if channel.is_closed:

@@ -34,12 +34,14 @@ _GAVE_UP = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendErro
 _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
 
 _LOST_THREADS = (
-    "Ranks are forked, and threads that a library started before do not run in them. If the call "
-    "waits for such threads, start ranks as new processes: --comm-start=spawn (ini fsdp_comm_start "
-    "= spawn)."
+    "Ranks are forked, so threads that a library started before the fork do not exist in them. If "
+    "the call waits for such a thread, start ranks as new processes: --comm-start=spawn (ini "
+    "fsdp_comm_start = spawn)."
 )
 
 _IS_AT = "{ranks} {is} at (innermost frame first):"
+_WAS_RUNNING = "{ranks} {was} still running when the test was stopped, at:"
+_WAS_REPORTING = "{ranks} {was} stopped while formatting {its} failure report; {its} failure is at:"
 
 # In pytest's serialized reports of a subtest, with ``msg`` and ``kwargs`` (read in 8.4 to 9.2).
 _CONTEXT = "_subtest.context"
@@ -246,7 +248,7 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
         story = _later(failures)
         quiet = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
         story += _unfailed_ranks(quiet, skipped="skipped this subtest")
-        story += name_equal(dict.fromkeys(others, "did not end this subtest"))
+        story += name_equal(dict.fromkeys(others, "did not finish this subtest"))
         report = _with_story(
             failures[0].report, _alike(failures), "\n".join(story), rank_count=len(on_ranks)
         )
@@ -301,7 +303,7 @@ def _end_of(result: RankResult) -> str:
         return f"left the test with {result.escaped}"
     status = result.status
     if not isinstance(status, int) or status >= 0:
-        return f"ended with exit status {status} (os._exit, or a crash)"
+        return f"exited with status {status} (os._exit, or a crash)"
     try:
         name = signal.Signals(-status).name
     except ValueError:
@@ -322,35 +324,37 @@ def _timeouts(ranks: _Ranks, limit: str, *, are_forked: bool) -> Iterable[_Failu
     if not late:
         return
     finished = [rank for rank in ranks if rank not in late]
-    unlike = {rank: ranks[rank].outcome for rank in finished}
+    outcomes = {rank: ranks[rank].outcome for rank in finished}
     late_at = [ranks[rank].result.position for rank in late]
     lines = [
         *_waiting(ranks, blamed=()),
-        *_unfailed_ranks({rank: own for rank, own in unlike.items() if own[0] != "passed"}),
+        *_unfailed_ranks({rank: how for rank, how in outcomes.items() if how[0] != "passed"}),
         *list_stacks(_stacks(ranks, late), _IS_AT),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
         *([_LOST_THREADS] if are_forked and any(map(_may_lack_threads, late_at)) else []),
     ]
-    told = "\n".join(lines)
+    text = "\n".join(lines)
     sites = {ran.result.position.site for ran in ranks.values() if ran.result.position} - {""}
-    first = min(filter(told.__contains__, sites), key=told.index, default="")
-    is_cut = any(ranks[rank].result.waited_for for rank in late)
+    first = min(filter(text.__contains__, sites), key=text.index, default="")
+    has_stranded = any(ranks[rank].result.waited_for for rank in late)
     for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
-        who = _left(ranks, ranks[rank].result.waited_for)
-        title = f"did not finish within {limit}, and every rank was ended."
-        if is_cut:
-            title = f"waited for {who}; every rank was ended." if who else "had not finished."
+        absent = _left(ranks, ranks[rank].result.waited_for)
+        title = f"did not finish within {limit}; all ranks were stopped."
+        if has_stranded:
+            title = "had not finished."
+            if absent:
+                title = f"waited for {absent}; all ranks were stopped."
         yield _Failure(
             rank=rank,
             when=ranks[rank].unfinished,
             at=math.inf,
-            text=f"{title}\n{told}",
+            text=f"{title}\n{text}",
             hangs_at=first.rpartition(" in ")[0],
         )
 
 
 def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
-    """Say who waits for whom, and where each rank is, as in the report of a hang."""
+    """Describe who waits for whom and where each rank is, as the report of a hang does."""
     ranks = {rank: _Ran(result=result) for rank, result in sorted(results.items())}
     running = [rank for rank, ran in ranks.items() if not ran.result.is_over]
     finished = [rank for rank, ran in ranks.items() if ran.result.is_done]
@@ -362,10 +366,11 @@ def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
 
 
 def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
-    """Name ranks, and how each left the test: ``rank 1, which skipped the test (why)``."""
+    """Name ranks, and how each left the test: ``rank 1, which had already skipped the test``."""
     outcomes = {rank: ranks[rank].outcome for rank in absent}
     did = {rank: _in_words(how, passed="finished the test") for rank, how in outcomes.items()}
-    return " and ".join(f"{name_ranks(same)}, which {text}" for same, text in fold_equal(did))
+    parts = [f"{name_ranks(same)}, which had already {text}" for same, text in fold_equal(did)]
+    return " and ".join(parts)
 
 
 def _may_lack_threads(position: Position | None) -> bool:
@@ -377,6 +382,10 @@ def _may_lack_threads(position: Position | None) -> bool:
         and "(" in position.code
         and "sleep(" not in position.code
     )
+
+
+def _is_reporting(position: Position | None) -> bool:
+    return position is not None and position.activity is Activity.REPORTS
 
 
 def _stopped(ranks: _Ranks, why: Stopped) -> list[int]:
@@ -456,7 +465,10 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     failed = {failure.rank for failure in failures}
     lines = _later(failures)
     stopped = _stopped(ranks, Stopped.AFTER_FAILURE)
-    lines += list_stacks(_stacks(ranks, stopped), "{ranks} {was} still running and {was} ended at:")
+    reporting = [rank for rank in stopped if _is_reporting(ranks[rank].result.position)]
+    running = [rank for rank in stopped if rank not in reporting]
+    lines += list_stacks(_stacks(ranks, running), _WAS_RUNNING)
+    lines += list_stacks(_stacks(ranks, reporting), _WAS_REPORTING)
     lines += _waiting(ranks, blamed=[*failed]) if stopped else []
     if first.at < math.inf:
         lines += _unfailed_ranks(

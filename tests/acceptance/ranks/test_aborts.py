@@ -114,15 +114,15 @@ def test_uneven(is_earlier, dist_info):
 """
 
 SPEAKS = {
-    "sizes": "rank 3 called all_reduce of 400,000 float32, ranks LEFT of 4 float32, in #2 of world "
-    "at test_it.py:N in reduce",
-    "gathers": "rank 0 called all_gather of 400,000 float32, ranks LEFT of 4 float32, in #2 of "
-    "world at test_it.py:N in test_gathers",
-    "scatters": "rank 1 called reduce_scatter of 1,600,000 float32, ranks LEFT of 16 float32, "
-    "in #2 of world at test_it.py:N in test_scatters",
+    "sizes": "rank 3 called all_reduce of 400,000 float32, ranks LEFT of 4 float32: mismatch in "
+    "#2 of world at test_it.py:N in reduce",
+    "gathers": "rank 0 called all_gather of 400,000 float32, ranks LEFT of 4 float32: mismatch in "
+    "#2 of world at test_it.py:N in test_gathers",
+    "scatters": "rank 1 called reduce_scatter of 1,600,000 float32, ranks LEFT of 16 float32: "
+    "mismatch in #2 of world at test_it.py:N in test_scatters",
     # The place of its failure is another.
-    "reworded": "rank 3 called all_reduce of 400,000 float32, ranks LEFT of 4 float32, in #2 of "
-    "world",
+    "reworded": "rank 3 called all_reduce of 400,000 float32, ranks LEFT of 4 float32: mismatch in "
+    "#2 of world",
 }
 
 

@@ -250,5 +250,5 @@ def test_a_test_that_writes_to_its_ranks_connection_fails_alone(pytester, more):
     result = pytester.runpytest_subprocess(*PYTEST, timeout=100)
     result.assert_outcomes(passed=1, failed=4)
     output = result.stdout.str()
-    assert output.count("rank 1 left the test with a broken connection (") == 4, output
+    assert output.count("rank 1 left the test with a broken connection to pytest (") == 4, output
     assert "INTERNALERROR" not in output

@@ -92,7 +92,7 @@ FAULTS = {
     ),
     "os_exit": Fault(
         body="if rank() == 1: os._exit(4)\n    dist.barrier()",
-        says=(r"rank 1 ended with exit status 4 \(os._exit, or a crash\) during call",),
+        says=(r"rank 1 exited with status 4 \(os._exit, or a crash\) during call",),
     ),
     "sigkill": Fault(
         body="if rank() == 0: os.kill(os.getpid(), signal.SIGKILL)\n    dist.barrier()",
@@ -108,7 +108,8 @@ FAULTS = {
     "skip_that_others_wait_for": Fault(
         body="if rank() == 1: pytest.skip('only')\n    dist.barrier()",
         says=(
-            r"ranks 0, 2 waited for rank 1, which skipped the test \(only\); every rank was ended",
+            r"ranks 0, 2 waited for rank 1, which had already skipped the test "
+            r"\(only\); all ranks were stopped",
             "ranks 0, 2 wait in barrier #1 of world",
         ),
     ),
@@ -116,7 +117,9 @@ FAULTS = {
         decorators="@pytest.mark.skipif('rank() == 1', reason='only others')",
         body="pass",
         outcome="error",
-        says=(r"ranks 0, 2 waited for rank 1, which skipped the test \(only others\); every",),
+        says=(
+            r"ranks 0, 2 waited for rank 1, which had already skipped the test \(only others\);",
+        ),
     ),
     "wait_that_ends_by_itself": Fault(
         body="if rank() == 1:\n"
@@ -135,7 +138,10 @@ FAULTS = {
         arguments="slow",
         body="dist.barrier()",  # which the others have come to
         timeout_s=3,
-        says=("did not finish within 3 s", r"all wait for rank 1, at .*test_faulty.py:\d+ in slow"),
+        says=(
+            "did not finish within 3 s",
+            r"all wait for rank 1, which is at .*test_faulty.py:\d+ in slow",
+        ),
     ),
     "hang_in_teardown": Fault(
         before="@pytest.fixture\ndef late_sleep():\n    yield\n"

@@ -115,7 +115,7 @@ def test_its_death_costs_one_test(pytester):
     result.assert_outcomes(passed=3, failed=1)
     output = result.stdout.str()
     assert re.search(
-        r"ranks 0-1 died with the process that all ranks are forked from, which "
+        r"ranks 0-1 died with the fork server \(the parent of all ranks\), which "
         r"was killed by signal 9",
         output,
     ), output

@@ -220,65 +220,65 @@ def reports(tmp_path_factory, _warm_starter):
 
 REPORTS = {
     "missing": """\
-ranks 0-3 did not finish within 4 s, and every rank was ended.
-all wait for rank 3, at test_it.py:N in test_missing: time.sleep(60)
+ranks 0-3 did not finish within 4 s; all ranks were stopped.
+all wait for rank 3, which is at test_it.py:N in test_missing: time.sleep(60)
 ranks 0-2 wait in all_gather #3 of world (16 B) at test_it.py:N in test_missing
-rank 3 never issued it (its last of world was all_reduce #2), and is at test_it.py:N in \
+rank 3 never called it (its last call on world was all_reduce #2), and is at test_it.py:N in \
 test_missing: time.sleep(60)
 """,
     "ended_early": """\
-ranks 0-1, 3 waited for rank 2, which finished the test; every rank was ended.
+ranks 0-1, 3 waited for rank 2, which had already finished the test; all ranks were stopped.
 all wait for rank 2, which has finished the test
 ranks 0-1, 3 wait in all_reduce #2 of world (16 B) at test_it.py:N in test_ended_early
-rank 2 never issued it (its last of world was all_reduce #1), and has finished the test
+rank 2 never called it (its last call on world was all_reduce #1), and has finished the test
 """,
     "different": """\
-ranks 0-3 did not finish within 4 s, and every rank was ended.
+ranks 0-3 did not finish within 4 s; all ranks were stopped.
 ranks 0-1 wait in all_reduce #1 of world (16 B) at test_it.py:N in test_different
 ranks 2-3 wait in broadcast #1 of world (16 B) at test_it.py:N in test_different
-  these differ: #1 of world must be the same collective on every rank
+  the collectives differ: all ranks must call the same one as #1 of world
 """,
     "in_a_model": """\
 rank 2 waits in all_gather #2 of shard for layers.1 (144 B) at test_it.py:N in forward
-rank 3 never issued it (its last of shard was all_gather #1), and is at test_it.py:N in late: \
+rank 3 never called it (its last call on shard was all_gather #1), and is at test_it.py:N in late: \
 time.sleep(60)
 """,
     "unnamed": """\
 ranks 0-1 wait for each other
 rank 0 waits in all_reduce #1 of size2.stride1 (ranks 0-1, torch's N) (16 B) at test_it.py:N in \
 test_unnamed
-rank 1 never issued it
+rank 1 never called it
 rank 1 waits in all_reduce #1 of size2.stride1 (ranks 0-1, torch's N) (16 B) at test_it.py:N in \
 test_unnamed
-rank 0 never issued it
+rank 0 never called it
 """,
     "post_forward": """\
 rank 2 waits in all_gather #1 of dp.post_forward (ranks 2-3, torch's N) for layers.1 (144 B) at \
 test_it.py:N in test_post_forward
-rank 3 never issued it, and is at test_it.py:N in test_post_forward: time.sleep(60)
+rank 3 never called it, and is at test_it.py:N in test_post_forward: time.sleep(60)
 """,
     "new_group": """\
-rank 1 waited for ranks 0, 3, which finished the test; every rank was ended.
+rank 1 waited for ranks 0, 3, which had already finished the test; all ranks were stopped.
 rank 1 waits for ranks 0, 3, which have finished the test
-  and for rank 2, at test_it.py:N in test_new_group: dist.new_group([0, 1, 2])
+  and for rank 2, which is at test_it.py:N in test_new_group: dist.new_group([0, 1, 2])
 rank 1 waits in all_reduce #1 of world (16 B) at test_it.py:N in test_new_group
-ranks 0, 3 never issued it, and have finished the test
-rank 2 never issued it, and is at test_it.py:N in test_new_group: dist.new_group([0, 1, 2])
+ranks 0, 3 never called it, and have finished the test
+rank 2 never called it, and is at test_it.py:N in test_new_group: dist.new_group([0, 1, 2])
 """,
     "stopped": """\
 all wait for rank 1, which does not respond
 ranks 0, 2-3 wait in barrier #1 of world (0 B) at test_it.py:N in test_stopped
 ranks 0, 2-3 are at""",
     "lock": """\
-all wait for rank 2, at test_it.py:N in test_lock: lock.acquire()
+all wait for rank 2, which is at test_it.py:N in test_lock: lock.acquire()
 ranks 0-1, 3 wait in barrier #1 of world (0 B) at test_it.py:N in test_lock
-rank 2 never issued it, and is at test_it.py:N in test_lock: lock.acquire()
+rank 2 never called it, and is at test_it.py:N in test_lock: lock.acquire()
 """,
     # A signal would end its sleep: it answers without one.
     "ctypes": """\
-all wait for rank 2, at test_it.py:N in test_ctypes: ctypes.CDLL(None).sleep(60)
+all wait for rank 2, which is at test_it.py:N in test_ctypes: ctypes.CDLL(None).sleep(60)
 ranks 0-1, 3 wait in barrier #1 of world (0 B) at test_it.py:N in test_ctypes
-rank 2 never issued it, and is at test_it.py:N in test_ctypes: ctypes.CDLL(None).sleep(60)
+rank 2 never called it, and is at test_it.py:N in test_ctypes: ctypes.CDLL(None).sleep(60)
 """,
     "ctypes_gil": """\
 all wait for rank 2, which holds the GIL at test_it.py:N in test_ctypes_gil: \
@@ -288,34 +288,34 @@ ranks 0-1, 3 are at""",
     "gil": """\
 all wait for rank 1, which holds the GIL at test_it.py:N in test_gil: re.match(""",
     "background": """\
-all wait for rank 3, at test_it.py:N in test_background: time.sleep(60)
+all wait for rank 3, which is at test_it.py:N in test_background: time.sleep(60)
 ranks 0-1 wait in all_reduce #1 of world (16 B) at test_it.py:N in test_background
-rank 2 issued it, and is at test_it.py:N in test_background: time.sleep(60)
-rank 3 never issued it, and is at test_it.py:N in test_background: time.sleep(60)
+rank 2 called it, and is at test_it.py:N in test_background: time.sleep(60)
+rank 3 never called it, and is at test_it.py:N in test_background: time.sleep(60)
 """,
     "comparison": """\
-ranks 0-3 did not finish within 4 s, and every rank was ended.
+ranks 0-3 did not finish within 4 s; all ranks were stopped.
 ranks 0-2 are at (innermost frame first):
     test_it.py:N in test_comparison: assert fsdp_tree(""",
     "died": """\
-rank 3 ended with exit status 7 (os._exit, or a crash) during call
-ranks 0-1 were still running and were ended at:
+rank 3 exited with status 7 (os._exit, or a crash) during call
+ranks 0-1 were still running when the test was stopped, at:
     test_it.py:N in test_died: time.sleep(60)
-rank 2 was still running and was ended at:
+rank 2 was stopped while formatting its failure report; its failure is at:
     test_it.py:N in test_died: raise Explaining
 """,
     "parted": """\
-ranks 0-3 did not finish within 4 s, and every rank was ended.
-ranks parted at #1 of shard: rank 0 for layers.0, rank 1 for layers.1
+ranks 0-3 did not finish within 4 s; all ranks were stopped.
+ranks diverged at #1 of shard: called on rank 0 for layers.0, on rank 1 for layers.1
 rank 0 waits in all_gather #3 of shard for layers.1 (144 B) at test_it.py:N in test_parted
 """,
     "sizes": """\
 rank 3 waits in all_reduce #1 of world (32 B) at test_it.py:N in test_sizes
-  the sizes differ: #1 of world must have the same shape on every rank
+  the sizes differ: all ranks must pass the same shape to #1 of world
 ranks 0-2 finished it (all_reduce, 16 B), and have finished the test
 """,
     "point_to_point": """\
-rank 1 did not finish within 4 s, and every rank was ended.
+rank 1 did not finish within 4 s; all ranks were stopped.
 rank 1 is at (innermost frame first):
     test_it.py:N in test_point_to_point: dist.recv(torch.ones(1), 0)
     inside recv (""",
@@ -341,7 +341,9 @@ def test_each_hang_is_explained_by_who_waits_where_and_for_whom(reports, test):
 @pytest.mark.parametrize("test", ["in_a_model", "post_forward"])
 def test_a_hang_in_a_model_leads_with_the_rank_that_all_wait_for(reports, test):
     assert re.search(
-        r"^all wait for rank 3, at test_it.py:N in .*: time.sleep", reports[test], re.MULTILINE
+        r"^all wait for rank 3, which is at test_it.py:N in .*: time.sleep",
+        reports[test],
+        re.MULTILINE,
     )
 
 

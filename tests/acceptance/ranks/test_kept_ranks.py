@@ -135,8 +135,8 @@ def test_ranks_live_until_a_failure_or_other_settings(pytester):
     assert "rank 1 failed first\nrank 0 did not fail" in story
     # Where no test is left that could fail.
     assert (
-        "fsdp-comm: rank 1: a fixture that test_stopped.py::test_kept or a later test of its "
-        "module had set up failed at its end:\nAssertionError: failed too late"
+        "fsdp-comm: rank 1: teardown failed in a fixture of test_stopped.py::test_kept or a later "
+        "test of its module:\nAssertionError: failed too late"
     ) in result.stderr.str()
     assert "printed by failing" in shown
     assert "printed by first" not in shown

@@ -106,7 +106,7 @@ def test_output_is_kept_up_to_a_limit(pytester):
     assert float(times["test_endless"]) < 4 + 4
 
     death = story(output, "test_one_long_line_before_death")
-    assert "rank 0 ended with exit status 3" in death
+    assert "rank 0 exited with status 3" in death
     assert "the first word yyy" in death
     assert "yyy the last word" in death
     assert len(LEFT_OUT.findall(death)) == 2

@@ -53,8 +53,8 @@ def test_ranks_are_spawned_where_forking_is_unsafe(pytester, monkeypatch):
     result.assert_outcomes(passed=1, failed=1)
     shown = result.stdout.str()
     assert (
-        "fsdp-comm: threads have been running since collection: 'poller', which a fork does not "
-        "survive; ranks are started as new pytest processes"
+        "fsdp-comm: threads have been running since collection: 'poller', so that a fork is "
+        "not safe; ranks are new pytest processes"
     ) in shown
     assert "AssertionError: rank one is out" in shown
     assert "rank 1 failed first" in shown
@@ -90,4 +90,4 @@ def test_start_of_ranks_follows_the_setting(pytester, conftest, option, operator
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", option)
     result.assert_outcomes(passed=1, warnings=int(option == "-n1"))
     result.stdout.fnmatch_lines([line])
-    assert ("which a fork does not survive" in result.stdout.str()) == (option == "-n1")
+    assert ("so that a fork is not safe" in result.stdout.str()) == (option == "-n1")

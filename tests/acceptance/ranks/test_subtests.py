@@ -201,7 +201,7 @@ def test_ranks_that_differ_are_named(pytester):
     assert "outside of 2" in whole
     assert "inside of" not in whole
     alone = story(result, "test_one_rank_alone [alone]")
-    assert "rank 2 failed first\nranks 0-1 did not end this subtest" in alone
+    assert "rank 2 failed first\nranks 0-1 did not finish this subtest" in alone
     picky = story(result, "test_two_outcomes [picky]")
     assert "ranks disagree about the outcome: rank 0 skipped (not me); ranks 1-2 passed." in picky
     death = story(result, "test_dies_in_a_subtest")
@@ -210,7 +210,7 @@ def test_ranks_that_differ_are_named(pytester):
     assert "between" in death
     assert "Fatal Python error: Segmentation fault" in death
     second = story(result, "test_dies_in_a_subtest [second]")
-    assert "ranks 1-2 failed\nrank 0 did not end this subtest" in second
+    assert "ranks 1-2 failed\nrank 0 did not finish this subtest" in second
     # Whether the others passed what the dead rank did not end says nothing.
     assert "SUBPASSED[before]" in result.stdout.str()
     assert "SUBPASSED[within]" not in result.stdout.str()

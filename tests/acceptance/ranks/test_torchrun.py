@@ -402,8 +402,8 @@ def test_killed_process_of_torchrun_restarts_the_session(tmp_path):
     ended = end(start_torchrun(path, *PYTEST, options=("--max-restarts", "1")))
     first, second = ended.out.split("test session starts")[1:]
     assert "AssertionError: told before" in first
-    assert f"rank 1 was lost on {socket.gethostname()}: its process has ended" in first
-    assert "rank 0 was still running and was ended at:\n" in first
+    assert f"rank 1 was lost on {socket.gethostname()}: its process died" in first
+    assert "rank 0 was still running when the test was stopped, at:\n" in first
     assert "1 failed, 2 passed" in second
     assert (path / "ran").exists()
 
@@ -430,7 +430,7 @@ FATAL = {
     "exit_of_rank_0": Fault(
         body="print('last words')\n    if rank() == 0: os._exit(4)\n    dist.barrier()",
         says=(
-            r"rank 0 ended with exit status 4 \(os._exit, or a crash\) during call",
+            r"rank 0 exited with status 4 \(os._exit, or a crash\) during call",
             "last words",
         ),
     ),
@@ -478,15 +478,15 @@ def test_ranks_that_collect_other_tests_stop_the_session(start_by_variables, tmp
     leader, follower = map(end, start_by_variables(path))
     assert (leader.status, follower.status) == (4, 0)
     said = leader.err
-    assert "ERROR: the launched ranks must collect the same tests, in whatever order:\n" in said
+    assert "ERROR: all launched ranks must collect the same tests (in any order):\n" in said
     assert (
-        f"rank 1 (on {socket.gethostname()}) lacks 2 of rank 0's 3 tests:\n"
+        f"rank 1 (on {socket.gethostname()}) did not collect 2 of rank 0's 3 tests:\n"
         "    test_it.py::test_n[0] on 2 ranks (gloo, scope test, timeout 120 s)\n"
         "    test_it.py::test_timeout on 2 ranks (gloo, scope test, timeout 2 s)\n"
-        "  and has 2 that rank 0 lacks:\n"
+        "  and collected 2 that rank 0 did not:\n"
         "    test_it.py::test_n[1] on 2 ranks (gloo, scope test, timeout 120 s)\n"
         "    test_it.py::test_timeout on 2 ranks (gloo, scope test, timeout 3 s)\n"
-        "`pytest --collect-only -q` on both shows what each collects"
+        "compare what `pytest --collect-only -q` prints on each"
     ) in said
 
 
@@ -595,10 +595,10 @@ def test_a_port_that_is_taken_is_a_usage_error(start_alone, tmp_path):
         ended = end(start_alone(path, **variables))
     assert ended.status == pytest.ExitCode.USAGE_ERROR
     assert (
-        f"ERROR: the store of the launched ranks at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) "
-        "cannot be served: "
+        f"ERROR: cannot serve the store of the launched ranks at 127.0.0.1:{port} (MASTER_ADDR, "
+        "MASTER_PORT): "
     ) in ended.err
-    assert "Without a launcher, unset RANK and WORLD_SIZE" in ended.err
+    assert "If there is no launcher, unset RANK and WORLD_SIZE" in ended.err
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ def test_a_test_collected_twice_counts_as_two():
     assert positions("aba", "abb") is None
     assert positions("aa", "a") is None
     assert describe_difference("aba", "abb") == (
-        "lacks 1 of rank 0's 3 tests:\n    a\n  and has 1 that rank 0 lacks:\n    b"
+        "did not collect 1 of rank 0's 3 tests:\n    a\n  and collected 1 that rank 0 did not:"
+        "\n    b"
     )
 
 
@@ -23,5 +24,5 @@ def test_equal_sets_do_not_differ_in_any_order():
 
 def test_the_first_of_many_are_named():
     assert describe_difference("abcdef", []) == (
-        "lacks 6 of rank 0's 6 tests:\n    a\n    b\n    c\n    d\n    ... and 2 more"
+        "did not collect 6 of rank 0's 6 tests:\n    a\n    b\n    c\n    d\n    ... and 2 more"
     )

@@ -145,7 +145,7 @@ def test_a_rank_that_skips_in_teardown_has_not_skipped_the_test(merge):
     [
         ({"status": -9}, "rank 0 was killed by signal 9 (SIGKILL) during call"),
         ({"status": -200}, "rank 0 was killed by signal 200 (unknown) during call"),
-        ({"status": 3}, "rank 0 ended with exit status 3 (os._exit, or a crash) during call"),
+        ({"status": 3}, "rank 0 exited with status 3 (os._exit, or a crash) during call"),
         ({"escaped": "Odd: enough"}, "rank 0 left the test with Odd: enough during call"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
     assert merge(late, dead)[-1].longrepr == "late\nrank 0 failed"
     # One that died in it did.
     dead = (rank()[0][:2], {"status": 3, "ended_at": 2.0})
-    assert "rank 1 ended with exit status 3" in merge(late, dead)[-1].longrepr
+    assert "rank 1 exited with status 3" in merge(late, dead)[-1].longrepr
 
 
 EXIT = SessionExit(status=2, reason="enough")
@@ -247,7 +247,7 @@ def test_a_deadline_shows_where_each_rank_is(merge):
         rank(),
     )
     assert reports[1].longrepr.splitlines() == [
-        "ranks 0-2 did not finish within 7 s, and every rank was ended.",
+        "ranks 0-2 did not finish within 7 s; all ranks were stopped.",
         "ranks 0-1 are at (innermost frame first):",
         "    a.py:1 in f",
         "rank 2 is at (innermost frame first):",
@@ -317,8 +317,8 @@ def test_stranded_ranks_name_those_they_waited_for(merge):
     stranded = rank(None, waited_for=(1, 3), **stopped)
     skipped = rank(SKIPPED, "Skipped: only me")
     assert lines(merge(rank(None, **stopped), skipped, stranded, rank(), stranded)) == [
-        "ranks 2, 4 waited for rank 1, which skipped the test (only me) and rank 3, which finished "
-        "the test; every rank was ended.",
+        "ranks 2, 4 waited for rank 1, which had already skipped the test (only me) and rank 3, "
+        "which had already finished the test; all ranks were stopped.",
         "rank 1 skipped the test (only me)",
         "ranks 0, 2, 4 are at (innermost frame first):",
         "    a.py:1 in f",
@@ -397,7 +397,8 @@ def reduced(numel):
 ABORTED = {"status": -6, "ended_at": 4.3, "unreported": {"stderr": UNCAUGHT}}
 WHY = ": gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4."
 MISMATCH = (
-    "rank 2 called all_reduce of 8 float32, ranks 0-1 of 4 float32, in #1 of dp at a.py:1 in f"
+    "rank 2 called all_reduce of 8 float32, ranks 0-1 of 4 float32: mismatch in #1 of dp at "
+    "a.py:1 in f"
 )
 
 

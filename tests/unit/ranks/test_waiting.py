@@ -49,8 +49,11 @@ def served(owners, first=1):
 @pytest.mark.parametrize(
     ("ranks", "line"),
     [
-        (["tower a b", "a b b", "tower a b"], "#1 of dp: ranks 0, 2 for tower, rank 1 for a"),
-        (["a tower a", "a a b"], "#2 of dp: rank 0 for tower, rank 1 for a"),
+        (
+            ["tower a b", "a b b", "tower a b"],
+            "#1 of dp: called on ranks 0, 2 for tower, on rank 1 for a",
+        ),
+        (["a tower a", "a a b"], "#2 of dp: called on rank 0 for tower, on rank 1 for a"),
         # What nothing recorded is unknown, and a rank may be far behind.
         (["a tower a", "a"], None),
         (["a a", "a a"], None),
@@ -59,17 +62,19 @@ def served(owners, first=1):
 )
 def test_ranks_that_parted_are_named(ranks, line):
     lines = explain_waiting({rank: served(owners) for rank, owners in enumerate(ranks)})
-    assert [text for text in lines if "parted" in text] == (
-        [f"ranks parted at {line}"] if line else []
+    assert [text for text in lines if "diverged" in text] == (
+        [f"ranks diverged at {line}"] if line else []
     )
     unknown = {rank: position(done(1), waits(2)) for rank in range(3)}
     unknown |= {1: served("a"), 2: position()}
-    assert not any("parted" in text for text in explain_waiting(unknown))
+    assert not any("diverged" in text for text in explain_waiting(unknown))
 
 
 def test_ranks_that_parted_before_what_is_known():
     lines = explain_waiting({0: served("a b", first=20), 1: served("b b", first=20)})
-    assert "ranks parted at #20 of dp or before: rank 0 for a, rank 1 for b" in lines
+    assert (
+        "ranks diverged at #20 of dp or earlier: called on rank 0 for a, on rank 1 for b"
+    ) in lines
 
 
 def test_ranks_of_parallel_groups_that_parted_share_a_line():
@@ -80,9 +85,9 @@ def test_ranks_of_parallel_groups_that_parted_share_a_line():
         if rank >= 10
     }
     lines = explain_waiting(ways | other)
-    assert [text for text in lines if "parted" in text] == [
-        "ranks parted at #1 of dp: rank 0 for a, rank 1 for layers.0, ranks 2-3 for layers.1, "
-        "ranks 4-9 for 3 others"
+    assert [text for text in lines if "diverged" in text] == [
+        "ranks diverged at #1 of dp: called on rank 0 for a, on rank 1 for layers.0, on ranks 2-3 "
+        "for layers.1, on ranks 4-9 for 3 others"
     ]
 
 
@@ -96,7 +101,7 @@ ENDED = {"activity": Activity.HAS_ENDED}
 GIL = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
 BUSY = position(waits(1), site="load.py:1 in read", is_waiting=False)
 WAITS = "rank 0 waits in all_gather #2 of dp (8 B) at model.py:1 in forward"
-NEVER = "ranks 1-2 never issued it (their last of dp was all_gather #1)"
+NEVER = "ranks 1-2 never called it (their last call on dp was all_gather #1)"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ NEVER = "ranks 1-2 never issued it (their last of dp was all_gather #1)"
                 position(waits(1), module="layers.3"),
             ],
             [
-                "all wait for rank 0, at x.py:1 in f",
+                "all wait for rank 0, which is at x.py:1 in f",
                 "ranks 1-2 wait in all_gather #1 of dp for layers.3 (8 B) at model.py:1 in forward",
                 "rank 0 finished it, and is at x.py:1 in f",
             ],
@@ -120,7 +125,7 @@ NEVER = "ranks 1-2 never issued it (their last of dp was all_gather #1)"
             [
                 "ranks 0, 2 wait in all_gather #4 of dp (8 B) at model.py:1 in forward",
                 "rank 1 waits in all_gather #4 of dp (1.0 KiB) at model.py:1 in forward",
-                "  the sizes differ: #4 of dp must have the same shape on every rank",
+                "  the sizes differ: all ranks must pass the same shape to #4 of dp",
             ],
         ),
         # The last rank is dead.
@@ -137,10 +142,10 @@ NEVER = "ranks 1-2 never issued it (their last of dp was all_gather #1)"
         (
             [BUSY, position(waits(1)), position(**AWAY)],
             [
-                "rank 1 waits for rank 2, at x.py:1 in f",
+                "rank 1 waits for rank 2, which is at x.py:1 in f",
                 "rank 1 waits in all_gather #1 of dp (8 B) at model.py:1 in forward",
-                "rank 0 issued it, and is at load.py:1 in read",
-                "rank 2 never issued it, and is at x.py:1 in f",
+                "rank 0 called it, and is at load.py:1 in read",
+                "rank 2 never called it, and is at x.py:1 in f",
             ],
         ),
         # Several ranks in the plural.
@@ -155,7 +160,7 @@ NEVER = "ranks 1-2 never issued it (their last of dp was all_gather #1)"
         (
             [position(waits(2)), *[position(done(1), **AWAY)] * 2],
             [
-                "rank 0 waits for ranks 1-2, at x.py:1 in f",
+                "rank 0 waits for ranks 1-2, which are at x.py:1 in f",
                 WAITS,
                 f"{NEVER}, and are at x.py:1 in f",
             ],
@@ -186,13 +191,13 @@ def test_groups_without_names_are_told_apart():
     }
     at = "(8 B) at model.py:1 in forward"
     assert explain_waiting(both) == [
-        "all wait for rank 2, at away.py:1 in f",
+        "all wait for rank 2, which is at away.py:1 in f",
         f"rank 0 waits in all_gather #1 of size3.stride1 (ranks 0-2, torch's 3) {at}",
-        "rank 1 never issued it",
-        "rank 2 never issued it, and is at away.py:1 in f",
+        "rank 1 never called it",
+        "rank 2 never called it, and is at away.py:1 in f",
         f"rank 1 waits in all_gather #1 of size3.stride1 (ranks 0-2, torch's 4) {at}",
-        "rank 0 never issued it",
-        "rank 2 never issued it, and is at away.py:1 in f",
+        "rank 0 never called it",
+        "rank 2 never called it, and is at away.py:1 in f",
     ]
     assert explain_waiting(both | {2: replace(both[0])})[0] == "ranks 0-2 wait for each other"
 
@@ -213,9 +218,9 @@ def test_parallel_groups_of_a_mesh_tell_one_story():
         for rank, pair in pairs.items()
     }
     assert explain_waiting(positions) == [
-        "all wait for ranks 1-63/2, at b.py:2 in g",
+        "all wait for ranks 1-63/2, which are at b.py:2 in g",
         "ranks 0-62/2 wait in all_gather #1 of dp (8 B) at a.py:1 in f",
-        "ranks 1-63/2 never issued it, and are at b.py:2 in g",
+        "ranks 1-63/2 never called it, and are at b.py:2 in g",
     ]
 
 
@@ -250,16 +255,16 @@ def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
     same = replace(same, groups=(replace(same.groups[0], ranks=tuple(range(64))),))
     few = explain_waiting(dict.fromkeys(range(63), same) | {63: Position(site="b.py:2 in g")})
     assert few == [
-        "all wait for rank 63, at b.py:2 in g",
+        "all wait for rank 63, which is at b.py:2 in g",
         "ranks 0-62 wait in all_gather #1 of dp (8 B) at model.py:1 in f",
-        "rank 63 never issued it, and is at b.py:2 in g",
+        "rank 63 never called it, and is at b.py:2 in g",
     ]
 
 
 @pytest.mark.parametrize(
     ("activity", "says"),
     [
-        (Activity.RUNS, ", at lock.py:1 in f: lock.acquire()"),
+        (Activity.RUNS, ", which is at lock.py:1 in f: lock.acquire()"),
         (Activity.REPORTS, ", which failed at lock.py:1 in f: lock.acquire()"),
         (Activity.HAS_ENDED, ", which has finished the test"),
         (Activity.HOLDS_GIL, ", which holds the GIL at lock.py:1 in f: lock.acquire()"),
@@ -271,14 +276,14 @@ def test_each_state_of_a_rank_that_is_waited_for_has_its_words(activity, says):
     found = explain_waiting({0: position(waits(1)), 1: position(waits(1)), 2: away})
     assert found[0] == f"all wait for rank 2{says}"
     # What it issued is only known of a rank that answers.
-    assert any("rank 2 never issued it" in line for line in found) == activity.is_known
+    assert any("rank 2 never called it" in line for line in found) == activity.is_known
 
 
 @pytest.mark.parametrize(
     ("kinds", "sizes", "says"),
     [
         (("all_gather", "all_gather"), (8, 8), ""),
-        (("all_gather", "all_reduce"), (8, 8), "these differ"),
+        (("all_gather", "all_reduce"), (8, 8), "the collectives differ"),
         (("all_gather", "all_gather"), (8, 16), "the sizes differ"),
         # What only the source gives, and splits that are uneven on purpose.
         (("scatter", "scatter"), (8, 0), ""),
@@ -372,25 +377,25 @@ def mismatch(*issued, failed=(0, 1, 2), **changes):
     [
         (
             (called(400_000), called(4), called(4)),
-            "rank 0 called all_reduce of 400,000 float32, ranks 1-2 of 4 float32, in #1 of dp at "
-            "model.py:1 in forward",
+            "rank 0 called all_reduce of 400,000 float32, ranks 1-2 of 4 float32: mismatch in "
+            "#1 of dp at model.py:1 in forward",
         ),
         # gloo has failed in it, which counts as done; one rank is dead and left no words.
         (
             (None, called(4, is_done=True), called(8)),
-            "rank 1 called all_reduce of 4 float32, rank 2 of 8 float32, in #1 of dp at "
-            "model.py:1 in forward",
+            "rank 1 called all_reduce of 4 float32, rank 2 of 8 float32: mismatch in "
+            "#1 of dp at model.py:1 in forward",
         ),
         (
             (called(4), called(0, "barrier"), called(4)),
-            "rank 1 called barrier, ranks 0, 2 all_reduce of 4 float32, in #1 of dp at "
-            "model.py:1 in forward",
+            "rank 1 called barrier, ranks 0, 2 all_reduce of 4 float32: mismatch in "
+            "#1 of dp at model.py:1 in forward",
         ),
         # gloo runs it as an all-reduce, and only the call that still waits tells.
         (
             (called(16, "reduce_scatter"), called(16, is_done=True), called(32, is_done=True)),
-            "rank 2 called reduce_scatter of 32 float32, ranks 0-1 of 16 float32, in #1 of dp at "
-            "model.py:1 in forward",
+            "rank 2 called reduce_scatter of 32 float32, ranks 0-1 of 16 float32: mismatch in "
+            "#1 of dp at model.py:1 in forward",
         ),
         ((called(4), called(4), called(4)), ""),
         ((called(4, "scatter"), called(0, "scatter"), called(0, "scatter")), ""),
@@ -412,7 +417,7 @@ def test_only_what_a_rank_failed_in_is_compared():
 
 def test_mismatch_at_one_place_tells_it():
     one, other = position(called(4)), position(called(8), site="a.py:2 in g")
-    sent = "rank 1 called all_reduce of 8 float32, ranks 0, 2 of 4 float32, in #1 of dp"
+    sent = "rank 1 called all_reduce of 8 float32, ranks 0, 2 of 4 float32: mismatch in #1 of dp"
     assert explain_mismatch({0: one, 1: other, 2: one}, [0]) == sent
     # One is dead, or stopped in the C++ of a library.
     unknown = position(called(4), site="")
@@ -429,5 +434,5 @@ def test_many_sizes_are_counted():
     }
     assert explain_mismatch(positions, [0]) == (
         "rank 0 called all_reduce of 1 float32, rank 1 of 2 float32, rank 2 of 3 float32, "
-        "ranks 3-7 in 5 other ways, in #1 of dp"
+        "ranks 3-7 in 5 other ways: mismatch in #1 of dp"
     )
