@@ -1,4 +1,4 @@
-"""Runs a session in processes that an outside launcher started, each with one rank."""
+"""Runs a session in processes that a launcher such as torchrun started, one rank in each."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
 
-# Hosts of a cluster load torch from one busy file server at the same time.
+# The hosts of a cluster may all load torch from one file server at the same time.
 _MEET_TIMEOUT_S: Final = 300.0
 _ADDRESS: Final = "address"
-"""On the launcher's store: port and token of rank 0's pytest process, while ranks may join it."""
+"""Key on the launcher's store: port and token of rank 0's pytest process, while ranks may join."""
 _JOINS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.01
-# To end the fixtures that it kept, on a busy machine.
+# For tearing down kept fixtures on a busy machine.
 _ENDS_TESTS_WITHIN_S: Final = 30.0
 
-# Note [Launched ranks]: every launched process collects the same tests and becomes its rank for the
-# whole session. Rank 0's process supervises and reports; its rank is a child of it, which joins
-# like the others: with a connection for itself and one for its watchdog. A rank that fails destroys
-# its process group, so that its peers fail too instead of waiting. A rank that hangs or has died
-# ends the session: a process cannot be replaced.
+# Note [Launched ranks]: every launched process collects the same tests and is one rank for the
+# whole session. Rank 0's process supervises and reports. Its rank is a child process, which joins
+# like the others: with one connection for the rank and one for its watchdog. A rank that fails
+# destroys its process group, so that its peers fail instead of waiting. If a rank hangs or dies,
+# the session ends, because a launched process cannot be replaced.
 
 
 def join_session(
@@ -62,13 +62,15 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """Meet the other processes; return on rank 0 only, what chooses the runner of a test.
+    """Join the session of all launched processes; only rank 0 returns from this.
 
-    A test that does not fit the ranks has none: it is skipped.
+    Returns:
+        A function that returns the runner of a test, or None for a test with another world size,
+        which is skipped.
     """
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
-    # A program may run another session.
+    # The same process may run another session later.
     session.config.add_cleanup(environment.undo)
     tests = tuple(_planned(item) for item in session.items)
     for item in session.items:
@@ -83,7 +85,7 @@ def join_session(
     if any(map(_is_simulated, session.items)):
         simulated = RankRunner(session, extensions, preloaded=preloaded)
         session.config.add_cleanup(simulated.close)
-        simulated.start()  # before anything here that a fork does not survive
+        simulated.start()  # before this process does anything that makes a fork unsafe
     own_rank = _start_own_rank(session.config, become)
     ranks = LaunchedRanks(session, launched, own_rank)
     runner = RankRunner(session, extensions, launched=ranks)
@@ -171,8 +173,8 @@ def become_rank(
     tests: Sequence[str],
     extensions: Sequence[RankExtension[Any]],
 ) -> NoReturn:
-    """Run this process's rank until rank 0's process ends the session, and end the process."""
-    # The rest of pytest's session, with its reports, caches and snapshots, is rank 0's alone.
+    """Run this process's rank until rank 0's process ends the session, then exit."""
+    # Only rank 0's process writes reports, caches and snapshots, so pytest must not go on here.
     name = f"rank {launched.rank} on {socket.gethostname()}"
     status = int(pytest.ExitCode.TESTS_FAILED)
     capture: Any = session.config.pluginmanager.get_plugin("capturemanager")
@@ -185,12 +187,12 @@ def become_rank(
         status = 0
     except _EndedError as error:
         os.write(stderr, f"fsdp-comm: {name}: {error}\n".encode())
-    except BaseException:  # noqa: BLE001  # nothing may unwind into pytest's report
+    except BaseException:  # noqa: BLE001  # pytest must not report it here
         os.write(stderr, f"fsdp-comm: {name}:\n{traceback.format_exc()}".encode())
     finally:
         with suppress(BaseException):
             save_coverage()
-            ending.kill_children([], within_s=ending.HURRIED_S)  # what tests have left
+            ending.kill_children([], within_s=ending.HURRIED_S)  # that tests have started
         os._exit(status)
 
 
@@ -206,19 +208,19 @@ def _run(
         items = session.items
         items[:] = [items[place] for place in command.order]
         if command.randomly_seed is not None:
-            # pytest-randomly chose another one in each process.
+            # pytest-randomly chose a different seed in each process.
             session.config.option.randomly_seed = command.randomly_seed
         template = RankTemplate(session, extensions)
         watchdog = Watchdog(watchdog_channel, ends_process=True)
         command, spec = channel.receive(), None
         while isinstance(command, messages.RankSetSpec):
             spec = command
-            spec.directory.mkdir(parents=True, exist_ok=True)  # on another machine
+            spec.directory.mkdir(parents=True, exist_ok=True)  # missing on other machines
             command = template.run_set(spec, launched.rank, channel, watchdog, launched)
         run_exit_functions()
         run_finalizers()
         if spec is not None:
-            ending.remove_directory(spec.directory.parent)  # likewise
+            ending.remove_directory(spec.directory.parent)
     if not isinstance(command, messages.EndSession):
         raise _EndedError("rank 0's process died, or closed the connection to this rank")
 
@@ -258,11 +260,8 @@ def _join(
     return channel, watchdog
 
 
-# The ranks that a launcher started, as rank 0's pytest process sees them.
-
-
 class LaunchedRanks:
-    """The server of ranks that were there before it; see Note [Launched ranks]."""
+    """A `RankServer` for ranks that a launcher started; see Note [Launched ranks]."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank, own_rank: int) -> None:
         self._session = session
@@ -274,12 +273,12 @@ class LaunchedRanks:
         self._channels: dict[int, Channel[messages.RankMessage]] = {}
         self._connections: dict[int, tuple[Connection, Connection]] = {}
         self._exited: dict[int, int | str] = {}
-        self._silence = Pipe()  # never readable: the ends of ranks are read from their connections
+        self._silence = Pipe()  # never readable: the ranks' connections report their ends
 
     def meet(self, tests: Sequence[str]) -> None:
-        """Wait until every rank has joined with the same tests, in whatever order."""
+        """Wait until every rank has joined with the same tests, in any order."""
         launched, config = self._launched, self._session.config
-        from torch.distributed import DistError  # noqa: PLC0415  # not where no rank is launched
+        from torch.distributed import DistError  # noqa: PLC0415  # only needed with a launcher
 
         try:
             serves = not launched.has_store
@@ -292,11 +291,11 @@ class LaunchedRanks:
                 "for every rank. If there is no launcher, unset RANK and WORLD_SIZE"
             ) from None
         joined = self._await_all()
-        orders = {rank: positions(tests, one.tests or ()) for rank, one in joined.items()}
+        orders = {rank: positions(tests, join.tests or ()) for rank, join in joined.items()}
         problems = {
-            rank: f"(on {one.host}) {one.problem or describe_difference(tests, one.tests or ())}"
-            for rank, one in joined.items()
-            if one.problem or orders[rank] is None
+            rank: f"(on {join.host}) {join.problem or describe_difference(tests, join.tests or ())}"
+            for rank, join in joined.items()
+            if join.problem or orders[rank] is None
         }
         if problems:
             lines = "\n".join(name_equal(problems))
@@ -307,7 +306,7 @@ class LaunchedRanks:
         has_seed = config.pluginmanager.has_plugin("randomly")
         seed = config.getoption("randomly_seed") if has_seed else None
         for rank, order in orders.items():
-            with contextlib.suppress(OSError):  # it is gone, which the first test will show
+            with contextlib.suppress(OSError):  # the rank is gone; the first test reports that
                 welcome = messages.Welcome(order=tuple(order or ()), randomly_seed=seed)
                 self._channels[rank].send(welcome)
         where = name_equal({rank: f"on {host}" for rank, host in self._hosts.items()})
@@ -316,7 +315,7 @@ class LaunchedRanks:
     def _await_all(self) -> dict[int, messages.Joined]:
         launched = self._launched
         token = secrets.token_hex(16)
-        # By rank, and whether it is the connection of its watchdog.
+        # The key is the rank, and whether the connection is that of its watchdog.
         joined: dict[tuple[int, bool], tuple[Connection, messages.Joined]] = {}
         began_at = time.monotonic()
         is_dual = socket.has_dualstack_ipv6()
@@ -343,7 +342,7 @@ class LaunchedRanks:
                     )
                 with contextlib.suppress(TimeoutError):
                     self._accept(listener.accept()[0], token, joined)
-            # Another session of this launch must not find it.
+            # The same launch may run another session, which must not find this address.
             self._store.delete_key(_ADDRESS)
         self._connections = {
             rank: (joined[rank, False][0], joined[rank, True][0])
@@ -351,9 +350,9 @@ class LaunchedRanks:
         }
         for rank, (connection, _) in self._connections.items():
             self._channels[rank] = Channel(connection)
-        found = {rank: joined[rank, False][1] for rank in self._connections}
-        self._hosts = {rank: one.host for rank, one in found.items()}
-        return found
+        messages_by_rank = {rank: joined[rank, False][1] for rank in self._connections}
+        self._hosts = {rank: join.host for rank, join in messages_by_rank.items()}
+        return messages_by_rank
 
     def _accept(
         self,
@@ -384,14 +383,14 @@ class LaunchedRanks:
         if self.has_died:
             raise ServerDiedError
         for channel in self._channels.values():
-            with contextlib.suppress(OSError):  # it is gone, as `exit_statuses` will say
+            with contextlib.suppress(OSError):  # the rank is gone; `exit_statuses` reports that
                 channel.send(spec)
         return self._connections
 
     def end_ranks(
         self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
-        """End the session's ranks, if not all have finished their test."""
+        """End all ranks and the session, unless every rank has finished its test."""
         lost = {*running}
         for rank in () if lost else unanswered:
             with contextlib.suppress(OSError, CodecError):
@@ -415,20 +414,20 @@ class LaunchedRanks:
         for channel in able:
             with contextlib.suppress(OSError):
                 channel.send(messages.EndSession())
-        # A launcher that sees this process fail would end them amid what they do at their end.
+        # Let the other processes exit first: when this one fails, the launcher kills the rest.
         while not all(channel.is_hung_up() for channel in able) and time.monotonic() < until:
             time.sleep(_PAUSE_S)
-        own, self.pids = self.pids, {}
-        ending.kill(own.values() if 0 in stuck else ())
+        pids, self.pids = self.pids, {}
+        ending.kill(pids.values() if 0 in stuck else ())
         for _ in range(2):
-            ends = {rank: ending.await_end(pid, within_s=within_s) for rank, pid in own.items()}
-            own = {rank: pid for rank, pid in own.items() if ends[rank] is None}
-            ending.kill(own.values())
+            ends = {rank: ending.await_end(pid, within_s=within_s) for rank, pid in pids.items()}
+            pids = {rank: pid for rank, pid in pids.items() if ends[rank] is None}
+            ending.kill(pids.values())
         for pair in self._connections.values():
             for connection in pair:
-                connection.close()  # which ends a rank that is stuck
+                connection.close()  # a stuck rank's watchdog then ends its process
         self._connections, self._channels = {}, {}
-        return own
+        return pids
 
     def exit_statuses(self) -> dict[int, int | str]:
         for rank, channel in self._channels.items():
@@ -447,7 +446,7 @@ class LaunchedRanks:
         return self._exited
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Other ranks may be on other machines; they end with their connection."""
+        """Send a signal to rank 0's process only: other ranks may run on other machines."""
         if rank in self.pids and rank not in self._exited:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
@@ -459,35 +458,36 @@ class LaunchedRanks:
         self._end_all(ending.PATIENCE_S / 2)
 
 
-_MOST_SHOWN = 4
+_MOST_LISTED = 4
 
 
-def positions(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
-    """Where each of the leader's tests is among a follower's; None if the sets differ."""
-    if Counter(theirs) != Counter(ours):
+def positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | None:
+    """Return the index of each of the leader's tests in the follower's; None if the sets differ."""
+    if Counter(leader) != Counter(follower):
         return None
-    # One test may be there several times (--keep-duplicates).
-    places: dict[str, deque[int]] = defaultdict(deque)
-    for place, test in enumerate(ours):
-        places[test].append(place)
-    return [places[test].popleft() for test in theirs]
+    # The same test may be listed several times (--keep-duplicates).
+    indices: dict[str, deque[int]] = defaultdict(deque)
+    for index, test in enumerate(follower):
+        indices[test].append(index)
+    return [indices[test].popleft() for test in leader]
 
 
-def describe_difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
-    """What a follower lacks and has of its own, to be read after its rank; empty if nothing."""
-    lacked, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
+def describe_difference(leader: Sequence[str], follower: Sequence[str]) -> str:
+    """Describe how the follower's tests differ, after the name of its rank; empty if equal."""
+    missing, added = Counter(leader) - Counter(follower), Counter(follower) - Counter(leader)
     parts = []
-    if lacked:
+    if missing:
         parts.append(
-            f"did not collect {lacked.total()} of rank 0's {len(theirs)} tests:"
-            f"{_shown([*lacked.elements()])}"
+            f"did not collect {missing.total()} of rank 0's {len(leader)} tests:"
+            f"{_list_first([*missing.elements()])}"
         )
     if added:
-        parts.append(f"collected {added.total()} that rank 0 did not:{_shown([*added.elements()])}")
+        tests = _list_first([*added.elements()])
+        parts.append(f"collected {added.total()} that rank 0 did not:{tests}")
     return "\n  and ".join(parts)
 
 
-def _shown(lines: list[str]) -> str:
-    more = len(lines) - _MOST_SHOWN
-    shown = [*lines[:_MOST_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
-    return "".join(f"\n    {line}" for line in shown)
+def _list_first(lines: list[str]) -> str:
+    more = len(lines) - _MOST_LISTED
+    listed = [*lines[:_MOST_LISTED], *([f"... and {more} more"] if more > 0 else [])]
+    return "".join(f"\n    {line}" for line in listed)

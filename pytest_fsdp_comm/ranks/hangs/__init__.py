@@ -1,1 +1,1 @@
-"""Where ranks are when they do not come to an end, and who waits for whom."""
+"""Finds out where ranks hang, and which rank waits for which."""

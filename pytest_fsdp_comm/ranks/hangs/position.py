@@ -1,4 +1,4 @@
-"""Reads and reports where this rank is: its line, its module, how far its groups have come."""
+"""Reads where this rank is: its stack, its module, and the last collectives of its groups."""
 
 from __future__ import annotations
 
@@ -24,36 +24,41 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
-# Note [Reading a stuck rank]: a thread of the rank itself reads, while the main thread may be stuck
-# in a collective, which releases the GIL. The order comes from torch's flight recorder, which from
-# torch 2.13 on watches gloo and NCCL with no setting, but no point-to-point calls, and nothing of
-# the fake group. All of it is only shown to people: where a private name of torch or pytest has
-# moved, that part is left out.
+# Note [Reading a stuck rank]: a thread of the rank reads its position, while the main thread may be
+# stuck in a collective, which releases the GIL. The order of collectives comes from torch's flight
+# recorder. Since torch 2.13 it is on by default for gloo and NCCL; it records neither
+# point-to-point calls nor the fake backend. Positions are only printed, so if a private name of
+# torch or pytest has moved, that part is omitted.
 
-# Enough to compare ranks: the collective that one waits in, and what the others issued instead.
-_KEPT_COLLECTIVES = 16
+# Enough to compare the collective that a rank waits in with what the other ranks called instead.
+_MOST_COLLECTIVES = 16
 
 _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
-"""Code of torch that starts collectives; files and workers are waited for elsewhere in it."""
+"""Files of torch, except those that wait for data loaders, processes or files."""
 _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
-"""Methods that wait for what was started before, without a frame of Python."""
+"""Methods that wait for earlier work in C++, so that no frame of torch is on the stack."""
 _LIMITED_WAIT: Final = re.compile(r"\bwait\([^)]")
 """``Work.wait`` with a timeout."""
 _JOINS: Final = "rank/process_group.py:join_group"
 _UNSEEN = ("new_group", "split_group", "init_process_group", "monitored_barrier", "send", "recv")
-"""Functions that wait for other ranks, of which the flight recorder knows nothing."""
+"""Functions that wait for other ranks, but that the flight recorder does not record."""
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
-    """Read where the main thread is; collectives before a `time.time_ns` are another test's."""
+    """Read where the main thread is.
+
+    Args:
+        since_ns: `time.time_ns` at the start of the test; earlier collectives are ignored.
+        with_groups: Whether to fill in `Position.groups`.
+    """
     # Documented for debuggers.
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [frame for frame, _ in traceback.walk_stack(main)] if main else []
     raised = _reported_exception(frames)
     stack = _stack(frames) if raised is None else _raising_frames(raised)
-    user, is_recorded = _users(stack), not any(map(_is_unrecorded, frames))
+    user, is_recorded = _innermost_user_frame(stack), not any(map(_is_unrecorded, frames))
     waits = is_waiting(stack)
     return Position(
         site=user.site if user else "",
@@ -79,35 +84,35 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
 
 
 def _stack(frames: Iterable[FrameType]) -> list[StackFrame]:
-    return of_test(_described(frame.f_code, frame.f_lineno) for frame in frames)
+    return of_test(_stack_frame(frame.f_code, frame.f_lineno) for frame in frames)
 
 
-def _users(stack: Iterable[StackFrame]) -> StackFrame | None:
+def _innermost_user_frame(stack: Iterable[StackFrame]) -> StackFrame | None:
     return next((frame for frame in stack if frame.is_users), None)
 
 
 def is_waiting(stack: Sequence[StackFrame]) -> bool:
-    """Whether user code is inside torch, or waits for what it started there."""
-    user = _users(stack)
+    """Return whether user code is inside a call of torch that may wait for other ranks."""
+    user = _innermost_user_frame(stack)
     inner = itertools.takewhile(lambda frame: not frame.is_users, stack)
     return any(_TORCH.search(frame.path) for frame in inner) or (
         user is not None and _WAITING_CALL.search(user.code) is not None
     )
 
 
-def _described(code: CodeType, line: int | None) -> StackFrame:
+def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
     frame = StackFrame(path=code.co_filename, line=line or 0, name=code.co_name)
     return with_source(frame) if frame.is_users else frame
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
-    # Within a few frames of multiprocessing.connection.
+    # The five innermost frames include those of multiprocessing.connection.
     if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
-        # It waits for another test. pytest keeps what a call raised until the next one begins.
+        # The rank waits for its next test. Until then, pytest keeps the exception of the last one.
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":
-            # Both pytest's own hook and its wrappers have this name.
+            # Both pytest's hook and its wrappers have this name.
             raised = getattr(getattr(frame.f_locals.get("call"), "excinfo", None), "value", None)
             if isinstance(raised, BaseException):
                 return raised
@@ -115,7 +120,7 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
 
 
 def _is_comparing(frame: FrameType) -> bool:
-    """Whether a frame compares with a snapshot, explains what differs, or tells the others."""
+    """Return whether a frame compares with a snapshot, explains a diff, or shares it with ranks."""
     module: str = frame.f_globals.get("__name__", "")
     return (
         module.startswith(("pytest_fsdp_comm.snapshots.", "_pytest._io.saferepr"))
@@ -128,14 +133,14 @@ def _raising_frames(error: BaseException) -> list[StackFrame]:
     frames: list[StackFrame] = []
     at: TracebackType | None = error.__traceback__
     while at is not None:
-        frames.insert(0, _described(at.tb_frame.f_code, at.tb_lineno))
+        frames.insert(0, _stack_frame(at.tb_frame.f_code, at.tb_lineno))
         at = at.tb_next
     return frames
 
 
 def raised_at(error: BaseException) -> str:
-    """``path:line in function`` of the innermost user code that an exception left, or empty."""
-    user = _users(of_test(_raising_frames(error)))
+    """Return ``path:line in function`` of the innermost user code in a traceback, or ""."""
+    user = _innermost_user_frame(of_test(_raising_frames(error)))
     return user.site if user else ""
 
 
@@ -144,13 +149,13 @@ def _is_c10d(frame: FrameType) -> bool:
 
 
 def _is_unrecorded(frame: FrameType) -> bool:
-    """Whether a call waits for other ranks, but in no collective of the flight recorder."""
+    """Return whether a call waits for other ranks in a way that the flight recorder misses."""
     code = frame.f_code
     return code is Exchange._await.__code__ or (_is_c10d(frame) and code.co_name in _UNSEEN)
 
 
 def _module(frames: Sequence[FrameType]) -> str:
-    """The FQN of the module that runs in forward, or of the FSDP unit that acts in backward."""
+    """Return the FQN of the module in forward, or of the FSDP unit whose hook runs."""
     if "torch" not in sys.modules:
         return ""
     from pytest_fsdp_comm.recording.owners.stack import called_module  # noqa: PLC0415  # loads torch
@@ -158,7 +163,7 @@ def _module(frames: Sequence[FrameType]) -> str:
     called: list[Any] = []
     for frame in frames:
         self: Any = frame.f_locals.get("self")
-        # Set from torch 2.6 to 2.15 once the unit has run.
+        # FSDP sets _module_fqn once the unit has run (torch 2.6 to 2.15).
         unit = getattr(self, "_module_fqn", None) if type(self).__name__ == "FSDPParamGroup" else ""
         if isinstance(unit, str) and unit and not called:
             return unit
@@ -181,24 +186,25 @@ def _groups(
 
     flights, _ = flown(since_ns)
     owners = owners_so_far()
-    # For what threads without Python issue, such as autograd's, the main thread waits.
-    others = {
+    # The main thread waits for collectives of native threads, such as autograd's, but not for those
+    # of other Python threads.
+    python_threads = {
         thread.ident
         for thread in threading.enumerate()
         if thread is not threading.main_thread() and type(thread).__name__ != "_DummyThread"
     }
     called = next((frame.f_code.co_name for frame in frames if _is_c10d(frame)), "")
-    issued: dict[str, list[IssuedCollective]] = {}
+    by_group: dict[str, list[IssuedCollective]] = {}
     for flight in flights:
         kind = flight.kind
+        is_pending = not flight.is_done and flight.thread_id not in python_threads
         # gloo runs a reduce-scatter as an all-reduce.
-        is_own = not flight.is_done and flight.thread_id not in others
-        if is_own and kind == "all_reduce" and called.startswith("reduce_scatter"):
+        if is_pending and kind == "all_reduce" and called.startswith("reduce_scatter"):
             kind = "reduce_scatter"
         counts: Counter[str] = Counter()
         for dtype, count in flight.sent:
             counts[dtype] += count
-        issued.setdefault(flight.group, []).append(
+        by_group.setdefault(flight.group, []).append(
             IssuedCollective(
                 seq=flight.seq,
                 kind=kind,
@@ -207,26 +213,27 @@ def _groups(
                 sent=" and ".join(f"{count:,} {dtype}" for dtype, count in counts.items()),
                 owner=owners.get((flight.group, flight.seq), ""),
                 is_last=flight is flights[-1],
-                is_waited_in=is_own and waits,
+                is_waited_in=is_pending and waits,
                 timeout_s=0.0 if is_limited else flight.timeout_s,
             )
         )
-    ranks, axes = _made_groups()
-    # Also the groups in which this rank has issued nothing: it may be the one that is waited for.
+    ranks, axes = _ranks_and_axes()
+    # Include groups in which this rank has called nothing: others may wait for it there.
     return tuple(
         GroupPosition(
             name=name,
             axis=axes[name][0] if name in axes else "",
             is_shape=name in axes and axes[name][1],
             ranks=ranks.get(name, ()),
-            collectives=tuple(issued.get(name, [])[-_KEPT_COLLECTIVES:]),
+            collectives=tuple(by_group.get(name, [])[-_MOST_COLLECTIVES:]),
         )
-        for name in dict.fromkeys((*issued, *ranks))
+        for name in dict.fromkeys((*by_group, *ranks))
     )
 
 
-def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
-    """Each group's ranks, oldest first, and names; they may change: Note [Reading a stuck rank]."""
+def _ranks_and_axes() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
+    """Return the ranks of each group, oldest group first, and what `axes_of_groups` returns."""
+    # The main thread may make or destroy groups meanwhile: Note [Reading a stuck rank].
     from torch import distributed as dist  # noqa: PLC0415  # loaded already
 
     from pytest_fsdp_comm.recording import mesh_axes  # noqa: PLC0415  # loads torch
@@ -244,16 +251,21 @@ _LAST_S: Final = 1.0
 
 
 class Watchdog:
-    """Answers the supervisor's questions over its own connection, from a thread of its own."""
+    """A thread that answers the supervisor's questions, over a separate connection."""
 
     def __init__(self, channel: Channel[PositionQuestion], *, ends_process: bool = False) -> None:
-        """Start the thread; `ends_process` where only it can when the supervisor is gone."""
+        """Start the thread.
+
+        Args:
+            channel: To the supervisor.
+            ends_process: Whether to end this process once the supervisor is gone, in case the main
+                thread is stuck and cannot.
+        """
         self._ends_process = ends_process
         self._began_ns = time.time_ns()
         self._channel = channel
-        # A test must not notice the thread. It is not one of threading's, whose start takes 3 ms,
-        # and which tests that list the threads would find. It inherits a mask that blocks every
-        # signal: they are for the main thread, whose stack a signal dumps.
+        # Tests must not notice the thread, and `threading` would list it (and take 3 ms to start
+        # it). It blocks all signals, so that they reach the main thread, whose stack one dumps.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             _thread.start_new_thread(self._answer, ())
@@ -264,14 +276,13 @@ class Watchdog:
         self._began_ns = time.time_ns()
 
     def _answer(self) -> None:
-        # Until the supervisor hangs up.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the supervisor has hung up
             while (question := self._channel.receive()) is not None:
                 try:
                     position = read_position(self._began_ns, with_groups=question.with_groups)
-                except Exception:  # noqa: BLE001  # an explanation must not cost the verdict
+                except Exception:  # noqa: BLE001  # only the explanation suffers, not the verdict
                     position = Position(site="")
                 self._channel.send(PositionAnswer(number=question.number, position=position))
         if self._ends_process:
-            time.sleep(_LAST_S)  # a main thread that reads the end itself says why
+            time.sleep(_LAST_S)  # the main thread may read the end too, and print why
             os._exit(1)

@@ -1,1 +1,1 @@
-"""What runs inside one rank: the whole pytest protocol of a test."""
+"""The code inside a rank: it runs pytest's protocol for each test of the rank."""

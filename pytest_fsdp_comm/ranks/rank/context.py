@@ -1,4 +1,4 @@
-"""What a rank of one test knows about itself, and what other rooms add to it."""
+"""The context of a rank, and the interface of extensions that run in it."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ class RankContext:
 
     rank: int
     local_rank: int
-    """This rank on its machine, from 0."""
+    """The number of this rank on its machine, from 0."""
     local_world_size: int
     settings: DistributedSettings
     device: str
-    """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
+    """The device for this rank's tensors: ``cpu`` or ``cuda:N``."""
     exchange: Exchange
     store: Any
-    """The store of torch on which the ranks make their process group."""
+    """The `torch.distributed.Store` through which ranks create their process group."""
 
 
 RANK_CONTEXT: Final = pytest.StashKey[RankContext]()
-"""On the config's stash: present exactly in a rank."""
+"""Key in the config's stash; set only in ranks."""
 
 _Payload = TypeVar("_Payload")
 
 
 class RankExtension(Protocol[_Payload]):
-    """Prepares each rank, carries a value out of it, and receives it in the pytest process."""
+    """Prepares ranks, and sends a value from each rank to the pytest process."""
 
     @property
     def payload_type(self) -> type[_Payload]:
-        """The frozen dataclass that `rank_payload` returns, as `text.codec` reads it."""
+        """The type of the value: a frozen dataclass that `text.codec` can read."""
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Run in the process that ranks are forked from, or in a spawned rank, once."""
+        """Prepare the ranks, once, in the fork server or in a spawned rank."""
 
     def rank_payload(self, item: pytest.Item) -> _Payload:
-        """Run in the rank, after the test's protocol."""
+        """Return the value to send, in the rank, after the test's protocol."""
 
     def merge(
         self,
@@ -57,8 +57,14 @@ class RankExtension(Protocol[_Payload]):
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Run in the pytest process, once per test; any problem that it returns fails the test.
+        """Receive the values in the pytest process, once per test.
 
-        A rank that died is missing in `payloads`; `has_failed` is whether a rank failed the test,
-        `has_passed` whether it passed on all: it may also be skipped.
+        Args:
+            item: The test.
+            payloads: By rank, without the ranks that died.
+            has_failed: Whether any rank failed the test.
+            has_passed: Whether all ranks passed it. Both are False for a skipped test.
+
+        Returns:
+            Problems, each of which fails the test.
         """

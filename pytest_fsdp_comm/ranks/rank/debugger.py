@@ -1,4 +1,4 @@
-"""Debuggers in ranks: one rank has the session's terminal, the others go on without."""
+"""Debuggers in ranks: one rank gets the session's terminal, the others skip breakpoints."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _STANDARD = (0, 1, 2)
 
 
 def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
-    """Copies of descriptors 0 to 2 as the user gave them, outside of tests; empty under xdist."""
+    """Duplicate the user's descriptors 0 to 2; call this between tests. Empty under xdist."""
     if hasattr(config, "workerinput"):
         return ()
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is None:
         return tuple(map(os.dup, _STANDARD))
-    # Outside of tests pytest lets go of the output that it captures, but not of the input.
+    # Between tests, pytest suspends the capture of output, but not of input.
     manager.suspend_global_capture(in_=True)
     try:
         return tuple(map(os.dup, _STANDARD))
@@ -40,24 +40,24 @@ def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
-    """Take the terminal back at the end of the block, even if a rank that had it is dead."""
-    has_it = bool(terminal) and _foreground(terminal[0]) == os.getpgrp()
+    """Take the terminal back at the end of the block, even if a rank died with it."""
+    is_foreground = bool(terminal) and _foreground(terminal[0]) == os.getpgrp()
     try:
         yield
     finally:
-        if has_it:
+        if is_foreground:
             _pass_on(terminal[0], os.getpgrp())
 
 
 def _foreground(descriptor: int) -> int | None:
-    """The process group that Ctrl-C reaches; None if the descriptor is no terminal."""
+    """Return the process group that Ctrl-C reaches; None if this is not a terminal."""
     with contextlib.suppress(OSError):
         return os.tcgetpgrp(descriptor)
     return None
 
 
 def _pass_on(descriptor: int, group: int) -> None:
-    # A process that is not in the foreground would be stopped by the signal.
+    # tcsetpgrp sends SIGTTOU to a background process, which would stop it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         os.tcsetpgrp(descriptor, group)
@@ -66,7 +66,7 @@ def _pass_on(descriptor: int, group: int) -> None:
 
 
 class RankTerminal:
-    """The terminal in the rank that debugs: its own while a debugger runs, else its logs."""
+    """Connects a rank to the terminal while a debugger runs, otherwise to its logs."""
 
     def __init__(self, descriptors: Sequence[int], pytests_group: int) -> None:
         self._descriptors = tuple(descriptors)
@@ -83,7 +83,7 @@ class RankTerminal:
             os.dup2(descriptor, target)
         self._stdin = sys.stdin
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # until `leave`
-        # A pytest in the background has no terminal to pass on.
+        # If pytest runs in the background, it does not have the terminal.
         if _foreground(0) == self._pytests_group:
             _pass_on(0, os.getpgrp())
 
@@ -100,15 +100,15 @@ class RankTerminal:
         sys.stdin = self._stdin
 
 
-# Note [Debugging a rank]: every way into a debugger makes it by pytestPDB._init_pdb, and pytest
-# suspends its capture before and resumes it after one, input included. So the rank that debugs has
-# a capture that does nothing but take the terminal meanwhile; in the others, what makes a debugger
-# makes one that goes on. Private names of pytest 8.4 to 9.2, beside those in `isolation`;
-# tests/unit/ranks/test_isolation.py fails when one moves.
+# Note [Debugging a rank]: pytest creates every debugger in pytestPDB._init_pdb, and suspends its
+# capture, of input too, while the debugger runs. So the debugged rank has a capture that captures
+# nothing, and takes the terminal while it is suspended. In the other ranks, _init_pdb makes a
+# debugger that continues at once. These are private names of pytest 8.4 to 9.2, as in `isolation`;
+# tests/unit/ranks/test_isolation.py fails if one moves.
 
 
 class _SuspendedCapture(MultiCapture[str]):
-    """No capture, but it connects the terminal while a debugger runs."""
+    """Captures nothing, but connects the terminal while a debugger runs."""
 
     def __init__(self, config: pytest.Config, terminal: RankTerminal) -> None:
         super().__init__(in_=None, out=None, err=None)
@@ -119,10 +119,10 @@ class _SuspendedCapture(MultiCapture[str]):
 
     def suspend_capturing(self, in_: bool = False) -> None:
         super().suspend_capturing(in_)
-        # Without the input it is suspended to write a line, which belongs into the logs.
+        # pytest suspends only output to print a line, which belongs into the logs.
         if in_:
             self._terminal.enter()
-            # Where pytest shows the failure before it debugs it.
+            # pytest prints the failure through this before it starts the debugger.
             self._reporter._tw = create_terminal_writer(self._config)
 
     def resume_capturing(self) -> None:
@@ -132,25 +132,25 @@ class _SuspendedCapture(MultiCapture[str]):
 
 
 def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
-    """Give this rank the terminal whenever pytest enters a debugger."""
+    """Connect this rank to the terminal whenever pytest enters a debugger."""
     manager = capture_manager(config)
     if manager is None:
-        # Then pytest suspends nothing for a debugger; the rank keeps the terminal while it lives.
+        # Without captures there is nothing to suspend: the rank has the terminal until it ends.
         terminal.enter()
         return
     manager._global_capturing = _SuspendedCapture(config, terminal)
     manager._global_capturing.start_capturing()
-    # With "no", pytest would not resume what it suspended.
+    # With "no", pytest would not resume the capture after a debugger.
     manager._method = "fd"
 
 
 def debug_elsewhere(config: pytest.Config) -> None:
-    """Make every way into a debugger go on instead."""
+    """Make breakpoints and --pdb continue without a debugger."""
     _without_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=lambda _: None))
 
 
 def refuse_debuggers(config: pytest.Config) -> None:
-    """Make every way into a debugger fail, in a session that has no terminal."""
+    """Make breakpoints and --pdb fail, in a session without a terminal."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise FsdpCommError(

@@ -1,4 +1,4 @@
-"""Finds which GPUs this process may use, without starting CUDA, and whether CUDA was started."""
+"""Finds the GPUs that ranks may use, and whether the CUDA driver runs, without starting it."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from typing import Any
 from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 
-# Note [Started driver]: torch.cuda.device_count asks NVML, and the CUDA driver only where that does
-# not answer; torch.cuda.is_available asks the driver, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is
+# Note [Started driver]: torch.cuda.device_count asks NVML, and the CUDA driver only if NVML does
+# not answer. torch.cuda.is_available asks the driver, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is
 # set. Asking starts the driver, which does not survive a fork: torch refuses CUDA in the child, and
-# only a child can tell (torch 2.13). Where the driver found no GPU, ranks need nothing of it: they
-# are forked all the same, and fail with torch's error for a missing GPU (read in 2.13 and 2.15).
-# The private names have contract tests in tests/unit/ranks/test_gpus.py.
+# only a child can find that out (torch 2.13). If the driver found no GPU, ranks do not need it:
+# they are forked anyway, and fail with torch's error for a missing GPU (checked in 2.13 and 2.15).
+# tests/unit/ranks/test_gpus.py checks the private names.
 
-# What the NVIDIA and the ROCm kernel drivers create.
+# Created by the kernel drivers of NVIDIA and ROCm.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-# Exit statuses of a forked child; smaller ones are numbers.
+# Exit status of a child in which CUDA is unusable; smaller ones are its answers.
 _UNUSABLE = 255
 _MOST = 254
 
 
 def visible_gpu_count() -> int:
-    """Number of GPUs in the caller's visible list; 0 without a driver."""
-    # Importing torch takes seconds, so it is asked only on a machine with a driver, and in a forked
-    # child, so that no answer makes a later fork unsafe.
+    """Return the number of GPUs that the caller may use; 0 without a driver."""
+    # Importing torch takes seconds, so check for a driver first. Ask torch in a forked child, so
+    # that this cannot make a later fork unsafe.
     if not any(file.exists() for file in _DRIVER_FILES):
         return 0
     import torch  # noqa: PLC0415  # as above
 
     count = _answer_of_child(torch.cuda.device_count)
-    # Where CUDA has been started, asking here does no more harm.
+    # If CUDA already runs, asking in this process does no more harm.
     return torch.cuda.device_count() if count == _UNUSABLE else count
 
 
 def is_driver_started(torch: Any) -> bool:
-    """Whether this process has started the CUDA driver; see Note [Started driver]."""
-    # Builds of torch without CUDA lack the name, and need no fork.
+    """Return whether this process has started the CUDA driver; see Note [Started driver]."""
+    # Builds of torch without CUDA lack the name; for them, save the fork.
     has_cuda = hasattr(torch._C, "_cuda_isInBadFork")  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
     return has_cuda and _answer_of_child(lambda: 0) == _UNUSABLE
 
 
 @functools.cache
 def no_gpu_error(torch: Any) -> str:
-    """Start the driver; return torch's error for a missing GPU, empty if it found some."""
-    # Cached, so that forked children know it, in which torch blames the fork.
-    # Not device_count(), which may have it from NVML: the driver's word counts.
+    """Start the driver; return torch's error for a missing GPU, or "" if there is a GPU."""
+    # Cached, because forked children cannot get this error: there torch blames the fork.
+    # device_count() may ask NVML, but only the driver can say whether CUDA works.
     if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
         return ""
     try:
         torch.cuda.init()
-    except Exception as error:  # noqa: BLE001  # of several types, by version and build
+    except Exception as error:  # noqa: BLE001  # the type depends on version and build
         return str(error)
     return ""
 
 
 def name_missing_gpu() -> None:
-    """Make torch name a missing GPU, not the fork, in this process and its children."""
+    """Make CUDA errors in this process and its children name the missing GPU, not the fork."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda._is_in_bad_fork():  # noqa: SLF001  # as above
         return
@@ -78,8 +78,8 @@ def name_missing_gpu() -> None:
 
 
 def _answer_of_child(ask: Callable[[], int]) -> int:
-    """What a forked child answers, up to `_MOST`; `_UNUSABLE` if CUDA is unusable there."""
-    import torch  # noqa: PLC0415  # the caller has loaded it
+    """Call `ask` in a forked child; return its answer, `_UNUSABLE` if CUDA is unusable there."""
+    import torch  # noqa: PLC0415  # loaded already
 
     pid = fork_quietly()
     if pid == 0:
@@ -94,15 +94,15 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:
-    """Number of GPUs that the ranks of a test may have, over all machines of a launcher."""
+    """Return the number of GPUs for the ranks of a test, on all machines of a launcher."""
     count = visible_gpu_count()
-    # A launcher's machines are alike.
+    # Assume that all machines of a launcher have the same number.
     return count if launched is None else count // launched.local_world_size * launched.world_size
 
 
 def visible_gpu_names(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
-    """The indices, or UUIDs where the caller wrote such, of the first `count` visible GPUs."""
-    # CUDA ignores a list from the first wrong name on.
+    """Return the indices or UUIDs of the first `count` visible GPUs, as the caller wrote them."""
+    # CUDA ignores the first invalid name in the list, and all names after it.
     listed = environment.get(visible_gpus_variable(environment))
     if listed is None:
         return tuple(str(index) for index in range(count))
@@ -110,7 +110,7 @@ def visible_gpu_names(environment: Mapping[str, str], count: int) -> tuple[str, 
 
 
 def visible_gpus_variable(environment: Mapping[str, str]) -> str:
-    """The name of the environment variable that lists the visible GPUs."""
-    # ROCm's own hides CUDA's from torch (torch 2.13).
+    """Return the name of the environment variable that lists the visible GPUs."""
+    # If both are set, torch uses ROCm's variable (torch 2.13).
     rocm = "HIP_VISIBLE_DEVICES"
     return rocm if rocm in environment else "CUDA_VISIBLE_DEVICES"

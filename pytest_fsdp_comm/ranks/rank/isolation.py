@@ -1,4 +1,4 @@
-"""Makes the copied pytest session in a rank silent and local to the rank."""
+"""Separates the pytest session in a rank from its parent's terminal, files and plugins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from _pytest._io import TerminalWriter
 
 from pytest_fsdp_comm import upstream
 
-# Note [Private names of pytest]: those of 8.4 to 9.2 are used here and in `debugger`; each has a
-# contract test in tests/unit/ranks/test_isolation.py.
+# Note [Private names of pytest]: this module and `debugger` use private names of pytest 8.4 to 9.2.
+# tests/unit/ranks/test_isolation.py has a contract test for each.
 
-# Plugins that write what only the parent may write: terminal, files, caches, xdist's channel.
+# Plugins that write to the terminal, files, caches or xdist's channel, which only the parent may.
 _PARENTS_PLUGINS = (
     "terminalreporter",
     "lfplugin",
@@ -25,13 +25,13 @@ _PARENTS_PLUGINS = (
     "pastebin",
     "dsession",
     "workerinteractor",
-    # In one rank alone, a second run would meet collectives of ranks that do not run again.
+    # A rerun in one rank alone would hang in its first collective; see `session.reruns`.
     "rerunfailures",
     "fsdp-comm-ci",
-    # Of pytest-github-actions-annotate-failures 0.4, which would annotate what each rank reports.
+    # pytest-github-actions-annotate-failures 0.4 would annotate the reports of each rank.
     "annotate_errors",
     "annotate_warnings",
-    # Runs a test in a process of its own, as each rank is.
+    # It runs each test in a separate process, but a rank already is one.
     "pytest_forked",
 )
 _PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
@@ -40,17 +40,17 @@ _PARENTS_CAPTURE = pytest.StashKey[object]()
 
 
 class LogTerminal:
-    """A rank's terminal reporter: where ``--setup-show`` and live logs go."""
+    """A rank's terminal reporter, which writes ``--setup-show`` and live logs to a file."""
 
     def __init__(self) -> None:
         self._tw = TerminalWriter(io.StringIO())
 
     def open(self, path: Path) -> None:
-        # Not the rank's stdout, which a test may capture with capfd.
+        # A test may capture the rank's stdout with capfd, so use another file.
         self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
 
-    # For the handler of live logs, which begins them with an empty line and a title: in the session
-    # the name of its rank is before each line instead.
+    # The handler of live logs writes an empty line and a section title first. Skip both: the
+    # session prints the name of the rank before each line instead.
     def write(self, text: str) -> None:
         if text.strip():
             self._tw.write(text)
@@ -60,15 +60,14 @@ class LogTerminal:
 
 
 def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
-    """Give a rank its own output files, and a new directory for temporary directories."""
-    # A fork shares the temporary files of the parent's capture. A rank has none; its descriptors go
-    # to files of its own instead, which keep what came before a crash.
+    """Disable pytest's capture in a rank, and use `basetemp` for its temporary directories."""
+    # A fork shares the temporary files of its parent's capture. A rank does not capture; its output
+    # goes to log files, which survive a crash.
     manager = capture_manager(config)
     if manager is not None:
-        # Kept alive: collected, its files would warn of not being closed, which -W error makes
-        # fatal.
+        # Keep a reference: collecting the unclosed files would warn, an error with -W error.
         config.stash[_PARENTS_CAPTURE] = manager._global_capturing
-        # Not stop_global_capturing(): it would write the parent's captured text to the terminal.
+        # stop_global_capturing() would write the parent's captured text to the terminal.
         manager._global_capturing = None
         manager._method = "no"
         manager.start_global_capturing()
@@ -76,13 +75,13 @@ def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     if factory is None:
         return
     require(factory, "TempPathFactory", "_basetemp", "_given_basetemp")
-    # pytest makes the directory when a test asks for it.
+    # pytest creates the directory when a test asks for it, but not its parent.
     basetemp.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     factory._basetemp, factory._given_basetemp = None, basetemp
 
 
 def leave_to_parent(config: pytest.Config) -> LogTerminal:
-    """Remove what writes for the whole session or stop it; return the new terminal reporter."""
+    """Remove plugins that act for the whole session; return the rank's terminal reporter."""
     manager = config.pluginmanager
     for name in _PARENTS_PLUGINS:
         if manager.has_plugin(name):
@@ -91,11 +90,11 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
         if type(plugin).__name__ in _PARENTS_CLASSES:
             manager.unregister(plugin)
     for name in logging.root.manager.loggerDict:
-        # torch logs every c10d call and each step of its compiler at DEBUG there, which floods a
+        # torch logs every c10d call and each compiler step to these at DEBUG, which would flood a
         # failing test's captured log.
         if name.startswith(("c10d", "torch.__trace")):
             logging.getLogger(name).setLevel(logging.WARNING)
-    # With -x, a rank that failed would end fixtures alone which other ranks keep.
+    # With -x, a failed rank would tear down fixtures that the other ranks keep.
     config.option.maxfail = 0
     terminal = LogTerminal()
     manager.register(terminal, "terminalreporter")
@@ -106,13 +105,13 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
 
 
 def live_log_handler(config: pytest.Config) -> Any:
-    """What shows logs on the terminal under ``log_cli``; None if nothing does."""
+    """Return the handler that prints logs with ``log_cli``; None without live logs."""
     handler = getattr(config.pluginmanager.get_plugin("logging-plugin"), "log_cli_handler", None)
     return handler if isinstance(handler, logging.StreamHandler) else None
 
 
 def capture_manager(config: pytest.Config) -> Any:
-    """Pytest's capture; None under ``-p no:capture``."""
+    """Return pytest's capture manager; None with ``-p no:capture``."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is not None:
         require(manager, "CaptureManager", "_global_capturing", "_method")
@@ -127,7 +126,7 @@ def require(owner: object, what: str, *names: str) -> None:
 
 
 def resolve_basetemp(config: pytest.Config) -> Path:
-    """The session's directory for temporary directories; the system's under ``-p no:tmpdir``."""
+    """Return the session's base temporary directory; the system's with ``-p no:tmpdir``."""
     if not config.pluginmanager.has_plugin("tmpdir"):
         return Path(tempfile.gettempdir())
     require(config, "config", "_tmp_path_factory")
@@ -140,7 +139,7 @@ _TERMINAL = pytest.StashKey[Any]()
 
 
 def hold_terminal(config: pytest.Config) -> None:
-    """Keep from the terminal what pytest writes there from now on."""
+    """Buffer everything that pytest writes to the terminal."""
     if config.pluginmanager.has_plugin("terminalreporter"):
         writer: Any = config.get_terminal_writer()
         require(writer, "TerminalWriter", "_file")
@@ -148,7 +147,7 @@ def hold_terminal(config: pytest.Config) -> None:
 
 
 def release_terminal(config: pytest.Config) -> None:
-    """Write what was held back, if anything was, and hold nothing back from now on."""
+    """Write the buffered text to the terminal, and stop buffering."""
     if _TERMINAL in config.stash:
         writer: Any = config.get_terminal_writer()
         terminal = config.stash[_TERMINAL]

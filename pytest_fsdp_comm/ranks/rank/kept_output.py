@@ -1,4 +1,4 @@
-"""Keeps the first and the last part of a long text."""
+"""Shortens long texts to their first and last part."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-# Texts are cut in the rank, so that the middle is never sent. A rank writes its output straight
-# into files, which survive a crash; the two parts are read when a phase ends.
+# Ranks shorten texts before they send them. A rank writes its output straight to files, which
+# survive a crash; both parts are read when a phase ends.
 
 KEPT_NBYTES: Final = 256 << 10
-"""Kept at either end of a text, such as the output of a stream in one phase of a test."""
-# Longer than the note that says how much is left out.
+"""The size of each part of a shortened text, such as the output of one phase."""
+# Longer than the line that replaces the middle, so that shortening twice changes nothing.
 _LONGEST_NOTE: Final = 256
 
 
 def shortened(text: str) -> str:
-    """The text, without its middle if it is long; a shortened text stays as it is."""
+    """Return the text, without its middle if it is too long."""
     left_out = len(text) - 2 * KEPT_NBYTES
     if left_out <= _LONGEST_NOTE:
         return text
@@ -24,7 +24,7 @@ def shortened(text: str) -> str:
 
 
 def shortened_texts(data: Any) -> Any:
-    """Shorten each text in what pytest serializes; lines of source or of an error are one text."""
+    """Shorten each text in a report that pytest has serialized; "lines" count as one text."""
     if isinstance(data, str):
         return shortened(data)
     if isinstance(data, dict):
@@ -38,14 +38,14 @@ def shortened_texts(data: Any) -> Any:
 def _shortened_lines(lines: Sequence[str]) -> Sequence[str]:
     if sum(map(len, lines)) <= 2 * KEPT_NBYTES:
         return lines
-    # A traceback in Python's own style has parts that end their lines.
+    # With --tb=native, each part contains its line breaks.
     if lines[0].endswith("\n"):
         return [shortened("".join(lines))]
     return shortened("\n".join(lines)).split("\n")
 
 
 def read_kept(descriptor: int, parts: Iterable[tuple[int, int]]) -> str:
-    """Read parts of a file, each from one offset to another, as one text without its middle."""
+    """Read the given (start, end) ranges of a file as one text, shortened if it is too long."""
     parts = [*parts]
     nbytes = sum(end - start for start, end in parts)
     left_out = nbytes - 2 * KEPT_NBYTES
@@ -57,14 +57,14 @@ def read_kept(descriptor: int, parts: Iterable[tuple[int, int]]) -> str:
 
 
 def _read(descriptor: int, parts: Iterable[tuple[int, int]], begin: int, end: int) -> str:
-    """Decode bytes `begin` to `end` of the parts put together."""
+    """Decode bytes `begin` to `end` of the concatenated parts."""
     data = []
     for start, stop in parts:
         first, last = max(begin, 0), min(end, stop - start)
         if first < last:
             data.append(os.pread(descriptor, last - first, start + first))
         begin, end = begin - (stop - start), end - (stop - start)
-    # A byte that is no text becomes one character, so that the text is no longer than the bytes.
+    # An invalid byte becomes one character, so the text cannot be longer than the bytes.
     return b"".join(data).decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""One rank: runs the whole pytest protocol of each of its tests and reports what happened."""
+"""Runs one rank: pytest's protocol for each of its tests, and the messages to the supervisor."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.results import SessionExit
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
-# Note [Done before the fork]: each page of memory that a rank writes to is copied for it, and
-# counting references is writing. Done in each rank, what `RankTemplate` does once cost a third of a
-# trivial test's time.
+# Note [Done before the fork]: the kernel copies each page of memory that a rank writes to, and
+# counting references is writing. `RankTemplate` does its work once, before the fork; in each rank,
+# the same work took a third of a trivial test's time.
 
 
 class RankTemplate:
-    """What all ranks have in common, made in the process that they are forked from."""
+    """The state that all ranks share, prepared in the process that they are forked from."""
 
     def __init__(
         self,
@@ -50,9 +50,13 @@ class RankTemplate:
         *,
         random_state: object = None,
     ) -> None:
-        """Separate this process's session, after collection, from its parent's.
+        """Turn this process's session, after collection, into that of a rank.
 
-        `random_state` is `random.getstate` of the pytest process; None if this is no fork of it.
+        Args:
+            session: Copied from the pytest process, or collected again.
+            extensions: Send values from ranks to the pytest process.
+            random_state: `random.getstate` of the pytest process; None if this process is not a
+                fork of it.
         """
         self._random_state = random_state
         self._session = session
@@ -66,16 +70,16 @@ class RankTemplate:
         for item in session.items:
             if SETTINGS in item.stash:
                 _ = item.location  # pytest caches it
-        # Otherwise a rank's first full collection walks through a million objects, and copies their
-        # pages. Garbage is frozen too: freed, it would leave holes in pages, which ranks would
-        # write into and so copy, and its finalizers are the pytest process's.
+        # Without freeze, a rank's first full collection visits a million objects and copies their
+        # pages. Freeze garbage too: its finalizers belong to the pytest process, and freeing it
+        # would leave holes in pages, which ranks would fill and so copy.
         gc.freeze()
-        gc.collect()  # empties the interpreter's free lists, as each rank's first one would
+        gc.collect()  # empties the interpreter's free lists, which each rank would do otherwise
 
     def run_rank(
         self, spec: messages.RankSetSpec, rank: int, descriptors: tuple[int, int]
     ) -> NoReturn:
-        """Run tests as a rank until the supervisor hangs up, and end the process."""
+        """Run tests as a rank until the supervisor hangs up, then exit."""
         watchdog = Watchdog(Channel.inherited(descriptors[1]))
         self.run_set(spec, rank, Channel.inherited(descriptors[0]), watchdog)
         os._exit(0)
@@ -88,16 +92,19 @@ class RankTemplate:
         watchdog: Watchdog,
         launched: LaunchedRank | None = None,
     ) -> messages.RankCommand | None:
-        """Run the tests of a rank set; return the command that is none for it, None for the end."""
+        """Run the tests of a rank set.
+
+        Returns:
+            The first command for something else, or None if the supervisor has hung up.
+        """
         session = self._session
         processes.flush_streams()
         processes.redirect_output(spec, rank)
-        # pytest enabled it for the terminal, where a rank's crash would write into the progress
-        # line.
+        # pytest enabled it for the terminal, where a crash would write into the progress line.
         faulthandler.enable(file=2)
-        # The handler is C code on its own stack: it answers even where Python code holds the GIL.
-        # It reads only the thread that gets the signal, which the kernel makes the main one if it
-        # can: others run on meanwhile, and it crashed now and then (CPython 116008, 131580).
+        # The handler is C code with a separate stack, so it works even while code holds the GIL. It
+        # dumps only the thread that gets the signal, if possible the main thread: dumping threads
+        # that run crashed sometimes (CPython 116008, 131580).
         stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
         process_group.set_environment(spec.settings, rank, spec.gpus, launched)
@@ -115,7 +122,7 @@ class RankTemplate:
         else:
             debugger.debug_elsewhere(session.config)
         if self._random_state is not None:
-            # Python seeds a forked process anew.
+            # Python reseeds `random` in each fork.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
         self._plugin.bind(channel, spec, rank, shares_random_states=self._random_state is not None)
         rank_pid = getpid()
@@ -129,9 +136,9 @@ class RankTemplate:
             context = _context(spec, rank, number, launched)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
-            item.stash[SETTINGS] = spec.settings  # which may have more ranks than the marker
+            item.stash[SETTINGS] = spec.settings  # it may list more ranks than the marker
             payloads, escaped, session_exit = _run_item(item, nextitem, self._extensions)
-            # Again, since a plugin may have caught what should have ended a forked child before.
+            # A plugin may have caught the exception that ends a forked child, so end it here.
             processes.end_forked_child(rank_pid, None)
             if next_test.is_none:
                 self._end_process(item)
@@ -144,7 +151,8 @@ class RankTemplate:
             )
             context.exchange.leave()
             if launched and (payloads is None or self._plugin.has_failed):
-                # A forked rank is killed; here only this ends the collectives of its peers.
+                # Launched ranks are not killed after a failure, as forked ones are. Their peers
+                # would wait for this one.
                 self._plugin.leave_group()
             command = _ask_for_next(channel, ended)
             number += 1
@@ -154,12 +162,12 @@ class RankTemplate:
                 self._plugin.leave_group()
             else:
                 self._end_process(item)
-            # Its end is the supervisor's to decide.
+            # Wait until the supervisor ends this process.
             command = _ask_for_next(channel, messages.TestsEnded())
         return command
 
     def _end_process(self, item: pytest.Item) -> None:
-        """Do what Python does as a process exits, which this one does not do by itself."""
+        """Run exit functions and finalizers, because ranks end with os._exit or are killed."""
         self._plugin.run_exit_functions(item)
         processes.run_finalizers()
 
@@ -180,7 +188,7 @@ def _context(
 
     settings = spec.settings
     timeout_s = settings.timeout_s + process_group.BEYOND_DEADLINE_S
-    # Two clients: the test's process group may use its own on another thread.
+    # Open two clients, because the test's process group may use its client on another thread.
     texts = TextStore(
         PrefixStore(f"test{number}", process_group.open_store(spec, launched, timeout_s=timeout_s))
     )
@@ -199,8 +207,10 @@ def _context(
 def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
 ) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
-    """Run a test's protocol; return ``payloads``, ``escaped`` and ``session_exit`` for the end."""
-    # Without payloads where it does not return: the verdict is known, the session's state is not.
+    """Run a test's protocol; return the fields of `TestEnded` with these names.
+
+    There are no payloads after an exception, since the session may be in any state.
+    """
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except pytest.exit.Exception as error:
@@ -218,14 +228,14 @@ def _run_item(
 
 
 def save_coverage() -> None:
-    """Save what coverage.py measured here, since a rank ends without its exit handler."""
+    """Save coverage data, because ranks end without running coverage's exit handler."""
     if (current := _coverage()) is not None:
-        # Without stopping it: started again, coverage 7.17 trips over torch's own modules.
+        # Do not stop it first: restarting coverage 7.17 fails on modules of torch.
         current.save()
 
 
 def silence_coverage() -> None:
-    """Keep coverage.py from warning that this process, whose ranks run the tests, ran nothing."""
+    """Disable coverage's warnings that nothing ran in this process: tests run in ranks."""
     if (current := _coverage()) is not None:
         name = "run:disable_warnings"
         unmeasured = ["no-data-collected", "module-not-imported"]
@@ -235,12 +245,12 @@ def silence_coverage() -> None:
 def _coverage() -> Any:
     coverage: Any = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage else None
-    # Otherwise all processes write to one file, each over what others wrote.
+    # Without run:parallel, all processes would overwrite the same file.
     return current if current is not None and current.get_option("run:parallel") else None
 
 
 def select_own_test(config: pytest.Config) -> None:
-    """Make a spawned rank collect its own test only."""
+    """Make a spawned rank collect only the test that it runs."""
     config.args[:] = [str(config.rootpath / _read_spec().nodeid)]
 
 
@@ -254,7 +264,7 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
             "whose names depend on chance, time or the process cannot run on spawned ranks"
         )
     rank, *descriptors = map(int, os.environ.pop(RANK_VARIABLE).split())
-    # Tests that run pytest themselves must not take their pytest for a rank.
+    # If a test runs pytest, that pytest must not become a rank.
     del os.environ[SPEC_VARIABLE]
     os.environ[INSIDE_VARIABLE] = "1"
     template = RankTemplate(session, extensions)

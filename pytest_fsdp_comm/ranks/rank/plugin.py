@@ -1,4 +1,4 @@
-"""The hooks that a rank adds: its process group, output sections, reports and warnings."""
+"""The hooks of a rank: process group, simulation, output sections, reports and warnings."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.simulation.groups import DistinctRanks, RealGroups
 
 
-# What reports hold of any length: of an error or a skip, of output, logs and subtests. What plugins
-# add, such as images, stays whole.
+# Parts of a report that may be long and are shortened. Data that plugins add, such as images, is
+# sent unchanged.
 _TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
 
 
 def _takes_output(when: str) -> Any:
-    # Innermost: a process that the phase forked must not go further. Not when a report is made:
-    # subtests make some within the call.
+    # Innermost, so that a process that the phase forked ends before other hooks run. The output is
+    # not read when pytest makes a report, since subtests make reports within the call.
     @pytest.hookimpl(wrapper=True, trylast=True, specname=f"pytest_runtest_{when}")
     def hook(self: RankPlugin, item: pytest.Item) -> Generator[None, Any, Any]:
         __tracebackhide__ = True
@@ -67,7 +67,7 @@ def _takes_output(when: str) -> Any:
 
 
 class RankPlugin:
-    """Registered before the fork, see Note [Done before the fork]; `bind` makes it a rank's."""
+    """Registered before the fork, see Note [Done before the fork]; `bind` sets the rank."""
 
     _channel: Channel[RankCommand]
     _pid: int
@@ -82,7 +82,7 @@ class RankPlugin:
         self._has_failed_subtest = False
         self.has_failed = False
         """Whether a phase or subtest failed, since `bind`."""
-        # From before the first fixture of a test to after its last one.
+        # Entered before the first fixture of a test, and left after the last.
         self._simulation = contextlib.ExitStack()
         self._distinct: DistinctRanks | None = None
         self._answers: KeptAnswers | None = None
@@ -97,9 +97,16 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Make the hooks a rank's; `shares_random_states` where one process forked all ranks."""
+        """Connect the hooks to a rank.
+
+        Args:
+            channel: To the supervisor.
+            spec: The rank set.
+            rank: This rank.
+            shares_random_states: Whether all ranks are forks of the same process.
+        """
         self._shares_random_states = shares_random_states
-        # Only another test on the same ranks begins with them again.
+        # Only later tests on the same ranks need the states of the first.
         self._keeps_random_states = spec.settings.scope == "module"
         self._group = None
         self._random_states = None
@@ -108,17 +115,17 @@ class RankPlugin:
         self._pid = getpid()
         self._logs = [_Log(name, spec.log_path(rank, name)) for name in ("stdout", "stderr")]
 
-    # Innermost: within the filters for this test's warnings.
+    # Innermost, so that the test's warning filters apply.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Report what only the end of a session brings to light, as a failed teardown."""
+        """After the test, report exceptions of finalizers and threads as a failed teardown."""
         with self._simulation:
             handled = yield
         self._report_failure(item, partial(processes.raise_lost_exceptions, item))
         return handled
 
     def _report_failure(self, item: pytest.Item, end: Callable[[], None]) -> None:
-        """Run what follows a test's own teardown; report it only where it fails."""
+        """Run a step after the test's teardown; report it only if it fails."""
 
         def run() -> None:
             __tracebackhide__ = True
@@ -130,23 +137,22 @@ class RankPlugin:
             report = item.ihook.pytest_runtest_makereport(item=item, call=call)
             item.ihook.pytest_runtest_logreport(report=report)
 
-    # The last test gets the blame.
     def end_tests(self, item: pytest.Item) -> None:
-        """End the fixtures that were kept for a test which does not follow the last one."""
-        # As pytest's own session does at its end.
+        """Tear down fixtures kept for a test that does not run; failures count for `item`."""
+        # As pytest does at the end of a session.
         self._report_failure(item, partial(item.session._setupstate.teardown_exact, None))  # noqa: SLF001
         self._report_failure(item, partial(processes.raise_lost_exceptions, item))
 
     def run_exit_functions(self, item: pytest.Item) -> None:
-        """Run what the rank registered with `atexit`; warn of what raised."""
-        # Past every filter: Python, too, only prints it.
+        """Run the functions that the rank registered with `atexit`; warn about exceptions."""
+        # No warning filter turns these into errors: Python only prints them, too.
         for text in processes.run_exit_functions():
             category, line = pytest.PytestUnraisableExceptionWarning, (item.location[1] or 0) + 1
             warning = warnings.WarningMessage(text, category, str(item.path), line)
             self.pytest_warning_recorded(warning, "runtest", item.nodeid, None)
 
-    # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
-    # fixtures are set up by a hook that was registered before this one, and so runs after it.
+    # pytest evaluates skip marks in a tryfirst hook, so a skipped test makes no group. It sets up
+    # fixtures in a hook that was registered earlier, and so runs after this one.
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         self._has_failed_subtest = False
@@ -161,7 +167,7 @@ class RankPlugin:
         elif self._random_states is not None:
             processes.restore_states(self._random_states)
         if settings.simulation:
-            from pytest_fsdp_comm.recording.value_dependence import answers_of_process  # noqa: PLC0415  # torch only where it is needed
+            from pytest_fsdp_comm.recording.value_dependence import answers_of_process  # noqa: PLC0415  # loads torch
             from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # as above
 
             self._real = process_group.real_groups(context)
@@ -186,7 +192,7 @@ class RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Keep what a fixture of several tests asks."""
+        """Attribute assumed values to the fixture, since several tests may use it."""
         if self._answers is None or fixturedef.scope == "function":
             return (yield)
         with self._answers.by(fixturedef.argname):
@@ -202,7 +208,7 @@ class RankPlugin:
             raise pytest.skip.Exception(f"runs again, also on {name_ranks(ranks)}")
 
     def further_ranks(self) -> tuple[int, ...]:
-        """The ranks that have to run as well, each with a local shape that this one lacks."""
+        """Return ranks that have to run too, each with a local shape that this rank lacks."""
         return () if self._distinct is None else tuple(sorted(self._distinct.further))
 
     def leave_group(self) -> None:
@@ -210,12 +216,12 @@ class RankPlugin:
         process_group.leave_group()
 
     def can_run_another_test(self) -> bool:
-        """Whether the rank still has the process group that it began with, if any."""
+        """Return whether the rank still has the process group that it started with, if any."""
         import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
         return self._group is None or self._group is dist.group.WORLD
 
-    # pytest_runtest_setup is taken, by what makes the group.
+    # The name pytest_runtest_setup is already in use above.
     pytest_take_output_of_setup = _takes_output("setup")
     pytest_runtest_call = _takes_output("call")
     pytest_runtest_teardown = _takes_output("teardown")
@@ -245,12 +251,12 @@ class RankPlugin:
             captured.out, captured.err = (log.end_subtest() for log in self._logs)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send a phase's report immediately: the rank may die in the next phase."""
+        """Send a phase's report immediately, because the rank may die in the next phase."""
         self.has_failed |= report.failed
         if is_subtest(report):
             self._has_failed_subtest |= report.failed
         elif self._has_failed_subtest and report.passed:
-            # As the terminal does: here pytest 9 fails a test that contains failed subtests.
+            # The terminal calls this hook, and in it pytest 9 fails a test with failed subtests.
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         self._channel.send(
             PhaseReport(
@@ -275,8 +281,8 @@ class RankPlugin:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
-        # Of collection or, before `bind`, of tests that ran before a fork server was replaced, the
-        # pytest process has it, and pytest repeats it to every new plugin.
+        # pytest repeats old warnings to every new plugin. The pytest process already has those of
+        # collection and, before `bind`, of tests that ran before the fork server was replaced.
         if when == "runtest" and self._logs:
             self._channel.send(
                 WarningSeen(
@@ -295,34 +301,35 @@ class RankPlugin:
 def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str, Any]:
     data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
     texts = {name: shortened_texts(data[name]) for name in _TEXTS if name in data}
-    recorded = data.get("user_properties", ())
-    properties = [(name, _shortened_value(value)) for name, value in recorded]
-    # A plugin's report may have no end.
+    properties = [
+        (name, _shortened_value(value)) for name, value in data.get("user_properties", ())
+    ]
+    # A plugin's report may lack the time.
     stop = data.get("stop") or time.time()
     return {**data, **texts, "user_properties": properties, "stop": stop}
 
 
 def _shortened_value(value: object) -> object:
-    """A user property, which JUnit shows as a text, whatever it is."""
+    """Shorten a user property, which JUnit writes as text whatever its type."""
     text = value if isinstance(value, str) else repr(value)
     short = shortened(text)
     return value if short == text else short
 
 
-# Private names of pytest 9 and pytest-subtests (read in pytest 8.4 to 9.2, pytest-subtests 0.15):
-# ``capturing_output(request)`` gives a ``Captured`` with ``out`` and ``err``.
+# Private names of pytest 9 and pytest-subtests (checked in pytest 8.4 to 9.2, pytest-subtests
+# 0.15): ``capturing_output(request)`` yields a ``Captured`` with ``out`` and ``err``.
 _SUBTEST_MODULES = ("_pytest.subtests", "pytest_subtests.plugin")
 
 
 def is_subtest(report: pytest.TestReport) -> bool:
-    """Whether a report is a subtest's, after which the test goes on."""
+    """Return whether a report belongs to a subtest, after which the test goes on."""
     return type(report).__name__.lower() == "subtestreport"
 
 
 def capture_subtests(capture: Callable[[Any], Any]) -> None:
-    """Make subtests take their output from this rank's logs, which survive a crash.
+    """Make subtests capture their output with `capture`, a context manager.
 
-    A context manager of `capture` gives its argument ``out`` and ``err``.
+    It receives a ``Captured``, and sets its ``out`` and ``err`` at the end.
     """
     for name in _SUBTEST_MODULES:
         module: Any = sys.modules.get(name)
@@ -345,15 +352,15 @@ def _capturing_output(
 
 
 class _Log:
-    """A stream's file, and which parts of it a report has not shown yet."""
+    """The log of a stream, and the parts of it that are not in a report yet."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._file = path.open("rb", buffering=0)
         self._nbytes_seen = 0
         self.nbytes_reported = 0
-        """Up to the last phase that ended."""
-        # Of the phase, then of each subtest within the one before.
+        """Size of the log at the end of the last finished phase."""
+        # A stack: the parts of the phase, then those of each nested subtest.
         self._parts: list[list[tuple[int, int]]] = [[]]
 
     def begin_subtest(self) -> None:

@@ -1,4 +1,4 @@
-"""The process group of one rank, and what to do where it cannot be made."""
+"""Creates the process group of a rank, and explains errors about it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.simulation.groups import RealGroups
 
 
-# Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
-# in one rank's timeout error.
+# A group's timeout is longer than the test's, so that a hang ends with the supervisor's report of
+# all ranks, not with one rank's timeout error.
 BEYOND_DEADLINE_S = 3600.0
 
 
 def device_of(settings: DistributedSettings, local_rank: int) -> str:
-    """The device of a rank's tensors, by its number on its machine."""
+    """Return the device for the tensors of the rank with this number on its machine."""
     wants_cuda = settings.device == "cuda" or (
         settings.backend == "nccl" and settings.device is None
     )
@@ -45,7 +45,7 @@ def device_of(settings: DistributedSettings, local_rank: int) -> str:
 
 
 def gpus_of(settings: DistributedSettings) -> int:
-    """How many GPUs a test's ranks use together."""
+    """Return how many GPUs the ranks of a test use in total."""
     return sum(device_of(settings, rank).startswith("cuda") for rank in settings.ranks)
 
 
@@ -55,9 +55,13 @@ def set_environment(
     gpus: Sequence[str] = (),
     launched: LaunchedRank | None = None,
 ) -> None:
-    """Set the variables that torchrun would, the visible GPUs, and one thread per rank.
+    """Set torchrun's variables, the visible GPUs, and one thread per rank.
 
-    Empty `gpus` leave the caller's list as it is; without `launched` all ranks are on this machine.
+    Args:
+        settings: Of the test.
+        rank: This rank.
+        gpus: Names of the visible GPUs; empty leaves the caller's list unchanged.
+        launched: This process, if a launcher started it; otherwise all ranks are on this machine.
     """
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
@@ -68,14 +72,14 @@ def set_environment(
     os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
     if settings.simulation:
         os.environ |= simulated_variables(rank, settings.world_size)
-    # Note [One thread for each rank]: with torch's default of a thread for each core, ranks fight
-    # for the machine that they share. Also, OpenMP's pool does not survive a fork: a forked child
-    # that used the parent's pool hung 9 of 9 times, and never with one thread (torch 2.13, CPU).
+    # torch uses one thread per core by default, so that ranks would compete for the same cores.
+    # Also, OpenMP's pool does not survive a fork: a forked child that used the parent's pool hung
+    # 9 of 9 times, and never with one thread (torch 2.13, CPU).
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Other launchers may not say how many ranks each machine has.
+    # Launchers other than torchrun may not set the number of ranks on each machine.
     is_sure = launched is None or launched.launcher == "torchrun"
     if sys.platform == "linux" and is_sure and local_size == settings.world_size:
-        # Otherwise gloo looks up the host's name, which fails or waits on many laptops.
+        # By default gloo resolves the host's name, which fails or is slow on many laptops.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch  # noqa: PLC0415  # not in the pytest process
 
@@ -108,24 +112,24 @@ def connect_store(launched: LaunchedRank, *, timeout_s: float, serves: bool = Fa
 
 
 def leave_group() -> None:
-    """Destroy the default process group, if any: its peers then find their connections closed."""
+    """Destroy the default process group, if any, which closes the connections to its peers."""
     if has_group():
         import torch.distributed as dist  # noqa: PLC0415  # loaded
 
-        with contextlib.suppress(Exception):  # a broken one
+        with contextlib.suppress(Exception):  # it may be broken
             dist.destroy_process_group()
-        gc.collect()  # gloo's connections last as long as something refers to the group
+        gc.collect()  # gloo closes its connections once nothing refers to the group
 
 
 def has_group() -> bool:
-    """Whether this process has a default process group."""
+    """Return whether this process has a default process group."""
     dist: Any = sys.modules.get("torch.distributed")
-    # A package without a group API where torch was built without it.
+    # If torch was built without distributed support, the package exists, but has no group API.
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 def join_group(context: RankContext) -> object:
-    """Make the default process group of this rank, and return it."""
+    """Create the default process group of this rank, and return it."""
     __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
     import torch  # noqa: PLC0415  # not in the pytest process
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
@@ -137,7 +141,7 @@ def join_group(context: RankContext) -> object:
             "only tests without ranks use"
         )
     settings = context.settings
-    # Not when the marker is read: a mark may skip the test on a machine without GPUs.
+    # Checked here and not with the marker, since a skip mark may exclude machines without GPUs.
     if settings.device == "cuda" and settings.backend == "fake":
         raise FsdpCommError(
             "device='cuda' does not work with the session's backend, fake, which runs on the CPU: "
@@ -163,13 +167,13 @@ def join_group(context: RankContext) -> object:
         world_size=settings.world_size,
         timeout=dt.timedelta(seconds=settings.timeout_s + BEYOND_DEADLINE_S),
     )
-    # Making a group is no barrier: a rank that ends right after it breaks those that still connect.
+    # Wait for all ranks: one that exits right after init breaks those that are still connecting.
     context.exchange.share("joined")
     return dist.group.WORLD
 
 
 def real_groups(context: RankContext) -> RealGroups | None:
-    """The groups of a simulated rank whose ranks run; None if it has no real axis."""
+    """Return the exchange of a simulated rank with others along real axes; None without any."""
     real = context.settings.real
     if not real:
         return None
@@ -177,25 +181,25 @@ def real_groups(context: RankContext) -> RealGroups | None:
 
     from pytest_fsdp_comm.simulation.groups import RealGroups  # noqa: PLC0415  # as above
 
-    # Waits as long as a group: a rank that hangs ends in the supervisor's report.
+    # It has the timeout of a process group, so the supervisor reports a hang.
     store = dist.PrefixStore("simulation", context.store)  # type: ignore[attr-defined]  # as FileStore
     axes = {axis.name: (axis.size, axis.stride) for axis in real}
     return RealGroups(axes, ranks_along(real, [context.rank]), TextStore(store))
 
 
 def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Make a device mesh of all ranks from its axes' names and sizes, outermost first."""
+    """Create a device mesh of all ranks; `sizes` maps axis names to sizes, outermost first."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # see above
 
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def join_fake_group(rank: int, world_size: int) -> None:
-    """Make this process one rank of a group that exchanges nothing."""
+    """Join a process group with torch's fake backend, which exchanges nothing."""
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
-    # Importing it registers the backend "fake". It is private, but the only in-process group that
-    # torch has (read in 2.6, 2.9, 2.11, 2.13, 2.15).
+    # Importing this private module registers the backend "fake". torch has no other backend that
+    # needs only one process (checked in 2.6, 2.9, 2.11, 2.13, 2.15).
     name = "torch.testing._internal.distributed.fake_pg"
     try:
         store: Any = importlib.import_module(name).FakeStore
@@ -211,7 +215,7 @@ def join_fake_group(rank: int, world_size: int) -> None:
         dist.init_process_group("fake", store=store(), rank=rank, world_size=world_size)
 
 
-# Parts of torch's texts (read in 2.6, 2.13 and 2.15).
+# Parts of torch's error messages (checked in 2.6, 2.13 and 2.15).
 _TWICE = "initialize the default process group twice"
 _NONE = "Default process group has not been initialized"
 _NO_VARIABLE = re.compile(
@@ -228,7 +232,7 @@ lasts until the test ends. Remove the calls of init_process_group() and destroy_
 
 
 def add_remedy(error: BaseException, item: pytest.Item) -> None:
-    """Add a note to an error of torch about the default process group."""
+    """Add a note with the remedy to torch's errors about the default process group."""
     if not isinstance(error, ValueError):
         return
     text = str(error)
@@ -237,7 +241,7 @@ def add_remedy(error: BaseException, item: pytest.Item) -> None:
     if RANK_CONTEXT in item.config.stash:
         remedy = _MARKED if _TWICE in text or lacks_group else None
     elif lacks_group and SETTINGS not in item.stash and "RANK" not in os.environ:
-        # Without a launcher, under which tests without this plugin make their own groups.
+        # Under a launcher, unmarked tests may create process groups without this plugin.
         remedy = _UNMARKED
     if remedy and remedy not in getattr(error, "__notes__", ()):
         error.add_note(remedy)

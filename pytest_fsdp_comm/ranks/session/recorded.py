@@ -1,4 +1,4 @@
-"""Merges what ranks recorded beside their outcomes: properties and warnings."""
+"""Merges the user properties and warnings of all ranks."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _Property = tuple[str, Any]
 def merge_user_properties(
     reports: Iterable[pytest.TestReport], results: Mapping[int, RankResult]
 ) -> None:
-    """Give each merged report of a phase the properties that every rank recorded."""
+    """Set the user properties of all ranks on each merged report."""
     for report in reports:
         by_rank = {
-            rank: [(name, value) for name, value in sent.report.get("user_properties", ())]
+            rank: [(name, value) for name, value in phase.report.get("user_properties", ())]
             for rank, result in results.items()
-            for sent in result.reports
-            if sent.report.get("when") == report.when and not sent.is_subtest
+            for phase in result.reports
+            if phase.report.get("when") == report.when and not phase.is_subtest
         }
         if by_rank:
             report.user_properties = merged_properties(by_rank)
 
 
 def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Property]:
-    """The properties of several ranks in order; a name whose values differ names the ranks, too."""
-    names = dict.fromkeys(name for recorded in by_rank.values() for name, _ in recorded)
+    """Merge properties in order; if ranks have different values, their names are added to it."""
+    names = dict.fromkeys(name for properties in by_rank.values() for name, _ in properties)
     merged: list[_Property] = []
     for name in names:
         values = {
-            rank: [value for recorded_name, value in recorded if recorded_name == name]
-            for rank, recorded in by_rank.items()
+            rank: [value for property_name, value in properties if property_name == name]
+            for rank, properties in by_rank.items()
         }
-        folded = list(fold_equal({rank: repr(own) for rank, own in values.items() if own}))
+        folded = list(fold_equal({rank: repr(texts) for rank, texts in values.items() if texts}))
         for ranks, _ in folded:
             label = name if len(folded) == 1 else f"{name} ({name_ranks(ranks)})"
             merged += [(label, value) for value in values[ranks[0]]]
@@ -47,14 +47,14 @@ def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Prope
 
 
 def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> None:
-    """Record each warning once, however many ranks gave it."""
-    for seen in dict.fromkeys(warning for result in results for warning in result.warnings):
+    """Record each warning once, even if several ranks raised it."""
+    for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
         config.hook.pytest_warning_recorded.call_historic(
             kwargs={
-                "warning_message": _rebuilt(seen),
-                "when": seen.when,
-                "nodeid": seen.nodeid,
-                "location": seen.location,
+                "warning_message": _rebuilt(warning),
+                "when": warning.when,
+                "nodeid": warning.nodeid,
+                "location": warning.location,
             }
         )
 

@@ -1,4 +1,4 @@
-"""Lets pytest-rerunfailures run a distributed test again, on fresh ranks."""
+"""Makes pytest-rerunfailures rerun a distributed test on new ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
 
-# Note [Reruns]: a rank that ran its test again on its own would meet collectives of ranks that did
-# not. So the plugin is off in ranks, and its protocol runs in the pytest process, where one attempt
-# is one set of ranks. It runs an attempt by its global name `runtestprotocol`, and keeps what it
-# knows of a failure in its wrapper of `pytest_runtest_makereport` (read in 16.7).
+# If one rank reran its test alone, its collectives would wait for the other ranks. So the plugin is
+# disabled in ranks, and its protocol runs in the pytest process, where each attempt has a new rank
+# set. The plugin calls its global `runtestprotocol` for each attempt, and stores the failure in its
+# wrapper of `pytest_runtest_makereport` (checked in 16.7).
 
 _CRASH = re.compile(
     r"(?:ranks? [\d, -]+: )?(?P<name>[A-Za-z_][\w.]*)(?::\s(?P<text>.*))?", re.DOTALL
@@ -26,7 +26,7 @@ _CRASH = re.compile(
 def run_with_reruns(
     item: pytest.Item, nextitem: pytest.Item | None, attempt: Callable[[], list[pytest.TestReport]]
 ) -> bool:
-    """Run and log a test by its attempts as the plugin decides; False if it leaves the test."""
+    """Let the plugin run and log the attempts of a test; False if it does not handle the test."""
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
     if plugin is None:
         return False
@@ -34,7 +34,7 @@ def run_with_reruns(
     def run_once(item: pytest.Item, **_: Any) -> list[pytest.TestReport]:
         reports = attempt()
         for report in reports:
-            # As if pytest had made it here.
+            # The wrapper expects the exception of this process, so rebuild one.
             error = rebuilt_error(report)
             excinfo = error and SimpleNamespace(value=error)
             wrapper = plugin.pytest_runtest_makereport(
@@ -54,21 +54,21 @@ def run_with_reruns(
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
-    """A stand-in for the exception that a merged report shows; None if nothing failed."""
+    """Return a stand-in for the exception in a merged report; None if nothing failed."""
     if not report.failed:
         return None
     crash = getattr(report.longrepr, "reprcrash", None)
     message = str(crash.message if crash is not None else report.longrepr)
     is_error = crash is not None and not has_headline(report)
-    found = _CRASH.fullmatch(message) if is_error else None
-    # pytest leaves out the name of an AssertionError that it explains.
+    match = _CRASH.fullmatch(message) if is_error else None
+    # pytest omits the name of an AssertionError that it explains.
     name, text = "AssertionError" if crash is not None else "RankFailure", message
-    if found and ("." in found["name"] or found["name"][0].isupper()):
-        name, text = found["name"].rpartition(".")[2], found["text"] or ""
+    if match and ("." in match["name"] or match["name"][0].isupper()):
+        name, text = match["name"].rpartition(".")[2], match["text"] or ""
     base = getattr(builtins, name, Exception)
     if not (isinstance(base, type) and issubclass(base, BaseException)):
         base = Exception
-    # A class made for it, since the plugin matches the name of the error's class.
+    # The plugin matches the name of the error's class, so make a class with that name.
     members = {"__init__": lambda _: None, "__str__": lambda _: text}
     error: BaseException = type(name, (base,), members)()
     return error

@@ -1,4 +1,4 @@
-"""Runs distributed tests from the pytest process: one at a time, each with one verdict."""
+"""Runs distributed tests from the pytest process, one at a time."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit
 from pytest_fsdp_comm.text.codec import load_tagged
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
-# Of all rank sets of this process: no two have the same temporary directories.
+# Shared by all runners of this process, since the numbers name temporary directories.
 _SET_NUMBERS: Final = itertools.count(1)
 
 
 class _NotStartedError(Exception):
-    """The system did not let ranks be started; the text says why."""
+    """Ranks could not be started; the text says why."""
 
 
 class RankRunner:
-    """Starts ranks, supervises them and reports for them; one in each pytest process."""
+    """Starts and supervises ranks, and reports their tests; one in each pytest process."""
 
     _directory: Path
-    """Holds a directory for each rank set."""
+    """The parent of each rank set's directory."""
     _slots: Slots
 
     def __init__(
@@ -79,25 +79,28 @@ class RankRunner:
         launched: RankServer | None = None,
         preloaded: Sequence[str] = (),
     ) -> None:
-        """Store the arguments, of a session after collection; `start` forks the server.
+        """Store the arguments; `start` forks the server.
 
-        `launched` are ranks that a launcher started; None starts them. Ranks find the modules
-        `preloaded` imported, beside torch's.
+        Args:
+            session: After collection.
+            extensions: Send values from ranks to this process.
+            launched: The ranks that a launcher started; None to start them here.
+            preloaded: Modules that the fork server imports in addition to torch.
         """
         self._session = session
         self._preloaded = preloaded
         self._extensions = extensions
         self._launched = launched
-        # Where xdist's workers share ranks and GPUs; None if this is the only process.
+        # The directory through which xdist's workers share ranks and GPUs; None without xdist.
         self._shared_slots = _shared_slots(session.config)
         self._indices = {item: index for index, item in enumerate(session.items)}
-        self._server: RankServer | None = None  # with what `_start_server` makes beside it
+        self._server: RankServer | None = None
         self._terminal: tuple[int, ...] = ()
-        self._kept: Supervision | None = None
+        self._supervision: Supervision | None = None
         self._random_state: object = None
         self._problems: list[str] = []
         self._unpreparable = ""
-        # Why ranks are started as new processes; empty if they are forked.
+        # Why ranks are new processes; empty if they are forked.
         self._fallback_reason = ""
 
     def start(self) -> None:
@@ -108,7 +111,7 @@ class RankRunner:
         self._start_server()
 
     def _start_server(self) -> None:
-        # What a launcher started is its own bound, and has its GPUs by the local rank.
+        # The launcher limits the number of its ranks, and each uses the GPU of its local rank.
         is_bounded = self._launched is None
         options, gpus = self._session.config.stash[OPTIONS], self._gpus() if is_bounded else ()
         with contextlib.ExitStack() as undo:
@@ -129,8 +132,8 @@ class RankRunner:
                     self._prepare_ranks,
                     directory,
                     self._preloaded,
-                    # torch costs 2 CPU seconds, and perhaps this xdist worker gets no such test.
-                    # With slots it would be imported while the other workers wait for theirs.
+                    # Importing torch takes 2 CPU seconds, and this xdist worker may get no
+                    # distributed test. With slots, other workers would wait during the import.
                     is_lazy=self._shared_slots is not None and not (gpus or options.rank_slots),
                 )
             undo.pop_all()
@@ -144,7 +147,7 @@ class RankRunner:
             )
 
     def _close_server(self) -> int | None:
-        """End the fork server; return how, as `ForkServer.close`."""
+        """End the fork server; return its exit status, as `ForkServer.close` does."""
         server, self._server = self._server, None
         if server is None:
             return None
@@ -154,18 +157,17 @@ class RankRunner:
             remove_directory(self._directory)
 
     def _replace_server(self) -> str:
-        """Start a fork server in place of one that has died; say how that ended."""
+        """Replace a fork server that has died; return how it ended, in words."""
         status = self._close_server()
         self._start_server()
-        if not status:  # also where a test waited for any child
+        if not status:  # also if a test has reaped the server, as os.wait() does
             return "has ended"
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
     def _gpus(self) -> tuple[str, ...]:
         settings = (item.stash.get(SETTINGS, None) for item in self._session.items)
-        if not any(found is not None and gpus_of(found) for found in settings):
-            # Counting them imports torch here.
-            return ()
+        if not any(setting is not None and gpus_of(setting) for setting in settings):
+            return ()  # counting GPUs would import torch in this process
         return visible_gpu_names(os.environ, visible_gpu_count())
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -177,7 +179,7 @@ class RankRunner:
             for report in attempt():
                 hook.pytest_runtest_logreport(report=report)
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        # Fixtures of wider scope that tests without ranks set up here end as without this plugin.
+        # Tear down fixtures of wider scope that tests without ranks have set up in this process.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
 
     def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
@@ -191,7 +193,9 @@ class RankRunner:
             are_forked=not (self._launched or self._fallback_reason),
         )
         replay_warnings(item.config, results.values())
-        exits = {rank: one.session_exit for rank, one in results.items() if one.session_exit}
+        exits = {
+            rank: result.session_exit for rank, result in results.items() if result.session_exit
+        }
         if exits:
             _exit_session(item, exits, reports)
             return reports
@@ -204,13 +208,13 @@ class RankRunner:
         try:
             self._end_ranks(is_hurried=was_interrupted)
         finally:
-            # Also where xdist interrupts a worker whose session has ended; the server cannot do it
-            # while this process still counts as a user of what it would remove.
+            # Also if xdist interrupts a worker whose session has ended. The server cannot remove
+            # the directory while this process still uses it.
             self._close_server()
-        # What no test's report can hold.
+        # No test is left that could report these.
         for problem in self._problems:
-            shown = printable(problem, "\n")
-            sys.stderr.write(f"fsdp-comm: {shown}\n")
+            text = printable(problem, "\n")
+            sys.stderr.write(f"fsdp-comm: {text}\n")
         for descriptor in self._terminal:
             os.close(descriptor)
         self._terminal = ()
@@ -221,11 +225,11 @@ class RankRunner:
         return template.run_rank
 
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
-        """What follows a test on its ranks, given the session's next; see Note [Kept ranks]."""
+        """Return what ranks do after `item`, given the next test; see Note [Kept ranks]."""
         settings = item.stash[SETTINGS]
         if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
-            # Launched ranks always go on, and ranks that hold slots are kept only for a test that
-            # follows at once.
+            # Launched ranks are never replaced. Ranks that hold slots are kept only for a test that
+            # follows immediately.
             return NextTest(is_none=False)
         if settings.scope == "test":
             return NextTest()
@@ -235,7 +239,7 @@ class RankRunner:
             if SETTINGS in candidate.stash:
                 suits = candidate.stash[SETTINGS] == settings
                 return NextTest(index=index, is_none=False) if suits else NextTest()
-            # A test without ranks leaves them as they are.
+            # A test without ranks does not affect them: look at the one after it.
             candidate = items[index + 1] if index + 1 < len(items) else None
         return NextTest()
 
@@ -259,7 +263,7 @@ class RankRunner:
         try:
             try:
                 ranks = self._begin(item, nextitem)
-                # From here on: waiting for slots was not the test's fault.
+                # Time spent waiting for slots does not count as the test's time.
                 started_at = time.monotonic()
                 try:
                     with kept_foreground(self._terminal):
@@ -275,35 +279,35 @@ class RankRunner:
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
-                # Not within the handler: in ranks of the next server, each exception would have
-                # this one as its context.
+                # Outside the handler: this forks the next server, in whose ranks each exception
+                # would otherwise have this one as its context.
                 results = self._lose_ranks(item, died, began_at)
             keeps = (
                 item.stash[SETTINGS].scope == "module"
-                # A new process collects one test.
+                # A spawned rank has collected only this test.
                 and not self._fallback_reason
-                and self._kept is not None
-                and self._kept.is_reusable
-                # Other processes could use the slots of ranks that are kept; see Note [Slots].
+                and self._supervision is not None
+                and self._supervision.is_reusable
+                # Another process may need the slots that kept ranks hold; see Note [Slots].
                 and (
                     self._shared_slots is None
-                    or not self._is_bounded(self._kept.spec.settings)
-                    or (self._suits(self._kept, nextitem) and not self._slots.are_wanted())
+                    or not self._is_bounded(self._supervision.spec.settings)
+                    or (self._suits(self._supervision, nextitem) and not self._slots.are_wanted())
                 )
             )
         except BaseException:
-            # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
+            # For example Ctrl-C: the user waits, and no rank may outlive its test.
             self._end_ranks(is_hurried=True)
             raise
         if not keeps:
             self._end_ranks()
         return results
 
-    def _suits(self, kept: Supervision, item: pytest.Item | None) -> bool:
+    def _suits(self, supervision: Supervision, item: pytest.Item | None) -> bool:
         return (
             item is not None
-            and kept.spec.settings == item.stash.get(SETTINGS, None)
-            and _module(self._session.items[kept.spec.item_index]) is _module(item)
+            and supervision.spec.settings == item.stash.get(SETTINGS, None)
+            and _module(self._session.items[supervision.spec.item_index]) is _module(item)
         )
 
     def _is_bounded(self, settings: DistributedSettings) -> bool:
@@ -311,31 +315,32 @@ class RankRunner:
 
     def _begin(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
         index = self._indices[item]
-        kept = self._kept
+        supervision = self._supervision
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
         if (
-            kept is not None
-            and self._suits(kept, item)
-            and kept.can_run(index)
-            and not kept.server.has_died
+            supervision is not None
+            and self._suits(supervision, item)
+            and supervision.can_run(index)
+            and not supervision.server.has_died
         ):
-            kept.begin_next(index, self._next_test(nextitem, item))
-            return kept
-        # Before waiting for slots: kept ranks hold some.
+            supervision.begin_next(index, self._next_test(nextitem, item))
+            return supervision
+        # Kept ranks may hold the slots that the new ones wait for.
         self._end_ranks()
         if self._server is not None and self._server.has_died:
             if self._launched:
                 raise _NotStartedError("a rank was lost in an earlier test")
             self._replace_server()
         try:
-            self._kept = self._start_ranks(item, nextitem)
+            self._supervision = self._start_ranks(item, nextitem)
         except OSError as error:
-            # A server that cannot prepare ranks says why, and removes the directory.
+            # A server that cannot prepare ranks removes the directory, which fails here. Then this
+            # raises the server's reason.
             if self._server is not None:
                 self._server.exit_statuses()
             raise _NotStartedError(str(error)) from None
-        return self._kept
+        return self._supervision
 
     def _lose_ranks(
         self, item: pytest.Item, error: ServerDiedError | _NotStartedError, began_at: float
@@ -344,7 +349,7 @@ class RankRunner:
         if isinstance(error, _NotStartedError):
             text = f"could not be started: {error}"
         elif reason := str(error):
-            # The next one, whose start takes seconds, would fail like it.
+            # Another server would fail in the same way, after seconds.
             self._unpreparable = reason
             text = f"could not be prepared: {reason}"
         else:
@@ -381,26 +386,26 @@ class RankRunner:
         return Supervision(spec, self._server, connections, config)
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
-        """End the rank set; unless hurried, the next report names ranks that do not go."""
-        ended, self._kept = self._kept, None
-        if ended is not None:
-            problems, unended = ended.end(HURRIED_S if is_hurried else PATIENCE_S)
+        """End the rank set, if any; unless hurried, the next report lists ranks that do not end."""
+        supervision, self._supervision = self._supervision, None
+        if supervision is not None:
+            problems, unended = supervision.end(HURRIED_S if is_hurried else PATIENCE_S)
             self._problems += problems if is_hurried else [*problems, *unended]
 
     def _extended(
         self, item: pytest.Item, results: Mapping[int, RankResult], reports: list[pytest.TestReport]
     ) -> list[pytest.TestReport]:
-        """Give the extensions what their ranks sent; their problems fail the test."""
-        # As expected, too: a comparison is no news then either.
+        """Pass the payloads of all ranks to the extensions; their problems fail the test."""
+        # An xfail counts as a failure here, because the test did not run to its end either.
         has_failed = any(
             report.failed or (report.skipped and hasattr(report, "wasxfail")) for report in reports
         )
         problems, self._problems = self._problems, []
         has_passed = not problems and all(report.passed for report in reports)
         for index, extension in enumerate(self._extensions):
-            known = {extension.payload_type.__name__: extension.payload_type}
+            types = {extension.payload_type.__name__: extension.payload_type}
             payloads = {
-                rank: load_tagged(known, result.payloads[index])
+                rank: load_tagged(types, result.payloads[index])
                 for rank, result in results.items()
                 if result.payloads is not None
             }
@@ -422,13 +427,13 @@ class RankRunner:
 def _exit_session(
     item: pytest.Item, exits: Mapping[int, SessionExit], reports: Sequence[pytest.TestReport]
 ) -> None:
-    """End the session as ranks ended it; the reason names them, unless it is that of all."""
-    reasons = fold_equal({rank: one.reason for rank, one in exits.items()})
+    """End the session as the ranks did; the reason names them, unless all ranks gave the same."""
+    reasons = fold_equal({rank: session_exit.reason for rank, session_exit in exits.items()})
     text = "; ".join(f"{name_ranks(ranks)}: {reason}" for ranks, reason in reasons)
     if len(reasons) == 1 and len(exits) == len(item.stash[SETTINGS].ranks):
         text = reasons[0][1]
     if hasattr(item.config, "workerinput"):
-        # xdist takes a worker that exits for a crashed one, and fails at an exit status of its own.
+        # xdist would report a worker that exits as crashed, and cannot handle its exit status.
         item.session.shouldstop = text
         return
     for report in reports:
@@ -446,11 +451,9 @@ def _show_remark(config: pytest.Config, text: str) -> None:
 
 
 def _limit_of(item: pytest.Item) -> tuple[float, str]:
-    """How many seconds a test may take, and that in words."""
-    own, of_plugin = item.stash[SETTINGS].timeout_s, item.stash.get(PLUGIN_TIMEOUT_S, math.inf)
-    return min(own, of_plugin), (
-        f"{own:g} s" if own <= of_plugin else f"{of_plugin:g} s (pytest-timeout)"
-    )
+    """Return the test's time limit in seconds, and in words."""
+    ours, theirs = item.stash[SETTINGS].timeout_s, item.stash.get(PLUGIN_TIMEOUT_S, math.inf)
+    return min(ours, theirs), f"{ours:g} s" if ours <= theirs else f"{theirs:g} s (pytest-timeout)"
 
 
 def _module(item: pytest.Item) -> pytest.Module | None:
@@ -473,5 +476,5 @@ def _shared_slots(config: pytest.Config) -> Path | None:
         return None
     directory = resolve_basetemp(config)
     if config.pluginmanager.has_plugin("tmpdir"):
-        directory = directory.parent  # of all workers
+        directory = directory.parent  # shared by all workers
     return directory / f"fsdp-comm-slots-{run}"

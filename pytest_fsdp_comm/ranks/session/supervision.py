@@ -1,4 +1,4 @@
-"""Watches one test on its ranks: collects what they send, and ends them at the deadline."""
+"""Supervises the ranks of a test: receives their reports, and stops them at the deadline."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from pytest_fsdp_comm.ranks.wire.results import (
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
-# Once a rank has failed, the others fail within a second of it (their connections close) or hang.
-# One that compares with a snapshot or formats its failure waits for nobody, and may take longer.
+# Once a rank has failed, the others fail within a second (their connections close), or they hang. A
+# rank that compares with a snapshot or formats its failure waits for nobody, and gets more time.
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
-# A thread of the rank answers as soon as it gets the GIL, and a processor: ranks may share few.
+# The watchdog needs the GIL and a core to answer, and ranks may share few cores.
 _ANSWER_S = 1.0
-# Reading the groups takes processor time of each rank, and ranks may share few cores.
+# Reading the groups takes CPU time in each rank.
 _GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
-# A rank that begins a message sends it whole, unless it is ended or stopped.
+# A rank that has begun a message sends all of it, unless it is killed or stopped.
 _STALLS_S = 5.0
-# A rank that goes on sending is not listened to for ever.
+# A limit for ranks that never cease to send.
 _DRAINED_MESSAGES = 1000
 
 _Channel: TypeAlias = Channel[messages.RankMessage]
 
 
 class Supervision:
-    """One rank set that lives, and what is known of it in the tests that it runs."""
+    """A running rank set, and the results of its current test."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Supervision:
             self._watchdogs[rank] = Channel(watchdog, stalls_s=_STALLS_S)
             self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
-        # What reports of the tests before hold of each log.
+        # By rank and stream: how many bytes of the log are in reports of earlier tests.
         self._reported: dict[int, Mapping[str, int]] = {}
         self._echoed: Counter[tuple[int, str]] = Counter()
         self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
@@ -86,11 +86,11 @@ class Supervision:
         self._questions = 0
         self._begin(spec.next_test)
 
-    # Note [Kept ranks]: with scope="module" ranks run several tests. If the next one is sure to run
-    # on these ranks, or on none, they keep the fixtures that both share, as pytest would. After a
-    # test that all of them passed, with the process group as it was, they wait: for `RunTest`, for
-    # `EndTests` where the next test does not follow after all, or to be killed. What fails as those
-    # fixtures end late becomes a problem of the next test.
+    # Note [Kept ranks]: with scope="module", ranks run several tests. If the next test can only run
+    # on these ranks, they keep the fixtures that it shares with this one, as pytest does. If all
+    # ranks pass and still have their process group, they wait for `RunTest`, for `EndTests` (the
+    # next test does not run after all), or to be killed. A failure in the teardown of kept fixtures
+    # is reported with the next test.
 
     def _begin(self, next_test: messages.NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
@@ -99,10 +99,10 @@ class Supervision:
         self._look_at, self._look_after_s = 0.0, GRACE_S
         self._next_test = next_test
         self.is_reusable = False
-        """Whether all ranks finished the last test and wait for another."""
+        """Whether all ranks passed the last test and wait for another one."""
 
     def begin_next(self, item_index: int, next_test: messages.NextTest) -> None:
-        """Give another test to the same ranks; `run` watches it."""
+        """Start another test on the same ranks; `run` supervises it."""
         self._reported = {
             rank: result.reports[-1].nbytes_reported for rank, result in self._results.items()
         }
@@ -117,10 +117,14 @@ class Supervision:
         progress_after_s: float = math.inf,
         nodeid: str = "",
     ) -> dict[int, RankResult]:
-        """Return what each rank did, once all finished, one failed a while ago, or time ran out.
+        """Wait until the test is over on all ranks, or stop them; return the result of each rank.
 
-        Time runs out `timeout_s` after `started_at` (`time.monotonic`). Progress is shown after a
-        while, and then at each doubling.
+        Args:
+            started_at: `time.monotonic` at the start of the test.
+            timeout_s: Time limit, in seconds after `started_at`.
+            progress_after_s: When to print where ranks are; again each time the elapsed time has
+                doubled.
+            nodeid: The test's name, to print.
         """
         results = self._results.values()
         deadline = started_at + timeout_s
@@ -130,19 +134,19 @@ class Supervision:
             now = time.monotonic()
             if any(result.is_debugging and not result.is_over for result in results):
                 was_debugged = True
-                # Even if a rank has failed, it is the debugger's turn.
+                # No rank is stopped while somebody debugs, even if another rank has failed.
                 grace_ends_at = None
                 self._wait(_POLL_S)
                 continue
             if grace_ends_at is None and any(result.has_failed for result in results):
                 grace_ends_at = now + GRACE_S
-            # Time in a debugger is not the test's, and how much it was no longer matters.
+            # A test that was debugged has no deadline any more.
             if now > deadline and not was_debugged:
                 has_failed = grace_ends_at is not None
                 self._stop(Stopped.AFTER_FAILURE if has_failed else Stopped.AT_DEADLINE)
                 break
             if grace_ends_at is not None and now > grace_ends_at:
-                running = [rank for rank, one in self._results.items() if not one.is_over]
+                running = [rank for rank, result in self._results.items() if not result.is_over]
                 if not any(position.is_reporting for position in self._ask(running).values()):
                     self._stop(Stopped.AFTER_FAILURE)
                     break
@@ -160,8 +164,8 @@ class Supervision:
 
     def _finish(self) -> None:
         results = self._results.values()
-        # Once more: a rank may have failed and ended in one turn, and others wait for it. Those
-        # that failed say what they called; where ranks were stopped, all have.
+        # Ranks that were stopped have been located already. Otherwise ask failed ranks now, because
+        # the report compares the collectives that they called last.
         has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
             self._locate()
@@ -175,17 +179,21 @@ class Supervision:
             for result in results
         )
         if not self.is_reusable:
-            # The fixtures that they kept end with this test, and what fails then is its failure.
+            # Tear down kept fixtures now, so that their failures are failures of this test.
             self._end_tests()
-        self._note_what_was_left()
+        self._read_unreported()
 
     def can_run(self, item_index: int) -> bool:
-        """Whether the ranks expect a test, after one that they passed."""
+        """Return whether the ranks wait for this test, after one that they passed."""
         expected = self._next_test
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
-        """Kill the rank set; return the problems of kept fixtures, and of ranks that do not go."""
+        """Kill the rank set.
+
+        Returns:
+            Failures in the teardown of kept fixtures, and ranks that SIGKILL did not end.
+        """
         problems = self._late_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
@@ -206,9 +214,11 @@ class Supervision:
         ]
 
     def _late_problems(self) -> list[str]:
-        """What failed in ranks as fixtures end that had been kept for another test."""
-        # What the test did has been reported: these are only the reports of what comes now.
-        self._results = {rank: replace(one, reports=()) for rank, one in self._results.items()}
+        """Tear down the fixtures that ranks kept for another test; describe what fails."""
+        # The reports so far have been logged with their test; collect only new ones.
+        self._results = {
+            rank: replace(result, reports=()) for rank, result in self._results.items()
+        }
         self._end_tests()
         late = {
             rank: _crash_text(report)
@@ -223,20 +233,20 @@ class Supervision:
         ]
 
     def _end_tests(self) -> None:
-        """Let the ranks that wait for another test end what they kept for it, for a second."""
+        """Give ranks that wait for another test a second to tear down the fixtures kept for it."""
         if self._next_test.is_none:
             return
         self._next_test = messages.NextTest()
         waiting = {rank for rank, result in self._results.items() if result.is_done}
         self._tell(waiting - self._exited, messages.EndTests())
         until = time.monotonic() + GRACE_S
-        with contextlib.suppress(ServerDiedError):  # and with it the ranks
+        with contextlib.suppress(ServerDiedError):  # then the ranks are dead, too
             while waiting - self._exited - self._have_ended_tests and time.monotonic() < until:
                 self._wait(_POLL_S)
 
     def _tell(self, ranks: Iterable[int], message: messages.RunTest | messages.EndTests) -> None:
         for rank in ranks:
-            with contextlib.suppress(OSError):  # it has died, which will be noticed
+            with contextlib.suppress(OSError):  # the rank has died; `_note_ends` will notice
                 self._channels[rank].send(message)
 
     def _wait(self, timeout_s: float) -> None:
@@ -244,7 +254,7 @@ class Supervision:
         for key, _ in events:
             if key.data is not None:
                 self._read(key.data)
-        # Where nothing happens, it is checked to be sure.
+        # Also check after each timeout.
         if not events or any(key.fileobj is self.server for key, _ in events):
             self._note_ends()
         self._echo()
@@ -252,9 +262,9 @@ class Supervision:
     def _note_ends(self) -> None:
         for rank, status in self.server.exit_statuses().items():
             if rank not in self._exited:
-                # Note [Dead ranks are read first]: what a rank sent before its end is still in the
-                # socket, and may say that it finished the test, or why it failed. So none is
-                # called dead, or stopped, before its connection has been read to the end.
+                # Note [Dead ranks are read first]: the last messages of a dead rank are still in
+                # the socket, and may say that it finished the test, or why it failed. So read all
+                # of them before the rank counts as dead or stopped.
                 self._drain(rank)
                 self._exited.add(rank)
                 if not self._results[rank].is_done:
@@ -262,7 +272,7 @@ class Supervision:
                     self._results[rank].ended_at = time.time()
 
     def _drain(self, rank: int) -> None:
-        """Read what a rank has sent; see Note [Dead ranks are read first]."""
+        """Read all messages that a rank has sent; see Note [Dead ranks are read first]."""
         channel = self._channels[rank]
         for _ in range(_DRAINED_MESSAGES):
             if channel.is_closed or not channel.connection.poll(0):
@@ -308,49 +318,52 @@ class Supervision:
             case messages.TestsEnded():
                 self._have_ended_tests.add(result.rank)
             case messages.PositionAnswer():
-                raise CodecError(f"expected what a rank reports, got {type(message).__name__}")
+                raise CodecError(f"expected a report of a rank, got {type(message).__name__}")
 
     def _stop(self, why: Stopped) -> None:
-        """Note where the ranks are that still run, then leave them to `end`."""
-        # See Note [Dead ranks are read first]: on a busy machine they may have ended the test.
+        """Mark ranks that still run as stopped, and record where they are; `end` kills them."""
+        # On a busy machine a rank may have finished: Note [Dead ranks are read first].
         running = [result for result in self._results.values() if not result.is_over]
         for result in running:
             self._drain(result.rank)
         self._locate()
         for result in running:
-            # Not past the deadline: the question where it is may have freed it.
+            # Not after the deadline: SIGUSR1 may have interrupted the call that held a rank.
             if why is Stopped.AFTER_FAILURE and not result.is_over:
                 self._drain(result.rank)
             if not result.is_over:
                 result.stopped, result.ended_at = why, time.time()
 
     def _locate(self) -> None:
-        # Note [Locating ranks]: a rank's watchdog, a thread, answers where the rank is. The first
-        # question is for what is quick to read, so that the positions are of one moment; the second
-        # for the groups, which takes processor time. Ranks that do not answer, as Python code holds
-        # the GIL, get a signal whose handler dumps the stack; last, since it may interrupt what a
-        # rank waits in. One that answers after that, from the same place, was only slow.
+        # Note [Locating ranks]: each rank has a watchdog thread that answers where the rank is. Ask
+        # first for what is quick to read, so that all positions are of the same moment, then for
+        # the groups, which takes CPU time. A rank does not answer while its code holds the GIL: it
+        # gets a signal whose handler dumps the stack. That comes last, because a signal may
+        # interrupt the call that a rank waits in. A rank that answers afterwards, from the same
+        # place, was only slow.
         results = self._results
-        found = self._ask(results)
-        silent = [rank for rank, one in results.items() if rank not in found and not one.is_over]
-        able = [rank for rank, one in results.items() if rank in found or one.is_done]
-        found |= self._ask(able, within_s=_GROUPS_S, with_groups=True)
-        found |= self._dump_stacks(silent)
-        for rank, position in found.items():
+        positions = self._ask(results)
+        silent = [
+            rank for rank, result in results.items() if rank not in positions and not result.is_over
+        ]
+        able = [rank for rank, result in results.items() if rank in positions or result.is_done]
+        positions |= self._ask(able, within_s=_GROUPS_S, with_groups=True)
+        positions |= self._dump_stacks(silent)
+        for rank, position in positions.items():
             results[rank].position = position
 
     def _dump_stacks(self, silent: Collection[int]) -> dict[int, Position]:
-        """Find out where ranks are whose watchdog cannot run; see Note [Locating ranks]."""
+        """Locate ranks whose watchdog cannot run; see Note [Locating ranks]."""
         for rank in silent:
             self.server.send_signal(rank, signal.SIGUSR1)
         until = time.monotonic() + _DUMP_S
         dumped = {}
         for rank in silent:
             frames = read_dump(self.spec.stacks_path(rank), until=until)
-            place = next((frame for frame in frames if frame.is_users), None)
+            user = next((frame for frame in frames if frame.is_users), None)
             dumped[rank] = Position(
-                site=place.site if place else "",
-                code=place.code if place else "",
+                site=user.site if user else "",
+                code=user.code if user else "",
                 stack=show_stack(frames),
                 activity=Activity.HOLDS_GIL if frames else Activity.SILENT,
             )
@@ -360,7 +373,7 @@ class Supervision:
     def _ask(
         self, ranks: Collection[int], *, within_s: float = _ANSWER_S, with_groups: bool = False
     ) -> dict[int, Position]:
-        """Ask ranks where they are now; those that do not answer in time are missing."""
+        """Ask ranks where they are; return the positions of those that answer in time."""
         self._questions += 1
         for rank in ranks:
             with contextlib.suppress(OSError):
@@ -369,28 +382,28 @@ class Supervision:
                 )
                 self._watchdogs[rank].send(question)
         until = time.monotonic() + within_s
-        found = {}
+        positions = {}
         for rank in ranks:
             with contextlib.suppress(OSError, CodecError):
-                # The children of a dead rank may keep its socket open.
+                # Do not wait for a dead rank, whose children may keep its socket open.
                 while answer := self._watchdogs[rank].receive(
                     within_s=0.0 if rank in self._exited else until - time.monotonic()
                 ):
-                    # An earlier question may have been answered after its time.
+                    # Skip late answers to earlier questions.
                     if (
                         isinstance(answer, messages.PositionAnswer)
                         and answer.number == self._questions
                     ):
-                        found[rank] = answer.position
+                        positions[rank] = answer.position
                         if self._results[rank].is_done:
-                            found[rank] = replace(found[rank], activity=Activity.HAS_ENDED)
+                            positions[rank] = replace(positions[rank], activity=Activity.HAS_ENDED)
                         break
-        return found
+        return positions
 
     def _is_any_stranded(self, now: float) -> bool:
-        """Whether a rank waits for one that has finished the test; look now and then."""
-        # A rank may go on for long after another, to write a file say. It cannot where it waits in
-        # a collective that the other never issued. To be sure, it must wait in it a second later.
+        """Return whether a rank waits for one that has finished the test; check now and then."""
+        # A rank may run long after another has finished, to write a file say. But it cannot finish
+        # a collective that the other never called. It has to wait there in two checks in a row.
         if not any(result.is_done for result in self._results.values()):
             self._look_at = now + self._look_after_s
         if now < self._look_at:
@@ -406,7 +419,7 @@ class Supervision:
         return True
 
     def _show_progress(self, nodeid: str, after_s: float) -> None:
-        """Write that a test still runs, and where its ranks are that answered."""
+        """Print that a test is still running, and where its ranks are."""
         sites = {
             rank: "done"
             if position.activity is Activity.HAS_ENDED
@@ -421,7 +434,7 @@ class Supervision:
         )
 
     def show_interrupt(self, nodeid: str, after_s: float) -> None:
-        """Write which test Ctrl-C interrupted, and where its ranks are."""
+        """Print which test Ctrl-C interrupted, and where its ranks are."""
         if self._reporter is not None:
             self._locate()
             self._reporter.ensure_newline()
@@ -430,31 +443,31 @@ class Supervision:
                 self._reporter.write_line(printable(line))
 
     def _echo(self) -> None:
-        """Show what ranks have added to the logs that are followed."""
+        """Print the lines that ranks have added to the logs in `RankSetSpec.echoes`."""
         for rank, stream in itertools.product(self.spec.settings.ranks, self.spec.echoes):
             with (
-                contextlib.suppress(FileNotFoundError),  # not yet, or no longer
+                contextlib.suppress(FileNotFoundError),  # not made yet, or removed
                 self.spec.log_path(rank, stream).open("rb") as file,
             ):
                 file.seek(self._echoed[rank, stream])
                 data = file.read()
-                # The rest of the last line is still to come.
-                whole = data[: data.rfind(b"\n") + 1]
-                self._echoed[rank, stream] += len(whole)
-                if whole and self._reporter is not None:
+                # Print an incomplete last line later.
+                lines = data[: data.rfind(b"\n") + 1]
+                self._echoed[rank, stream] += len(lines)
+                if lines and self._reporter is not None:
                     self._reporter.ensure_newline()
-                for line in whole.decode("utf-8", "backslashreplace").splitlines():
+                for line in lines.decode("utf-8", "backslashreplace").splitlines():
                     sys.stdout.write(f"[rank {rank}] {line}\n")
                 sys.stdout.flush()
 
-    def _note_what_was_left(self) -> None:
+    def _read_unreported(self) -> None:
         for rank, result in self._results.items():
             for stream in () if result.is_done else _STREAMS:
                 with (
                     contextlib.suppress(FileNotFoundError),
                     self.spec.log_path(rank, stream).open("rb") as file,
                 ):
-                    # From where on no report holds what the rank printed.
+                    # Read from where the last report ends.
                     reported = self._reported.get(rank, {})
                     if result.reports:
                         reported = result.reports[-1].nbytes_reported
@@ -464,7 +477,7 @@ class Supervision:
                         result.unreported[stream] = read_kept(file.fileno(), [(start, end)])
 
 
-def _crash_text(sent: PhaseReport) -> str:
-    longrepr = sent.report["longrepr"]
+def _crash_text(phase: PhaseReport) -> str:
+    longrepr = phase.report["longrepr"]
     crash = longrepr.get("reprcrash") if isinstance(longrepr, dict) else None
     return str(crash["message"] if crash else longrepr)

@@ -1,4 +1,4 @@
-"""Merges what the ranks did with one test into the reports of one test; the worst outcome wins."""
+"""Merges the reports of all ranks into one set of reports for the test; a failure wins."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 
-# Note [First failure leads]: of several failures the first is the cause, and others are often only
-# its echo ("connection closed by peer"). So failures are sorted by their time on their ranks, but
-# echoes come last, since a death is noticed later than its closed connections; so the text does not
-# claim that another rank failed before one that died. A rank that is lost with the process that
-# should report on it comes first, and one that only took too long comes after all.
+# Note [First failure leads]: if several ranks fail, the first failure is the cause, and the others
+# are often only echoes of it ("connection closed by peer"). So failures are sorted by time, echoes
+# last. Peers notice closed connections before the supervisor notices the death behind them, so the
+# report must not say that another rank failed before one that died. A rank that was lost with its
+# fork server or machine comes first. A rank that only ran out of time comes last.
 
-# What gloo and NCCL say where they give up; read in torch 2.13.
-_GAVE_UP = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")
-# What libstdc++ prints of the exception that ends a process.
+# Errors of gloo and NCCL when a peer is gone or a call fails (checked in torch 2.13).
+_BACKEND_ERROR = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")
+# libstdc++ prints this when an uncaught exception ends the process.
 _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
 
 _LOST_THREADS = (
@@ -43,13 +43,13 @@ _IS_AT = "{ranks} {is} at (innermost frame first):"
 _WAS_RUNNING = "{ranks} {was} still running when the test was stopped, at:"
 _WAS_REPORTING = "{ranks} {was} stopped while formatting {its} failure report; {its} failure is at:"
 
-# In pytest's serialized reports of a subtest, with ``msg`` and ``kwargs`` (read in 8.4 to 9.2).
+# The key of ``msg`` and ``kwargs`` in pytest's serialized report of a subtest (8.4 to 9.2).
 _CONTEXT = "_subtest.context"
 
 _PHASES: tuple[When, ...] = ("setup", "call", "teardown")
 
 _Outcome = tuple[str, str]
-"""What a test on one rank came to, and why it was skipped, if it was."""
+"""The outcome of a test on one rank, and the reason if it was skipped."""
 _SKIPPED = "skipped"
 
 _Subtest = tuple[When, pytest.TestReport]
@@ -60,13 +60,13 @@ class _Ran:
     result: RankResult
     phases: dict[When, pytest.TestReport] = field(default_factory=dict)
     subtests: dict[tuple[str, int], _Subtest] = field(default_factory=dict)
-    """By name and arguments, and how often they came before on the rank."""
+    """By name, and how many subtests with the same name ran before it on the rank."""
 
     @property
     def unfinished(self) -> When:
-        """The phase in which the rank was last."""
+        """The phase that the rank was in last."""
         if isinstance(self.result.status, str):
-            return "call"  # which it was in, if any, is unknown
+            return "call"  # the rank was lost; its phase is unknown
         return next((when for when in _PHASES if when not in self.phases), "teardown")
 
     @property
@@ -82,15 +82,15 @@ class _Failure:
     rank: int
     when: When
     at: float
-    """`time.time` on the rank; -inf if it is lost, inf if only slow: Note [First failure leads]."""
+    """`time.time` on the rank; -inf if lost, inf if out of time: Note [First failure leads]."""
     report: pytest.TestReport | None = None
     """None if the rank died."""
     text: str
-    """What happened to the rank, to be read after its name."""
+    """What happened to the rank; follows its name in the report."""
     hangs_at: str = ""
-    """As `HANGS_AT` has it; empty if it did not hang, or nobody knows where."""
+    """The value of `HANGS_AT`; empty if the rank did not hang, or the line is unknown."""
     is_echo: bool = False
-    """Whether the backend gave up, for what another rank did."""
+    """Whether it is an error of the backend, caused by another rank."""
 
 
 def merge_reports(
@@ -101,9 +101,17 @@ def merge_reports(
     limit: str,
     are_forked: bool,
 ) -> list[pytest.TestReport]:
-    """Make reports to log: set-up, call unless set-up ended the test, teardown; subtests first.
+    """Merge the reports of all ranks into those that pytest logs for the test.
 
-    `limit` is how long the test may take, in words.
+    Args:
+        item: The test.
+        results: By rank.
+        load: Deserializes a report.
+        limit: The test's time limit in words, such as ``120 s``.
+        are_forked: Whether ranks are forks, which lack the threads of their parent.
+
+    Returns:
+        One report for each phase that ran, each after the subtests that ran in the phase.
     """
     ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
     subtests = _merged_subtests(ranks)
@@ -114,41 +122,42 @@ def merge_reports(
         if report.failed
     ]
     failures = sorted(
-        # Deaths come before what came at the same time.
+        # The sort is stable, so at equal times deaths come first.
         [
             *_deaths(ranks),
             *raised,
             *_timeouts(ranks, limit, are_forked=are_forked),
         ],
-        key=lambda one: (
-            one.at == math.inf,
-            one.is_echo,
-            one.is_echo and one.report is not None,
-            one.at,
+        key=lambda failure: (
+            failure.at == math.inf,
+            failure.is_echo,
+            failure.is_echo and failure.report is not None,
+            failure.at,
         ),
     )
     failures = _explained_first(failures)
     exited = [ran for ran in ranks.values() if ran.result.session_exit is not None]
-    if exited and all(one.is_echo for one in failures):
+    if exited and all(failure.is_echo for failure in failures):
         failures = []
-    # Before any report gets the sections of all ranks: a phase that a rank did not end shows those
-    # of the phase before.
+    # Read the sections before any report gets those of all ranks: for a phase that a rank did not
+    # finish, they come from its previous phase.
     sections = {when: _sections(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
-        present = [ran.phases[when] for ran in ranks.values() if when in ran.phases]
-        blamed = [one for one in failures if (one.when == "teardown") == (when == "teardown")]
+        reports = [ran.phases[when] for ran in ranks.values() if when in ran.phases]
+        is_teardown = when == "teardown"
+        blamed = [failure for failure in failures if (failure.when == "teardown") == is_teardown]
         if blamed and blamed[0].when == when:
             report = _failed(item, blamed, ranks)
-        elif present:
-            # Skipped only if every rank was.
-            report = next((report for report in present if report.passed), present[0])
+        elif reports:
+            # The test counts as skipped only if every rank skipped it.
+            report = next((report for report in reports if report.passed), reports[0])
         else:
             continue
         unfinished = [ran.result.unfinished_s for ran in ranks.values() if ran.unfinished == when]
-        merged[when] = _completed(report, present, sections[when], unfinished)
+        merged[when] = _completed(report, reports, sections[when], unfinished)
     if exited:
-        # As without ranks: what the session's end cut short has no report.
+        # pytest.exit in a phase leaves that phase and later ones without a report, as in pytest.
         cut = _PHASES[min(_PHASES.index(ran.unfinished) for ran in exited) :]
         merged = {
             when: report
@@ -158,8 +167,8 @@ def merge_reports(
     elif not failures:
         _add_disagreement(item, merged, ranks, sections["call"])
     setup, call = merged.get("setup"), merged.get("call")
-    # Some ranks may have come to the call while another failed in set-up. A call that failed though
-    # the set-up skipped the test is a plugin's doing, and counts.
+    # Some ranks may have reached the call while another failed in set-up. If the set-up was skipped
+    # but the call failed, a plugin failed it, and that counts.
     if setup and call and (setup.failed or (setup.skipped and not call.failed)):
         del merged["call"]
     return [
@@ -170,19 +179,19 @@ def merge_reports(
 
 
 def _loaded(result: RankResult, load: LoadReport) -> _Ran:
-    # A plugin may add reports to those of pytest, several of a phase or of a phase of its own: the
-    # first failed one counts.
+    # A plugin may add reports: several for one phase, or some for a phase that pytest does not
+    # have. The first failed one counts.
     ran = _Ran(result=result)
     counts: Counter[str] = Counter()
-    for sent in result.reports:
-        report = load(sent.report)
+    for phase in result.reports:
+        report = load(phase.report)
         longrepr: Any = report.longrepr
         if isinstance(longrepr, list):
-            # JSON has no tuples; pytest wants one for a skip.
+            # JSON turned it into a list; for a skip, pytest expects a tuple.
             path, line, reason = longrepr
             report.longrepr = (path, line, reason)
-        if sent.is_subtest:
-            name = name_subtest(report, sent.report)
+        if phase.is_subtest:
+            name = name_subtest(report, phase.report)
             ran.subtests[name, counts[name]] = (ran.unfinished, report)
             counts[name] += 1
         elif report.when in _PHASES:
@@ -195,22 +204,25 @@ def _loaded(result: RankResult, load: LoadReport) -> _Ran:
 
 
 def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
-    """Return a text that identifies a subtest, loaded from `data`, among those of its test.
+    """Return a text that identifies a subtest among those of its test.
 
-    Gives the report the arguments as the rank sent them: loading a report quotes them again.
+    Also restores the arguments in `report` from the serialized `data`: loading quoted them twice.
     """
     context: Any = getattr(report, "context", None)
     if _CONTEXT not in data or not {"msg", "kwargs"} <= data[_CONTEXT].keys() or context is None:
         raise upstream.moved_error(
             "pytest", "SubtestReport.context of msg and kwargs", "running ranks relies on"
         )
-    # Frozen, and right about it, but nobody has seen it yet.
+    # The context is frozen, but nothing has read it yet.
     object.__setattr__(context, "kwargs", dict(data[_CONTEXT]["kwargs"]))
     return json.dumps([data[_CONTEXT]["msg"], data[_CONTEXT]["kwargs"]], default=repr)
 
 
 def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
-    """One report per subtest, in order, by phase; none if it passed, but not on all ranks."""
+    """Merge the reports of each subtest, by phase, in the order in which subtests finished.
+
+    A subtest that no rank failed is omitted if some rank may have stopped inside it.
+    """
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
         for key, subtest in ran.subtests.items():
@@ -232,10 +244,10 @@ def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
 
 
 def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -> pytest.TestReport:
-    """One report of a subtest, given which other ranks did not end it."""
+    """Merge the reports of one subtest; the `others` are ranks that did not finish it."""
     reports = {rank: report for rank, (_, report) in on_ranks.items()}
     failures = sorted(
-        [_raised(rank, when, one) for rank, (when, one) in on_ranks.items() if one.failed],
+        [_raised(rank, when, report) for rank, (when, report) in on_ranks.items() if report.failed],
         key=lambda failure: failure.at,
     )
     failures = _explained_first(failures)
@@ -245,16 +257,16 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
     )
     outcomes = {rank: _outcome([report]) for rank, report in reports.items()}
     if failures and failures[0].report is not None:
-        story = _later(failures)
-        quiet = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
-        story += _unfailed_ranks(quiet, skipped="skipped this subtest")
-        story += name_equal(dict.fromkeys(others, "did not finish this subtest"))
-        report = _with_story(
-            failures[0].report, _alike(failures), "\n".join(story), rank_count=len(on_ranks)
+        lines = _later(failures)
+        unfailed = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
+        lines += _unfailed_ranks(unfailed, skipped="skipped this subtest")
+        lines += name_equal(dict.fromkeys(others, "did not finish this subtest"))
+        report = _with_other_ranks(
+            failures[0].report, _like_first(failures), "\n".join(lines), rank_count=len(on_ranks)
         )
     else:
-        everyone = [*reports.values()]
-        report = next((report for report in everyone if report.passed), everyone[0])
+        merged = [*reports.values()]
+        report = next((report for report in merged if report.passed), merged[0])
         if not _agree(outcomes):
             report.outcome = "failed"
             report.longrepr = _disagreement(outcomes)
@@ -263,21 +275,23 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
 
 def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
     crash = getattr(report.longrepr, "reprcrash", None)
-    # Of a comparison, one rank's message has the explanation.
+    # If a comparison failed, all ranks get the same short text: only one rank has the explanation.
     text = getattr(report, DIFFERS, "")
     if crash is not None:
         text = f"{text or crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
     elif not text:
         text = (str(report.longrepr).strip().splitlines() or ["failed"])[-1]
-    is_echo = _GAVE_UP.search(str(report.longrepr)) is not None
+    is_echo = _BACKEND_ERROR.search(str(report.longrepr)) is not None
     return _Failure(rank=rank, when=when, at=report.stop, report=report, text=text, is_echo=is_echo)
 
 
 def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
-    """Of those that failed like the first, put the one that explains why to the front."""
+    """Move the failure with an explanation to the front, if it has the text of the first one."""
     return sorted(
         failures,
-        key=lambda one: one.text != failures[0].text or not getattr(one.report, EXPLAINS, False),
+        key=lambda failure: (
+            failure.text != failures[0].text or not getattr(failure.report, EXPLAINS, False)
+        ),
     )
 
 
@@ -293,7 +307,7 @@ def _deaths(ranks: _Ranks) -> Iterable[_Failure]:
                 when=when,
                 at=result.ended_at or 0.0,
                 text=f"{_end_of(result)} during {when}{uncaught}",
-                # gloo ends a rank that is sent another size than it expects.
+                # gloo aborts a rank that receives another size than it expects.
                 is_echo="gloo::" in uncaught,
             )
 
@@ -312,7 +326,7 @@ def _end_of(result: RankResult) -> str:
 
 
 def _uncaught(result: RankResult) -> str:
-    """The exception with which C++ ended a rank; empty if that did not happen."""
+    """Return the uncaught C++ exception that aborted a rank; empty if none did."""
     uncaught = _UNCAUGHT.search(result.unreported.get("stderr", ""))
     if uncaught is None or result.escaped is not None or result.status != -signal.SIGABRT:
         return ""
@@ -374,7 +388,7 @@ def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
 
 
 def _may_lack_threads(position: Position | None) -> bool:
-    """Whether a rank is in a call outside torch, perhaps to wait for a thread that is lost."""
+    """Return whether a rank may wait, outside torch, for a thread that the fork lost."""
     return (
         position is not None
         and position.activity in (Activity.RUNS, Activity.HOLDS_GIL)
@@ -393,13 +407,13 @@ def _stopped(ranks: _Ranks, why: Stopped) -> list[int]:
 
 
 def _stacks(ranks: _Ranks, stopped: Iterable[int]) -> dict[int, str]:
-    """Where ranks were, innermost frame first; empty where that is unknown."""
+    """Return each rank's stack, innermost frame first; empty if it is unknown."""
     positions = {rank: ranks[rank].result.position for rank in stopped}
     return {rank: "\n".join(at.stack) if at else "" for rank, at in positions.items()}
 
 
 def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
-    """Which rank waits for which; that others wait for a blamed rank is no news."""
+    """Explain which rank waits for which; see `explain_waiting`."""
     positions = {
         rank: ran.result.position or Position(site="", activity=Activity.SILENT)
         for rank, ran in ranks.items()
@@ -409,58 +423,64 @@ def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
 
 
 def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> pytest.TestReport:
-    """The report of a failed phase: the first failure, then what the other ranks did."""
+    """Return the report of a failed phase: the first failure, then what the other ranks did."""
     first = failures[0]
-    alike = _alike(failures)
-    story = _story(failures, ranks)
+    failing = _like_first(failures)
+    other_ranks = _other_ranks(failures, ranks)
     mismatch = ""
     if first.is_echo:
-        # What ranks called differently, which the backend gave up on; empty if that is not it.
-        known = {rank: ran.result.position for rank, ran in ranks.items() if ran.result.position}
-        mismatch = explain_mismatch(known, {one.rank for one in failures if one.is_echo})
+        positions = {
+            rank: ran.result.position for rank, ran in ranks.items() if ran.result.position
+        }
+        echoing = {failure.rank for failure in failures if failure.is_echo}
+        mismatch = explain_mismatch(positions, echoing)
     if first.report is not None and not mismatch:
-        is_first = all(one.report is not None and one.at >= first.at for one in failures)
-        return _with_story(first.report, alike, story, rank_count=len(ranks), is_first=is_first)
-    what = first.text if first.report is None else f"failed: {first.text}"
-    if len(alike) > 1 and what.startswith("was "):
-        what = f"were {what.removeprefix('was ')}"
+        is_first = all(
+            failure.report is not None and failure.at >= first.at for failure in failures
+        )
+        return _with_other_ranks(
+            first.report, failing, other_ranks, rank_count=len(ranks), is_first=is_first
+        )
+    text = first.text if first.report is None else f"failed: {first.text}"
+    if len(failing) > 1 and text.startswith("was "):
+        text = f"were {text.removeprefix('was ')}"
     raised = "" if first.report is None else str(first.report.longrepr)
-    lines = [mismatch, f"{name_ranks(alike)} {what}", story, raised]
+    lines = [mismatch, f"{name_ranks(failing)} {text}", other_ranks, raised]
     report = _new_report(item, first.when, "\n".join(filter(None, lines)))
     vars(report)[HANGS_AT] = first.hangs_at
     return report
 
 
-def _with_story(
+def _with_other_ranks(
     report: pytest.TestReport,
-    alike: Sequence[int],
-    story: str,
+    failing: Sequence[int],
+    other_ranks: str,
     *,
     rank_count: int,
     is_first: bool = True,
 ) -> pytest.TestReport:
-    """Add to a rank's failure which ranks failed like it, and what the others did."""
-    if not story and len(alike) == rank_count:
+    """Add the names of the failing ranks to their report, and what the other ranks did."""
+    if not other_ranks and len(failing) == rank_count:
         return report
-    is_first = is_first and bool(story) and len(alike) == 1
-    story = f"{name_ranks(alike)} failed{' first' if is_first else ''}\n{story}".rstrip()
+    is_first = is_first and bool(other_ranks) and len(failing) == 1
+    text = f"{name_ranks(failing)} failed{' first' if is_first else ''}\n{other_ranks}".rstrip()
     longrepr: Any = report.longrepr
     if hasattr(longrepr, "addsection"):
-        longrepr.addsection("ranks", story)
+        longrepr.addsection("ranks", text)
     else:
-        report.longrepr = f"{longrepr}\n{story}"
+        report.longrepr = f"{longrepr}\n{text}"
     crash = getattr(longrepr, "reprcrash", None)
     if crash is not None:
-        crash.message = f"{name_ranks(alike)}: {crash.message}"
+        crash.message = f"{name_ranks(failing)}: {crash.message}"
     return report
 
 
-def _alike(failures: Sequence[_Failure]) -> list[int]:
+def _like_first(failures: Sequence[_Failure]) -> list[int]:
     return [failure.rank for failure in failures if failure.text == failures[0].text]
 
 
-def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
-    """What ranks did that failed unlike the first, or not; empty if there are none."""
+def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
+    """Describe the ranks that did not fail like the first one; empty if there are none."""
     first = failures[0]
     failed = {failure.rank for failure in failures}
     lines = _later(failures)
@@ -477,7 +497,7 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
                 for rank, ran in ranks.items()
                 if rank not in failed
                 and rank not in stopped
-                # An earlier report covers a rank that died before this phase.
+                # A rank that died before this phase is in the report of an earlier one.
                 and (first.when in ran.phases or not ran.result.has_died)
             }
         )
@@ -485,16 +505,17 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
 
 
 def _later(failures: Sequence[_Failure]) -> list[str]:
-    """How the ranks failed that failed unlike the first."""
+    """Describe, one line each, the failures that differ from the first."""
     first = failures[0]
-    others = {}
+    texts = {}
     for failure in failures:
-        # Closed connections are later than a death, although it is noticed after them.
+        # If the first rank died, it died before its peers noticed their closed connections, even
+        # though the supervisor noticed the death after their failures.
         is_later = first.report is None or failure.at >= first.at
         how = "failed later: " if is_later else "failed: "
         if failure.text != first.text:
-            others[failure.rank] = f"{how if failure.report else ''}{failure.text}"
-    return [text.splitlines()[0] for text in name_equal(others)]
+            texts[failure.rank] = f"{how if failure.report else ''}{failure.text}"
+    return [text.splitlines()[0] for text in name_equal(texts)]
 
 
 def _unfailed_ranks(
@@ -517,7 +538,7 @@ def _add_disagreement(
     ranks: _Ranks,
     sections: list[tuple[str, str]],
 ) -> None:
-    """Make the test fail where no rank failed, but ranks came to different outcomes."""
+    """Fail the test if no rank failed it, but the outcomes differ between ranks."""
     outcomes = {rank: ran.outcome for rank, ran in ranks.items()}
     if _agree(outcomes):
         return
@@ -553,12 +574,12 @@ def _outcome(reports: Iterable[pytest.TestReport]) -> _Outcome:
 
 
 def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
-    """Whether ranks came to the same outcome, for whatever reasons."""
+    """Return whether the outcomes of all ranks are the same, whatever their reasons."""
     return len({kind for kind, _ in outcomes.values()}) <= 1
 
 
 def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
-    """Every rank's output up to and in a phase, equal ones folded."""
+    """Return the output sections of all ranks up to the end of a phase, equal ones folded."""
     by_rank = {}
     before = _PHASES[max(_PHASES.index(when) - 1, 0)]
     for rank, ran in ranks.items():
@@ -574,12 +595,12 @@ def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
 def _folded(
     by_rank: Mapping[int, Sequence[tuple[str, str]]], *, several: bool
 ) -> list[tuple[str, str]]:
-    """Sections with the names of their ranks, equal ones once."""
+    """Merge the sections of all ranks: equal ones once, titled with the names of their ranks."""
     by_title: dict[str, dict[int, str]] = {}
     for rank in sorted(by_rank):
         for title, content in by_rank[rank]:
-            known = by_title.setdefault(title, {})
-            known[rank] = known.get(rank, "") + content
+            contents = by_title.setdefault(title, {})
+            contents[rank] = contents.get(rank, "") + content
     return [
         (f"{title} ({name_ranks(ranks)})" if several else title, content)
         for title, contents in by_title.items()
@@ -589,13 +610,13 @@ def _folded(
 
 def _completed(
     report: pytest.TestReport,
-    present: Iterable[pytest.TestReport],
+    reports: Iterable[pytest.TestReport],
     sections: list[tuple[str, str]],
     unfinished_s: Iterable[float] = (),
 ) -> pytest.TestReport:
-    """Give a merged report the output of all ranks, and the time of the slowest."""
+    """Set the output of all ranks and the longest duration on a merged report."""
     report.sections = sections
-    report.duration = max([*unfinished_s, *(other.duration for other in present)])
+    report.duration = max([*unfinished_s, *(other.duration for other in reports)])
     return report
 
 

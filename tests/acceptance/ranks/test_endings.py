@@ -121,7 +121,7 @@ def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
     assert time.monotonic() - started_at < 60
     result.assert_outcomes(passed=3, failed=3)
     texts = ["*_ test_stuck _*", says_unended("test_it.py::test_stuck")]
-    texts += ["Is a driver or a file server not responding? * Later tests get new ranks."]
+    texts += ["Does a driver or a file server not respond? * Later tests get new ranks."]
     texts += ["*for another reason", "*- Problems -*", says_unended("*::test_stuck_and_failing")]
     texts += ["*ranks 0-1 did not finish within 3 s*", says_unended("*::test_stuck_and_hanging")]
     result.stdout.fnmatch_lines(texts)
@@ -170,7 +170,7 @@ def test_a_kept_rank_that_outlives_the_session_is_reported(pytester, spared):
         [
             "fsdp-comm: rank 1 of test_it.py::test_* has not ended: its process "
             f"{pid} still exists 1 s after SIGKILL.",
-            f"Is a driver or a file server not responding? /proc/{pid}/stack *",
+            f"Does a driver or a file server not respond? /proc/{pid}/stack *",
         ]
     )
     os.kill(pid, 0)

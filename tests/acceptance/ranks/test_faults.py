@@ -48,7 +48,7 @@ FAULTS = {
         says=(
             "LookupError: nothing here",
             "rank 2 failed first",
-            "ranks 0-1 were still running and were",
+            "ranks 0-1 were still running when the test was stopped",
         ),
     ),
     "assertion": Fault(
