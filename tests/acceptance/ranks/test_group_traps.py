@@ -131,7 +131,7 @@ def error(session, name):
 
 
 def test_an_error_about_the_ranks_own_group_says_what_to_do(session):
-    of_ranks = "fsdp-comm: each rank of a distributed test has a process group before its first"
+    of_ranks = "fsdp-comm: the ranks of a distributed test get a process group before the first"
     for name in ("test_second_group", "test_group_by_environment", "test_destroyed_group"):
         told = error(session, name)
         assert of_ranks in told
