@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: `nox -s docs`."""
+"""Configure Sphinx, which `nox -s docs` runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPOSITORY = "https://github.com/pytest-fsdp-comm/pytest-fsdp-comm/"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
-# Links between pages lead to headings by the anchors that GitHub gives them.
+# Create the anchors that GitHub creates, so that links to headings work in both.
 myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
 
@@ -29,15 +29,15 @@ autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 python_display_short_literal_types = True
 python_use_unqualified_type_names = True
-MADE_BY_FIXTURES = ("CommMode", "CommSnapshot", "DistInfo", "MakeDeviceMesh", "TreeFactory")
-"""Classes that no test makes, so that the reference leaves out how."""
+FIXTURE_CLASSES = ("CommMode", "CommSnapshot", "DistInfo", "MakeDeviceMesh", "TreeFactory")
+"""Classes that only fixtures construct: the reference omits their constructor arguments."""
 
 nitpicky = True
-# Types of torch, pytest, syrupy and Python: links to them would need the network.
+# Types of torch, pytest, syrupy and Python: resolving them needs the network.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|optim|os|collections)\..*"),
     ("py:.*", r"(DeviceMesh|TextIO|TracebackType|WrapExpectation)"),
-    ("py:class", r"Subject"),  # an alias, which Sphinx knows no page of
+    ("py:class", r"Subject"),  # an alias without a page
 ]
 
 html_theme = "furo"
@@ -52,12 +52,12 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]
-# Publishers refuse programs.
+# Publishers reject programs.
 linkcheck_ignore = [rf"{REPOSITORY}.*", r"https://doi\.org/.*"]
 
 
 def link_outside_the_site(app: Sphinx, page: str, source: list[str]) -> None:
-    """Has links to files of the repository that are no pages lead to the repository."""
+    """Point links to files outside of docs/ to the repository."""
     source[0] = re.sub(
         r"\]\((?:\.\./)+((?:\.github|benchmarks|examples|tests|snapshots|[A-Z]+\.md)[^)]*)\)",
         rf"]({REPOSITORY}blob/main/\1)",
@@ -66,24 +66,24 @@ def link_outside_the_site(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def read_google_style(
-    app: Sphinx, what: str, name: str, documented: object, options: object, lines: list[str]
+    app: Sphinx, kind: str, name: str, documented: object, options: object, lines: list[str]
 ) -> None:
-    """Reads the sections of a docstring, as ``sphinx.ext.napoleon`` would.
+    """Parse the sections of a docstring.
 
-    That one takes the words before a colon in an attribute's docstring for its type.
+    ``sphinx.ext.napoleon`` would read words before a colon in an attribute's docstring as a type.
     """
-    is_value = what in {"attribute", "property"}
-    parsed = GoogleDocstring(lines, what="method" if is_value else what, name=name)
+    is_value = kind in {"attribute", "property"}
+    parsed = GoogleDocstring(lines, what="method" if is_value else kind, name=name)
     lines[:] = parsed.lines()
 
 
-def hide_constructor(app: Sphinx, what: str, name: str, *others: object) -> tuple[str, str] | None:
-    """Leaves out the arguments with which fixtures are made."""
-    return ("", "") if name in {f"pytest_fsdp_comm.{made}" for made in MADE_BY_FIXTURES} else None
+def hide_constructor(app: Sphinx, kind: str, name: str, *event: object) -> tuple[str, str] | None:
+    """Omit the constructor arguments of `FIXTURE_CLASSES`."""
+    return ("", "") if name in {f"pytest_fsdp_comm.{cls}" for cls in FIXTURE_CLASSES} else None
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Registers what this file adds to Sphinx."""
+    """Register the functions of this file with Sphinx."""
     app.connect("source-read", link_outside_the_site)
     app.connect("autodoc-process-docstring", read_google_style)
     app.connect("autodoc-process-signature", hide_constructor)

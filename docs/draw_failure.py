@@ -1,7 +1,7 @@
-"""Draws docs/pictures/failure.svg: how the example fails after a harmless-looking edit.
+"""Draw docs/pictures/failure.svg: the example fails after an edit that looks harmless.
 
-Run `python docs/draw_failure.py` when the words or colours of a failure change.
-``tests/acceptance/test_demonstrations.py`` makes the same edit, and compares the texts.
+Run `python docs/draw_failure.py` if the words or colours of a failure change.
+``tests/acceptance/test_demonstrations.py`` makes the same edit and compares the texts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "failure.svg"
 COLUMNS = 100
 
-# As rich's own, without its font from the network: a page shows the picture as an image, which may
-# load nothing.
+# rich's template without its web font: browsers do not load fonts for an SVG in an <img>.
 SVG = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -49,19 +48,19 @@ SVG = """\
 
 
 def main() -> None:
-    """Runs the edited example and writes the picture."""
+    """Run the edited example and write the picture."""
     with tempfile.TemporaryDirectory() as scratch:
         output = fail(Path(scratch))
-    shown = output[output.index(">       ") : output.index("\n\n", output.index("accept: "))]
+    failure = output[output.index(">       ") : output.index("\n\n", output.index("accept: "))]
     console = Console(width=COLUMNS, record=True, file=io.StringIO())
-    for line in shown.splitlines():
-        console.print(hanging(Text.from_ansi(line), console), soft_wrap=True)
+    for line in failure.splitlines():
+        console.print(indented(Text.from_ansi(line), console), soft_wrap=True)
     svg = console.export_svg(code_format=SVG, unique_id="failure", title="")
     PICTURE.write_text(re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE), encoding="utf-8")
 
 
 def fail(project: Path) -> str:
-    """What pytest prints in colour once ``lm_head`` is a unit of its own."""
+    """Return what pytest prints in colour if ``lm_head`` is passed to `fully_shard`."""
     for part in ("examples", "snapshots"):
         shutil.copytree(ROOT / part, project / part)
     (project / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
@@ -80,11 +79,11 @@ def fail(project: Path) -> str:
     return result.stdout
 
 
-def hanging(line: Text, console: Console) -> Text:
-    """A line, broken at spaces, its further lines as far to the right as the first."""
+def indented(line: Text, console: Console) -> Text:
+    """Wrap a line at spaces, and indent the new lines like the first one."""
     indent = len(line.plain) - len(line.plain.lstrip("E> "))
-    first, *others = line[indent:].wrap(console, COLUMNS - indent)
-    return Text("\n").join([line[:indent] + first, *(Text(" " * indent) + row for row in others)])
+    first, *further = line[indent:].wrap(console, COLUMNS - indent)
+    return Text("\n").join([line[:indent] + first, *(Text(" " * indent) + row for row in further)])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/history.md from tests/history: `python docs/history_table.py`."""
+"""Write the tables of docs/history.md from tests/history: `python docs/history_table.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from history.cases import HISTORY  # noqa: E402  # tests are no package
+from history.cases import HISTORY  # noqa: E402  # tests are not a package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ START, END = "<!-- table -->\n\n", "\n<!-- end of table -->"
 
 
 def table() -> str:
-    """The tables, one for each file of cases, as Markdown."""
+    """Return one table for each file of cases, as Markdown."""
     families: dict[str, list[Reported]] = {}
     for case in HISTORY.values():
         families.setdefault(case.build.__module__, []).append(case)
@@ -29,14 +29,14 @@ def table() -> str:
 
 
 def _family(name: str, cases: list[Reported]) -> Iterator[str]:
-    title, _, rest = (sys.modules[name].__doc__ or "").strip().partition(": ")
-    yield from (f"## {title}", "", f"{rest[0].upper()}{rest[1:]}", "")
-    yield "| where | what happened | what the failure says first |"
+    title, _, text = (sys.modules[name].__doc__ or "").strip().partition(": ")
+    yield from (f"## {title}", "", f"{text[0].upper()}{text[1:]}", "")
+    yield "| project | what happened | first line of the failure |"
     yield "| --- | --- | --- |"
     for case in cases:
         threads = "<br>".join(_link(thread) for thread in case.threads)
         happened = f"{case.happened} *{case.cost}*" if case.cost else case.happened
-        yield f"| {threads} | {happened} | {'<br>'.join(_said(case))} |"
+        yield f"| {threads} | {happened} | {'<br>'.join(_lines(case))} |"
     yield ""
 
 
@@ -45,7 +45,7 @@ def _link(thread: str) -> str:
     return f"[{owner}/{project} {number}](https://github.com/{thread})"
 
 
-def _said(case: Reported) -> Iterator[str]:
+def _lines(case: Reported) -> Iterator[str]:
     if case.first:
         yield f"`{case.first}`"
     if case.likely:
@@ -55,9 +55,9 @@ def _said(case: Reported) -> Iterator[str]:
 
 
 def main() -> None:
-    """Replaces the tables on the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    PAGE.write_text(before + START + table() + END + rest.partition(END)[2], encoding="utf-8")
+    """Replace the tables on the page."""
+    before, _, after = PAGE.read_text(encoding="utf-8").partition(START)
+    PAGE.write_text(before + START + table() + END + after.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ def _counts(outcomes: dict[str, int]) -> str:
 
 def main() -> None:
     """Replace the table on the page."""
-    before, _, old = PAGE.read_text(encoding="utf-8").partition(START)
-    PAGE.write_text(before + START + table() + END + old.partition(END)[2], encoding="utf-8")
+    before, _, after = PAGE.read_text(encoding="utf-8").partition(START)
+    PAGE.write_text(before + START + table() + END + after.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":
