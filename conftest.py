@@ -1,4 +1,4 @@
-"""How this project's own tests run."""
+"""Configure the tests of this project."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest_plugins = ["pytester"]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps a file's tests in one worker: some share one long session, which would run in each."""
+    """Run the tests of a file in one worker, because some share one long session."""
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415  # only under xdist
 
     return LoadFileScheduling(config, log) if config.getoption("dist") == "load" else None

@@ -1,4 +1,4 @@
-"""Tasks: `check`, `fuzz`, `record` and `accept` are tiers of the tests (see tests/README.md)."""
+"""Define the tasks; `check`, `fuzz`, `record` and `accept` are test tiers (tests/README.md)."""
 
 import runpy
 import shutil
@@ -14,7 +14,7 @@ MATRIX = runpy.run_path("tests/matrix.py")["COMBINATIONS"]
 
 @nox.session
 def check(session: nox.Session) -> None:
-    """Lint, format, types, layers and the tests that spawn no rank."""
+    """Run lint, format, types, layers and the quick tests, which start no rank."""
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
@@ -26,7 +26,7 @@ def check(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """What `check` leaves out: mutated and hostile files, all examples, more random plans."""
+    """Run the unit tests with mutated and hostile files, all examples and more random plans."""
     session.run("pytest", "-q", "-n", "2", *(session.posargs or UNIT))
     session.run("python", "tests/fuzzing.py", "--mutations", "50000", "--seed", "7")
     plans = "tests/acceptance/test_random_plans.py"
@@ -35,7 +35,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def record(session: nox.Session) -> None:
-    """Recordings and trees, most of them on the fake group."""
+    """Run the tests of recordings and trees, most of them on the fake group."""
     folders = [
         f"tests/{name}"
         for name in ("recording", "sharding", "simulation", "regressions", "history")
@@ -45,14 +45,14 @@ def record(session: nox.Session) -> None:
 
 @nox.session
 def accept(session: nox.Session) -> None:
-    """Everything, with real ranks."""
+    """Run all tests, with real ranks."""
     session.run("pytest", "--world-size", "4", "examples")
     session.run("pytest", "-n", "4", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
 def layouts(session: nox.Session) -> None:
-    """The examples and the zoo of real models on simulated ranks, the largest too."""
+    """Run the examples and the zoo of real models on simulated ranks, with the largest models."""
     session.run(
         "pytest", "-m", "", *(session.posargs or ("examples", "tests/simulation/test_zoo.py"))
     )
@@ -60,8 +60,8 @@ def layouts(session: nox.Session) -> None:
 
 @nox.session
 def frameworks(session: nox.Session) -> None:
-    """Real frameworks on ranks, and the page about them; needs the extra ``frameworks``."""
-    # A test of a framework that is missing is skipped: here all are expected.
+    """Run the tests of frameworks and the code of their pages; needs the extra ``frameworks``."""
+    # Tests of missing frameworks are skipped, so check first that all are installed.
     names = "accelerate, lightning, megatron_fsdp, peft, torchao, trl"
     session.run("python", "-c", f"import {names}, torchtitan.protocols.train_spec")
     page = "tests/acceptance/test_frameworks_page.py"
@@ -70,13 +70,13 @@ def frameworks(session: nox.Session) -> None:
 
 @nox.session
 def typed(session: nox.Session) -> None:
-    """A user's project under pyright, strict; mypy checks it in ``check``."""
+    """Check a user's project with pyright in strict mode; ``check`` does so with mypy."""
     session.run("pyright", "--project", "tests/typing/project")
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site, in build/docs; with ``-- links``, also every link that leads out of it."""
+    """Build the site in build/docs; with ``-- links``, check external links, too."""
     session.run("sphinx-build", "-W", "--keep-going", "-n", "docs", "build/docs")
     if "links" in session.posargs:
         session.run("sphinx-build", "-q", "-b", "linkcheck", "docs", "build/links")
@@ -84,7 +84,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def sdist(session: nox.Session) -> None:
-    """The unit tests of the source distribution, unpacked away from this checkout."""
+    """Run the unit tests of the source distribution, unpacked outside this checkout."""
     place = session.create_tmp()
     session.run("python", "-m", "build", "--no-isolation", "--sdist", "--outdir", place, ".")
     (archive,) = Path(place).glob("*.tar.gz")
@@ -97,7 +97,7 @@ def sdist(session: nox.Session) -> None:
 
 @nox.session
 def cover(session: nox.Session) -> None:
-    """Branch coverage, ranks included."""
+    """Measure branch coverage, in ranks, too."""
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", "pytest", *session.posargs)
     session.run("coverage", "combine", "--quiet")
@@ -106,13 +106,13 @@ def cover(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 @nox.parametrize(
-    ("python", "record"), [nox.param(found[0], name, id=name) for name, found in MATRIX.items()]
+    ("python", "record"), [nox.param(pins[0], name, id=name) for name, pins in MATRIX.items()]
 )
 def matrix(session: nox.Session, record: str) -> None:
-    """The tests marked ``upstream`` and the examples, with other versions; see tests/matrix.py.
+    """Run the examples and the tests marked ``upstream`` with other versions; see tests/matrix.py.
 
-    Set ``PIP_EXTRA_INDEX_URL`` to the index of CPU builds to save several GB of CUDA libraries a
-    version.
+    Set ``PIP_EXTRA_INDEX_URL`` to the index of CPU builds to save several GB of CUDA libraries for
+    each version.
     """
     _, *pinned = MATRIX[record]
     session.install(*pinned, "-e", ".[test]")
@@ -120,5 +120,5 @@ def matrix(session: nox.Session, record: str) -> None:
         session.run("python", "tests/matrix.py", f"docs/matrix/{record}.json")
     finally:
         session.run("python", "docs/matrix_table.py")
-        # Several GB, which no later run needs.
+        # The environment has several GB, and no later run needs it.
         shutil.rmtree(session.virtualenv.location)

@@ -1,20 +1,20 @@
-"""Runs the main job or the tests of pytest-fsdp-comm; needs only Python 3.11 or newer.
+"""Run the demo or the tests of pytest-fsdp-comm. It needs only Python 3.11 or newer.
 
 usage: python3 run.py demo [pytest's arguments]
        python3 run.py test [pytest's arguments]
 
-  demo   the main job: a training step of a Hugging Face Llama on 4 ranks, compared with the
-         reviewed snapshots (pytest --world-size 4 examples)
-  test   this project's tests, in four processes (pytest -n 4 --dist worksteal)
+  demo   compare a training step of a Hugging Face Llama on 4 ranks with its reviewed snapshots
+         (pytest --world-size 4 examples)
+  test   run the tests of this project in four processes (pytest -n 4 --dist worksteal)
 
-Both run in the active virtual environment, or else in .venv beside this file, which is created if
-missing. The versions pinned in constraints.txt are installed on the first run, and again when
-constraints.txt, pyproject.toml or Python has changed. On a machine without a GPU, set
-PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu to save several GB of CUDA libraries. The
-exit status is pytest's, or 2 if pytest could not be started.
+Both use the active virtual environment. If none is active, they use .venv in the directory of this
+file, and create it if it is missing. The first run installs the versions pinned in constraints.txt.
+A later run installs them again if constraints.txt, pyproject.toml or Python has changed. Without a
+GPU, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu to save several GB of CUDA
+libraries. The exit status is that of pytest, or 2 if pytest could not be started.
 """
 
-# An old Python parses all of this file before it reaches the version check: keep to 3.6 syntax.
+# An old Python parses this file before it reaches the version check: use only syntax of 3.6.
 import hashlib
 import json
 import os
@@ -32,13 +32,13 @@ if sys.version_info < (3, 11):  # noqa: UP036  # tells users of older versions w
 ROOT = Path(__file__).resolve().parent
 COMMANDS = {
     "demo": ["--world-size", "4", "examples"],
-    # The tests wait half of their time, for sessions and ranks that they start: four processes keep
-    # two cores busy. Neighbours stay in one process, where they share what their module prepares.
+    # Tests wait half of their time for sessions and ranks, so four processes keep two cores busy.
+    # `worksteal` runs neighbouring tests in one process, where they share module fixtures.
     "test": ["-n", "4", "--dist", "worksteal"],
 }
 OLDEST = (3, 11)
 STAMP = "pytest-fsdp-comm.installed"
-# Asks the environment's own Python for its version, and whether it has pip.
+# The environment's Python prints its version, and whether it has pip.
 QUESTION = (
     "import importlib.util, json, sys; "
     "print(json.dumps([list(sys.version_info[:3]), importlib.util.find_spec('pip') is not None]))"
@@ -46,16 +46,16 @@ QUESTION = (
 
 
 class CannotRunError(Exception):
-    """There is no environment to run in; the message says why, and what to do."""
+    """No usable environment; the message has the reason and the remedy."""
 
 
 def main(arguments: list[str]) -> int:
-    """Prepares the environment and becomes pytest.
+    """Prepare the environment and replace this process with pytest.
 
     Returns:
-        The exit status if pytest was not started.
+        The exit status if pytest could not be started.
     """
-    command, *others = arguments or [""]
+    command, *pytest_arguments = arguments or [""]
     if command not in COMMANDS:
         is_asked = command in {"-h", "--help"}
         print(__doc__.strip(), file=sys.stdout if is_asked else sys.stderr)
@@ -68,11 +68,11 @@ def main(arguments: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    return become_pytest(environment, [*COMMANDS[command], *others])
+    return become_pytest(environment, [*COMMANDS[command], *pytest_arguments])
 
 
 def chosen_environment() -> Path:
-    """The active virtual environment, else the project's own."""
+    """Return the active virtual environment, or else .venv in the project."""
     if sys.prefix != sys.base_prefix:
         return Path(sys.prefix)
     active = os.environ.get("VIRTUAL_ENV")
@@ -87,7 +87,7 @@ def chosen_environment() -> Path:
 
 
 def prepare(environment: Path) -> None:
-    """Creates the environment and installs into it, unless that is done already."""
+    """Create the environment and install into it, unless it is up to date."""
     if not python_of(environment).exists():
         say(f"creating the virtual environment {environment}")
         make([sys.executable, "-m", "venv", str(environment)], environment)
@@ -103,14 +103,14 @@ def prepare(environment: Path) -> None:
         return
     if not has_pip:
         make([str(python_of(environment)), "-m", "ensurepip"], environment)
-    # Removed while pip works, so that an interrupted installation does not count as complete.
+    # Delete the stamp first, so that an interrupted installation does not count as complete.
     stamp.unlink(missing_ok=True)
     install(environment)
     stamp.write_text(wanted, encoding="utf-8")
 
 
 def make(command: list[str], environment: Path) -> None:
-    """Runs venv or ensurepip."""
+    """Run venv or ensurepip."""
     if subprocess.run(command, check=False).returncode:
         raise CannotRunError(
             f"`{' '.join(command)}` failed, see above. On Debian and Ubuntu, Python's venv is a "
@@ -120,7 +120,7 @@ def make(command: list[str], environment: Path) -> None:
 
 
 def install(environment: Path) -> None:
-    """Installs the project and its test dependencies, in the pinned versions."""
+    """Install the project and its test dependencies in the pinned versions."""
     say(f"installing into {environment}; this takes minutes the first time")
     pip = [str(python_of(environment)), "-m", "pip", "install", "--disable-pip-version-check"]
     command = [*pip, "--quiet", "-c", "constraints.txt", "-e", ".[test]"]
@@ -132,7 +132,7 @@ def install(environment: Path) -> None:
 
 
 def ask(environment: Path) -> str:
-    """The answer of the environment's Python to `QUESTION`."""
+    """Run `QUESTION` in the environment's Python, and return what it prints."""
     command = [str(python_of(environment)), "-I", "-c", QUESTION]
     try:
         return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.decode()
@@ -144,33 +144,33 @@ def ask(environment: Path) -> str:
 
 
 def fingerprint(version: list[int]) -> str:
-    """What an installation depends on: the checkout that it points to, its pins, and Python."""
+    """Hash everything that an installation depends on: the checkout, its pins, and Python."""
     parts = [str(ROOT).encode(), repr(version).encode()]
     parts += [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest() + "\n"
 
 
 def become_pytest(environment: Path, arguments: list[str]) -> NoReturn:
-    """Replaces this process with pytest, so that pytest gets all signals."""
+    """Replace this process with pytest, so that pytest gets all signals."""
     pytest = str(environment / "bin" / "pytest")
     os.chdir(ROOT)
     os.execve(pytest, [pytest, *arguments], activated(environment))  # noqa: S606  # see above
 
 
 def activated(environment: Path) -> dict[str, str]:
-    """The variables as `activate` sets them, since tests run other commands of the environment."""
+    """Return the variables that `activate` sets; tests run other commands of the environment."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     path = os.pathsep.join([str(environment / "bin"), variables.get("PATH", os.defpath)])
     return {**variables, "VIRTUAL_ENV": str(environment), "PATH": path}
 
 
 def python_of(environment: Path) -> Path:
-    """The environment's Python."""
+    """Return the path of the environment's Python."""
     return environment / "bin" / "python"
 
 
 def say(text: str) -> None:
-    """Announces a step that takes time."""
+    """Print a line about a step that takes time."""
     print(f"run.py: {text}", file=sys.stderr, flush=True)
 
 

@@ -63,9 +63,9 @@ def test_every_contract_test_takes_part(marked):
     files = [str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_contracts.py")]
     assert {*files} < {*marked}
     assert collected("-m", "not upstream", *files) == []
-    # Those files that say in pyproject.toml to guard private names.
+    # The files that pyproject.toml lists as guards of private names.
     text = re.sub(r"\n# ", " ", (ROOT / "pyproject.toml").read_text())
-    (guards,) = re.findall(r"a contract test of each fails when one moves \((.*?)\)", text)
+    (guards,) = re.findall(r"a contract test fails when a name changes \((.*?)\)", text)
     named = re.findall(r"test_\w+\.py", guards)
     assert len(named) > 4
     assert {*named} - {Path(file).name for file in marked} == set()
