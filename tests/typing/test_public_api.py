@@ -68,7 +68,7 @@ def test_every_public_name_is_there() -> None:
         _ = pytest_fsdp_comm.Nonsense
 
 
-def test_dir_and_help_have_every_public_name_and_begin_with_what_a_test_needs() -> None:
+def test_dir_and_help_list_public_names() -> None:
     assert set(pytest_fsdp_comm.__all__) <= set(dir(pytest_fsdp_comm))
     shown = re.sub(".\b", "", pydoc.render_doc(pytest_fsdp_comm))  # less the bold print
     for name in pytest_fsdp_comm.__all__:

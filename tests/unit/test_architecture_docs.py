@@ -1,4 +1,4 @@
-"""The page that says where things are names what is there."""
+"""Files, rooms and notes that docs/architecture.md and comments name exist."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ def test_every_file_and_room_named_on_the_page_exists():
     named = set(re.findall(r"`([\w/]+(?:\.py|/))`", PAGE))
     assert len(named) > 30
     for name in named:
-        # A file that is named without its room stands beside one that is named with it.
+        # A file without its room is in the room of the file before it.
         found = [(ROOT / name).exists(), (PACKAGE / name).exists(), *PACKAGE.rglob(name)]
         assert any(found), name
 
@@ -27,7 +27,7 @@ def test_every_test_named_on_the_page_exists():
         (file, name)
         for file in files
         for name in re.findall(r"\btests/[\w/]+\.py", file.read_text(encoding="utf-8"))
-        # As a user's project may have it, not this one.
+        # An example from a user's project.
         if re.match(r"tests/(unit|recording|sharding|acceptance|regressions|typing)/", name)
     }
     assert len(named) > 20
@@ -35,7 +35,7 @@ def test_every_test_named_on_the_page_exists():
         assert (ROOT / name).exists(), f"{file} names {name}"
 
 
-def test_every_room_is_on_the_page_and_says_what_it_holds():
+def test_page_describes_every_room():
     rooms = {file.parent for file in PACKAGE.rglob("*.py")} - {PACKAGE}
     for room in rooms:
         assert f"`{room.relative_to(PACKAGE)}/`" in PAGE or f"`{room.name}/`" in PAGE or (
@@ -45,7 +45,7 @@ def test_every_room_is_on_the_page_and_says_what_it_holds():
         assert re.match(r'"""[A-Z].{20,}', text), room
 
 
-def test_each_note_is_written_once_and_all_that_refer_to_it_find_it():
+def test_notes_are_unique_and_references_resolve():
     written, named = Counter(), set()
     for file in PACKAGE.rglob("*"):
         if file.suffix in {".py", ".js", ".css", ".jinja"}:

@@ -1,4 +1,4 @@
-"""Where the outcome of a session is told, and what counts as it."""
+"""Tests of CiSession: which failures it reports, and where."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,17 +29,17 @@ def config(*, summary=None):
     )
 
 
-# A test that runs pytest is no step of anybody's.
+# A session inside a test must not write to the outer session's summary.
 INNER = {**GITHUB, "PYTEST_CURRENT_TEST": "t.py::x (call)"}
 
 
 @pytest.mark.parametrize("environment", [{}, INNER, {"GITHUB_ACTIONS": "false"}])
-def test_nothing_is_reported_outside_of_ci_and_without_the_option(environment):
+def test_outside_ci_nothing_is_reported(environment):
     session = CiSession(config(), environment)
     assert (session.summary, session.step_summary, session.annotates) == (None, None, False)
 
 
-def test_github_and_a_file_are_configured_independently():
+def test_github_and_summary_file_are_independent():
     session = CiSession(config(), GITHUB)
     assert (session.step_summary, session.summary) == (Path("/runner/summary"), None)
     assert session.annotates
@@ -77,21 +77,21 @@ def test_a_test_that_passes_on_a_rerun_has_not_failed():
     )
 
 
-def test_the_first_failure_counts_unless_a_comparison_follows():
+def test_failed_comparison_replaces_earlier_failure():
     (failed,) = told(report(), report("teardown")).failed
     assert (failed.reason, failed.comparisons.headline) == ("assert 1", "")
-    # The comparison of a subtest is known to the report of the test.
+    # The report of the test includes comparisons of its subtests.
     (failed,) = told(report(), report(headline="a: +1")).failed
     assert failed.reason == "a: +1"
 
 
-def test_tests_that_do_not_use_the_plugin_are_not_reported():
+def test_test_without_the_plugin_is_not_reported():
     assert told(report(keywords=())).failed == ()
     outcomes = told(report(outcome="passed", headline="", keywords=()))
     assert (outcomes.compared_tests, outcomes.compared_files, outcomes.failed) == (1, 1, ())
 
 
-def test_a_failure_outside_of_the_checkout_is_placed_at_its_test():
+def test_failure_outside_checkout_is_placed_at_test():
     (failed,) = told(report(path="/checkout/.venv/lib/site-packages/torch/x.py")).failed
     assert (failed.place.path, failed.place.line) == ("sub/t.py", 5)
     (failed,) = told(report(path="/elsewhere/x.py")).failed
@@ -100,7 +100,7 @@ def test_a_failure_outside_of_the_checkout_is_placed_at_its_test():
     assert (failed.place.path, failed.place.line) == ("sub/t.py", 7)
 
 
-def test_sending_lines_outside_the_checkout_are_dropped():
+def test_call_sites_outside_checkout_are_dropped():
     sites = ("src/train.py:7", "/checkout/lib.py:8", "/usr/lib/x.py:9", "../../x.py:1")
     differing = report(headline="a: +1")
     differing.comm_comparisons["sent"] = [[site, "a: +1"] for site in sites]

@@ -1,4 +1,4 @@
-"""Links lead somewhere, settings are those of the code, and the README fits a screen and PyPI."""
+"""Links, commands, settings and environment variables on pages exist; the README is short."""
 
 import re
 import runpy
@@ -23,7 +23,7 @@ def without_code(text):
 
 
 def anchors(page):
-    """As GitHub makes them of headings, and MyST too."""
+    """Return the anchors of headings, as GitHub and MyST create them."""
     headings = re.findall(r"(?m)^#+ (.+)$", without_code(page.read_text()))
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
@@ -53,15 +53,15 @@ def test_python_on_a_page_is_valid(page):
 
 
 def test_commands_on_pages_have_options_that_exist(pytestconfig):
-    known = set(re.findall(r"(--[a-z-]+|-\w)\b", pytestconfig._parser.optparser.format_help()))
+    options = set(re.findall(r"(--[a-z-]+|-\w)\b", pytestconfig._parser.optparser.format_help()))
     sessions = set(re.findall(r"(?m)^def (\w+)\(session", (ROOT / "noxfile.py").read_text()))
     named = 0
     for page in PAGES:
         text = page.read_text()
         for command in re.findall(r"(?:`|^\$ |-m )(pytest -[^`\n]*)", text, re.MULTILINE):
             named += 1
-            given = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", command))
-            assert given - known - {"-n", "-vv"} == set(), f"{page.name}: {command}"
+            used = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", command))
+            assert used - options - {"-n", "-vv"} == set(), f"{page.name}: {command}"
         assert set(re.findall(r"\bnox -s (\w+)", text)) <= sessions, page.name
         for script in re.findall(r"`python3? ([\w/]+\.py)", text):
             assert (ROOT / script).exists(), f"{page.name}: {script}"
@@ -69,17 +69,17 @@ def test_commands_on_pages_have_options_that_exist(pytestconfig):
 
 
 def test_path_options_on_pages_have_an_equals_sign(pytestconfig):
-    """As separate arguments they may move pytest's root directory."""
+    """A path as a separate argument may change pytest's root directory."""
     parser = Parser(_ispytest=True)
     add_options(parser)
     group = parser.getgroup("fsdp-comm").options
     paths = {option.names()[0] for option in group if option.attrs()["metavar"] in {"DIR", "FILE"}}
     assert paths == set(PATH_OPTIONS)
-    shown = pytestconfig._parser.optparser.format_help()
+    help_text = pytestconfig._parser.optparser.format_help()
     workflows = (ROOT / ".github").rglob("*.yml")
     texts = {file: file.read_text() for file in [*PAGES, *workflows, *PACKAGE.rglob("*.py")]}
     for option in PATH_OPTIONS:
-        assert f"  {option}=" in shown
+        assert f"  {option}=" in help_text
         for file, text in texts.items():
             assert re.findall(rf"{option}\s+[^\s|]+", text) == [], file
 
@@ -91,7 +91,7 @@ def test_the_table_of_settings_matches_the_code():
 
 
 def test_every_environment_variable_is_documented():
-    """Of those that are read or set; the plugin's own messages to its ranks are no setting."""
+    """Except variables with which the plugin passes messages to its ranks."""
     internal = {"PYTEST_FSDP_COMM_LAUNCH", "PYTEST_FSDP_COMM_LAUNCHED", "PYTEST_FSDP_COMM_RANK"}
     internal |= {"PYTEST_FSDP_COMM_OWN_RANK", "PYTEST_FSDP_COMM_COLLECTION", "PYTEST_CURRENT_TEST"}
     internal |= {
@@ -112,15 +112,15 @@ def test_the_reference_has_every_public_name():
     assert sorted(listed) == sorted(pytest_fsdp_comm.__all__)
 
 
-def test_the_readme_is_short_and_begins_with_the_problem():
+def test_readme_is_short_and_starts_with_the_problem():
     assert len(README.split()) < 700
     problem = without_code(README).split("\n## ")[0]
-    # One link for each claim, then the picture.
+    # One link for each claim, and the picture.
     assert len(re.findall(r"\]\(https://github\.com/\S+\)", problem)) == 2
     assert "![" in problem
 
 
-def test_an_unreleased_version_is_not_installed_from_pypi():
+def test_unreleased_version_is_not_on_pypi():
     is_released = re.search(r"(?m)^## \[\d", (ROOT / "CHANGELOG.md").read_text()) is not None
     workflow = ROOT / ".github/workflows/communication-gate.yml"
     for file in [ROOT / "README.md", *DOCS.rglob("*.md"), workflow]:
@@ -129,7 +129,7 @@ def test_an_unreleased_version_is_not_installed_from_pypi():
         assert ("ntil the first release" in text) == (installs and not is_released), file
 
 
-def test_links_of_the_readme_lead_to_the_repository_on_pypi():
+def test_readme_links_on_pypi_lead_to_the_repository():
     metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
     hook = metadata["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     shown = README

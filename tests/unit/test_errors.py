@@ -1,4 +1,4 @@
-"""What errors quote, and the one escape of names."""
+"""Quoted and escaped texts in errors."""
 
 import pickle
 
@@ -16,7 +16,7 @@ from pytest_fsdp_comm.errors import FsdpCommError, RecordingError, printable
         ("\u202e\u2028\udc80\U000e0001", r"\u202e\u2028\udc80\U000e0001"),
     ],
 )
-def test_printable_characters_stay_and_others_are_escaped_as_in_python(text, shown):
+def test_printable_escapes_other_characters(text, shown):
     assert printable(text) == shown
     assert printable(text).isprintable()
 
@@ -25,7 +25,7 @@ def test_intended_line_breaks_are_kept():
     assert printable("a\n\tb\r", "\n\t") == "a\n\tb\\r"
 
 
-def test_every_error_of_ours_is_printable_and_keeps_its_lines():
+def test_errors_are_printable_with_line_breaks():
     error = RecordingError("no module 'a\x1b'\n  in it")
     assert str(error) == "no module 'a\\x1b'\n  in it"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)  # noqa: S301  # its own

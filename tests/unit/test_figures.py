@@ -1,4 +1,4 @@
-"""What `benchmarks/run.py` says of figures that moved, or that are more than they may be."""
+"""Reports of `benchmarks/run.py` about figures that changed or exceed their limits."""
 
 import importlib.util
 import sys
@@ -35,7 +35,7 @@ TITLE = "Explaining"
         ([10.0, 10.1, 10.2], 10.1, ""),
     ],
 )
-def test_what_moved_beyond_the_noise_is_flagged(runner, now, most, said):
+def test_change_beyond_noise_is_flagged(runner, now, most, said):
     before = {TITLE: {"a case": runner._figure([10.0, 10.1, 10.2], None)}}
     lines, is_bad = runner._page({TITLE: {"a case": runner._figure(now, most)}}, before)
     (row,) = [line for line in lines if line.startswith("| a case")]
@@ -46,13 +46,13 @@ def test_what_moved_beyond_the_noise_is_flagged(runner, now, most, said):
 
 
 @pytest.mark.parametrize("before", [None, [1.0]])
-def test_a_figure_without_an_earlier_one_or_without_noise_is_silent(runner, before):
+def test_figure_without_baseline_or_noise_is_silent(runner, before):
     earlier = {TITLE: {"new": runner._figure(before, None)}} if before else {}
     _, is_bad = runner._page({TITLE: {"new": runner._figure([3.0], None)}}, earlier)
     assert not is_bad
 
 
-def test_figures_are_kept_for_who_asks_only(runner, tmp_path, monkeypatch):
+def test_figures_are_saved_only_on_request(runner, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keep = sys.modules["figures"].keep
     keep("a case", [1.0])

@@ -1,4 +1,4 @@
-"""Ranks exchange texts through a store of torch, and name the rank that does not come."""
+"""Ranks exchange texts through one of torch's stores, and name a rank that is missing."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from pytest_fsdp_comm.gathering import Exchange, TextStore, gather_alike
 
 @pytest.fixture(scope="module")
 def tcp_port():
-    # A port that the system chooses, and that no other test can take meanwhile.
+    # The system chooses the port, and no other test can use it while the store exists.
     served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     yield served.port
     del served
@@ -21,7 +21,7 @@ def tcp_port():
 
 @pytest.fixture(params=["file", "tcp"])
 def connect(request, tmp_path, tcp_port):
-    """Makes clients of one store."""
+    """Return a function that creates clients of one store."""
 
     def make():
         if request.param == "file":
@@ -58,13 +58,13 @@ def in_threads(*calls):
     return results
 
 
-# A TCP store itself drops a client that sends 8 MiB at once.
+# A TCP store drops a client that sends 8 MiB in one call.
 @pytest.mark.parametrize("text", ["", "ü\udcff\n", "ü" * (5 << 20)], ids=["empty", "odd", "long"])
 def test_text_of_any_length_is_put_and_read(connect, text):
     here, there = TextStore(connect()), TextStore(connect())
     assert not there.has("name")
     here.put("name", text)
-    # A TCP store answers nobody who writes: another client may see it a little later.
+    # A TCP store does not confirm writes, so another client may see them later.
     until = time.monotonic() + 10
     while not there.has("name"):
         assert time.monotonic() < until
@@ -89,10 +89,10 @@ def test_equal_texts_are_put_once_or_not_at_all(exchanges, monkeypatch):
         put(self, name, text)
 
     monkeypatch.setattr(TextStore, "put", noted)
-    same, other = "same" * 1000, "other" * 1000
+    same, different = "same" * 1000, "other" * 1000
     assert in_threads(*(partial(end, same) for end in ends)) == [[same] * 5] * 5
     assert sizes == [64] * 5
-    texts = [same, other, same, other, same]
+    texts = [same, different, same, different, same]
     results = in_threads(*(partial(end, text) for end, text in zip(ends, texts, strict=True)))
     assert results == [texts] * 5
     for received in results:
@@ -102,8 +102,8 @@ def test_equal_texts_are_put_once_or_not_at_all(exchanges, monkeypatch):
 
 
 def test_a_rank_that_left_is_named(exchanges):
-    here, gone = exchanges((0, 1))
-    gone.leave()
+    here, ended = exchanges((0, 1))
+    ended.leave()
     with pytest.raises(RanksDivergedError) as caught:
         here("text")
     assert str(caught.value) == (
@@ -115,21 +115,21 @@ def test_a_rank_that_left_is_named(exchanges):
         here.share("joined")
 
 
-def test_whoever_leaves_a_point_has_waited_for_all(exchanges):
+def test_share_waits_for_all_ranks(exchanges):
     ranks = (0, 1, 2)
-    came, left = [], []
+    arrived, seen_by = [], []
 
     def meet(rank, end):
         time.sleep(0.05 * rank)
-        came.append(rank)
+        arrived.append(rank)
         end.share("joined")
-        left.append(sorted(came))
+        seen_by.append(sorted(arrived))
 
     in_threads(*(partial(meet, rank, end) for rank, end in enumerate(exchanges(ranks))))
-    assert left == [[0, 1, 2]] * 3
+    assert seen_by == [[0, 1, 2]] * 3
 
 
-def test_different_things_are_not_mixed(exchanges):
+def test_different_labels_are_not_mixed(exchanges):
     ends = exchanges((0, 1))
     results = in_threads(
         lambda: gather_alike(ends[0], "comm_mode", "{}"),

@@ -1,4 +1,4 @@
-"""What a launcher's variables say."""
+"""Ranks and errors from the environment variables of launchers."""
 
 import pytest
 
@@ -20,14 +20,14 @@ TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     **MASTER,
 }
-# As seen under mpirun of Open MPI 4.1 and MPICH 4.0, with two machines.
+# Values of mpirun from Open MPI 4.1 and MPICH 4.0, on two machines.
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
 }
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}
-# As Slurm's src/common/env.c sets them: a batch script, a step in it, the shell of salloc.
+# Values from Slurm's src/common/env.c: a batch script, a step in it, the shell of salloc.
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
 STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 SHELL = {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
@@ -42,7 +42,7 @@ def test_torchrun_sets_rank_sizes_host_and_store():
     assert not launched.is_leader
 
 
-def test_script_without_local_variables_has_one_machine():
+def test_without_local_variables_there_is_one_host():
     launched = read_launched_rank({**OPEN_MPI, **MASTER, "RANK": "0", "WORLD_SIZE": "2"})
     assert (launched.local_rank, launched.local_world_size) == (0, 2)
     assert (launched.launcher, launched.has_store) == ("RANK and WORLD_SIZE", False)
@@ -100,13 +100,13 @@ def test_processes_that_cannot_meet_get_the_line(environment, process, line):
         {"RANK": "0", **MASTER},
         {"RANK": "0", "WORLD_SIZE": "2"},
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": ""},
-        # One process starts its ranks itself.
+        # A single process starts the ranks itself.
         {"RANK": "0", "WORLD_SIZE": "1", **MASTER},
         {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
-        # What runs beside steps, after an address for them was exported.
+        # A process outside of steps, after the user exported an address for the steps.
         {**BATCH, **MASTER},
         {**SHELL, **MASTER},
-        # A pytest that a test of a launched pytest runs.
+        # A pytest that a test of a launched pytest starts.
         {**TORCHRUN, INSIDE_VARIABLE: "1"},
         {**OPEN_MPI, INSIDE_VARIABLE: "1"},
     ],

@@ -1,4 +1,4 @@
-"""Marker, command line and ini become one value, or an error that says what to write instead."""
+"""Settings from marker, command line and ini file, and errors about wrong values."""
 
 from pathlib import Path
 
@@ -40,19 +40,19 @@ def problem(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("given", "joined"),
+    ("arguments", "joined"),
     [
         ("--comm-report out -x --comm-summary s.md", "--comm-report=out -x --comm-summary=s.md"),
         (
             "--comm-artifacts=out --comm-timeout 3 tests",
             "--comm-artifacts=out --comm-timeout 3 tests",
         ),
-        # Which pytest will complain about.
+        # pytest reports the missing value.
         ("tests --comm-report", "tests --comm-report"),
     ],
 )
-def test_paths_are_joined_to_their_options(given, joined):
-    assert join_paths(given.split()) == joined.split()
+def test_paths_are_joined_to_their_options(arguments, joined):
+    assert join_paths(arguments.split()) == joined.split()
 
 
 def test_two_gloo_ranks_are_the_default():
@@ -93,7 +93,7 @@ def test_default_backend_follows_the_visible_gpus(gpus, device, backend):
     assert settle(2, gpus=gpus, device=device).backend == backend
 
 
-def test_gpus_are_not_counted_unless_the_number_matters():
+def test_gpus_are_counted_only_if_needed():
     def count():
         pytest.fail("asked for the GPUs")
 
@@ -101,46 +101,46 @@ def test_gpus_are_not_counted_unless_the_number_matters():
     assert resolve(mark, session_options(), parametrized=None, count_gpus=count).backend == "gloo"
 
 
-def test_the_fake_backend_runs_rank_0_unless_others_are_chosen():
+def test_fake_backend_runs_rank_0_by_default():
     assert settle(4096, backend="fake").ranks == (0,)
     assert settle(4096, backend="fake", ranks=[4095, 0, 0]).ranks == (0, 4095)
     assert settle(4, backend="fake", ranks="all").ranks == (0, 1, 2, 3)
     assert settle(4, ranks="all") == settle(4)
 
 
-def test_ranks_of_other_shapes_join_with_all_their_real_coordinates():
-    found = settle(16, simulate=True, real={"pp": 2})
-    assert found.finds_ranks
+def test_further_ranks_include_real_coordinates():
+    settings = settle(16, simulate=True, real={"pp": 2})
+    assert settings.finds_ranks
     assert not settle(16, simulate=True, ranks=[0]).finds_ranks
-    joined = with_further_ranks(found, [3], session_options(rank_slots=4))
+    joined = with_further_ranks(settings, [3], session_options(rank_slots=4))
     assert (joined.ranks, joined.finds_ranks) == ((0, 3, 8, 11), False)
     with pytest.raises(BadValueError, match="4 ranks do not fit into the 3"):
-        with_further_ranks(found, [3], session_options(rank_slots=3))
+        with_further_ranks(settings, [3], session_options(rank_slots=3))
 
 
 @pytest.mark.parametrize(
     ("simulate", "expected"),
     [(True, "answering"), ("strict", "strict"), (64, "answering"), (65, ""), (False, "")],
 )
-def test_a_simulation_is_asked_for_or_begins_at_a_world_size(simulate, expected):
-    found = settle(64, simulate=simulate)
-    assert found.simulation == expected
-    assert (found.backend, found.ranks) == (
+def test_simulate_accepts_true_or_a_world_size(simulate, expected):
+    settings = settle(64, simulate=simulate)
+    assert settings.simulation == expected
+    assert (settings.backend, settings.ranks) == (
         ("fake", (0,)) if expected else ("gloo", tuple(range(64)))
     )
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [(None, None), ("even", ()), ([3, 1], (3.0, 1.0)), ((0.5, 0), (0.5, 0))]
+    ("splits", "expected"), [(None, None), ("even", ()), ([3, 1], (3.0, 1.0)), ((0.5, 0), (0.5, 0))]
 )
-def test_shares_of_experts_are_declared(given, expected):
-    assert settle(64, simulate=True, simulation_splits=given).simulation_splits == expected
+def test_shares_of_experts_are_declared(splits, expected):
+    assert settle(64, simulate=True, simulation_splits=splits).simulation_splits == expected
 
 
 def test_real_axes_have_all_their_coordinates():
-    found = settle(16, simulate=True, real={"pp": 2, "ep": 2})
-    assert [(axis.name, axis.stride) for axis in found.real] == [("pp", 8), ("ep", 4)]
-    assert found.ranks == (0, 4, 8, 12)
+    settings = settle(16, simulate=True, real={"pp": 2, "ep": 2})
+    assert [(axis.name, axis.stride) for axis in settings.real] == [("pp", 8), ("ep", 4)]
+    assert settings.ranks == (0, 4, 8, 12)
     assert settle(16, simulate=True, real={"ep": (2, 1)}, ranks=[6]).ranks == (6, 7)
     assert settle(16, simulate=17, real={"pp": 2}).ranks == tuple(range(16))
 
@@ -221,7 +221,7 @@ def test_marker_for_gpus_is_no_usage_error(backend):
 
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_nccl_for_the_session_is_that_of_its_tests(gpus):
-    # Without GPUs each test fails on its ranks.
+    # Without GPUs, each test fails on its ranks.
     assert settle(options=session_options(backend="nccl"), gpus=gpus).backend == "nccl"
 
 
@@ -264,11 +264,11 @@ def launched(**changes):
     return LaunchedRank(**{**values, **changes})
 
 
-def test_launched_ranks_may_be_more_than_one_machine_can_start():
+def test_launched_ranks_may_exceed_one_machine():
     options = session_options(world_size=512, launched=launched())
     assert settle(options=options).world_size == 512
     assert "512 ranks are too many" in problem(512)
-    # Others are skipped later; a typing error is still told.
+    # Tests of another size are skipped later; a wrong argument is still an error.
     assert "300 ranks are too many" in problem(300, options=options)
     assert describe(options).endswith(", rank 0 of 512 started by torchrun")
 
@@ -290,6 +290,6 @@ def test_the_launched_world_size_wins_over_ini(pytester, monkeypatch, arguments,
     assert read_session_options(pytester.parseconfig(*arguments)).world_size == size
 
 
-def test_help_says_that_the_ini_value_of_a_deadline_is_in_seconds(pytester):
+def test_help_of_ini_deadline_names_seconds(pytester):
     shown = " ".join(pytester.runpytest_subprocess("--help").stdout.str().split())
     assert "fsdp_comm_timeout_s (string): default for --comm-timeout, in seconds" in shown

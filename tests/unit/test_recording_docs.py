@@ -1,4 +1,4 @@
-"""The page about recordings names what there is."""
+"""Attributes and fields on docs/recording.md exist, and none is missing."""
 
 import dataclasses
 import re
@@ -10,13 +10,13 @@ from pytest_fsdp_comm.recording.comm_mode import CommMode
 PAGE = (Path(__file__).parents[2] / "docs" / "recording.md").read_text()
 
 
-def test_the_page_lists_exactly_the_attributes_of_comm_mode():
+def test_page_lists_attributes_of_comm_mode():
     named = set(re.findall(r"comm_mode\.(\w+)", PAGE))
     assert {name for name in vars(CommMode) if not name.startswith("_")} <= named
     assert all(hasattr(CommMode, name) for name in named)
 
 
-def test_the_page_explains_exactly_the_fields_that_may_be_absent():
+def test_page_explains_optional_fields():
     optional = {field.name for field in dataclasses.fields(Collective) if field.default is None}
     assert {name for name in optional if f"`{name}`" not in PAGE} == set()
     for kind, prefix in ((Collective, "event"), (Recording, r"comm_mode\.recording")):

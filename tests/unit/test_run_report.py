@@ -1,4 +1,4 @@
-"""What a report leaves in its directory."""
+"""Files of the HTML report."""
 
 from page_checks import check_page
 

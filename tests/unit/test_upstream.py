@@ -1,4 +1,4 @@
-"""What is said when torch, pytest or syrupy moves a name: where, which versions, what to do."""
+"""Errors about names that torch, pytest or syrupy moved."""
 
 import re
 
@@ -8,7 +8,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
 
-def test_a_moved_private_name_is_reported_with_the_versions_known_to_have_it():
+def test_moved_name_error_lists_versions():
     error = upstream.moved_error("torch", "torch.nn.x", "the recorder relies on")
     assert isinstance(error, UpstreamChangedError)
     assert re.fullmatch(
@@ -23,7 +23,7 @@ def test_a_single_version_and_another_remedy_are_named():
     assert str(error).endswith("was written for syrupy 7.0: use it, or drop it")
 
 
-def test_a_part_that_could_not_be_read_is_named_with_its_error():
+def test_misread_error_names_subject_and_problem():
     error = upstream.misread_error("torch", "FSDP2 that fsdp_tree reads", AttributeError("no _x"))
     assert re.match(
         r"torch \S+ moved a private name of FSDP2 that fsdp_tree reads: no _x; pytest-fsdp-comm "
@@ -39,6 +39,6 @@ def test_a_missing_package_is_named_without_a_version(monkeypatch):
 
 
 @pytest.mark.parametrize("package", upstream.VERSIONS_READ)
-def test_the_listed_packages_are_named_as_they_are_installed(package):
+def test_listed_packages_have_installed_names(package):
     pytest.importorskip(package.replace("-", "_"))
     assert re.match(rf"{package} \d", str(upstream.moved_error(package, "x", "y")))

@@ -19,7 +19,7 @@ class Ran:
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A directory to work in, which pytest takes for a root directory."""
+    """Change to a directory that pytest uses as its root directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     return tmp_path
@@ -52,7 +52,7 @@ def write(project):
 
 @pytest.fixture
 def git(project, monkeypatch):
-    """Runs git in a new repository; the driver's program is found as a user's would be."""
+    """Run git in a new repository, with the installed program as diff driver."""
     for name in [*os.environ]:
         if name.startswith("GIT_"):
             monkeypatch.delenv(name)
@@ -66,7 +66,7 @@ def git(project, monkeypatch):
         f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m pytest_fsdp_comm "$@"\n'
     )
     program.chmod(0o755)
-    # Not the one that is installed: a test removes the program.
+    # A copy of the installed program, because a test removes it.
     others = [
         directory
         for directory in os.environ["PATH"].split(os.pathsep)

@@ -1,4 +1,4 @@
-"""What ``fsdp-comm accept`` copies, prints and refuses."""
+"""Tests of ``fsdp-comm accept``: copied files, output and refused files."""
 
 import pytest
 import sample_profiles
@@ -86,7 +86,7 @@ def test_accept_follows_no_link_of_the_artifacts(artifacts, write, fsdp_comm):
     (artifacts / "ci").mkdir()
     (artifacts / "ci/received").symlink_to(artifacts / "of-ci/received")
     assert "has no directory 'received'" in fsdp_comm("accept", "ci").err
-    # The user may name a link.
+    # The directory that the user names may be a link.
     received = artifacts / f"of-ci/received/{COMM}"
     received.unlink()
     received.write_text(NEW)
@@ -107,12 +107,12 @@ def test_accept_prints_no_control_characters(artifacts, write, fsdp_comm):
 
 def test_accept_takes_the_directory_of_the_settings(artifacts, write, fsdp_comm):
     (artifacts / "snapshots").rename(artifacts / "reviewed")
-    # Neither a plugin that is missing nor the project's own code keeps pytest from its settings.
+    # Settings are read despite a missing plugin and a broken conftest.py.
     write("pytest.ini", "[pytest]\naddopts = --nope\nfsdp_comm_snapshot_dir = reviewed\n")
     write("conftest.py", "raise RuntimeError\n")
     assert fsdp_comm("accept", "ci").status == 0
     assert (artifacts / "reviewed" / COMM).read_text() == NEW
-    # As from a directory above the project.
+    # The same as in a directory above the project.
     write("pytest.ini", "[pytest]\n")
     assert "there is no snapshot directory snapshots" in fsdp_comm("accept", "ci").err
     assert not (artifacts / "snapshots").exists()

@@ -1,4 +1,4 @@
-"""What ``fsdp-comm diff`` prints about files and directories, and the driver in ``git diff``."""
+"""Tests of ``fsdp-comm diff`` on files and directories, and of the driver in ``git diff``."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ TOLD = [
 ]
 
 
-def test_diff_explains_two_snapshots_as_a_failed_test_does(write, fsdp_comm):
+def test_diff_explains_like_a_failed_test(write, fsdp_comm):
     write("old.comm", OLD)
     write("new.comm", NEW)
     told = fsdp_comm("diff", "old.comm", "new.comm")
@@ -31,7 +31,7 @@ def test_diff_explains_two_snapshots_as_a_failed_test_does(write, fsdp_comm):
     assert any(line.startswith("+forward layers.{0..3} all_gather[dp]") for line in lines)
 
 
-def test_equal_files_and_those_that_differ_in_what_is_not_compared_exit_with_0(write, fsdp_comm):
+def test_diff_without_compared_changes_exits_with_0(write, fsdp_comm):
     write("old.comm", OLD)
     write("crlf.comm", OLD.replace("\n", "\r\n").encode())
     write("torch.comm", OLD.replace("| torch ,", "| torch 9.9,"))
@@ -50,11 +50,11 @@ def test_a_recording_is_compared_with_a_snapshot(write, fsdp_comm):
     write("more.json", dump_recordings([recording(1, calls=3)]))
     told = fsdp_comm("diff", "one.json", "more.json")
     assert told.status == 1
-    # Recorded code has a place, which a snapshot has not.
+    # A recording has call sites, a snapshot has none.
     assert any(line.endswith("at train.py:3") for line in told.lines), told.out
 
 
-def test_snapshots_of_different_kinds_are_not_explained(write, fsdp_comm):
+def test_diff_of_different_kinds_is_not_explained(write, fsdp_comm):
     write("a.comm", OLD)
     write("b.comm", TREE)
     told = fsdp_comm("diff", "a.comm", "b.comm")
@@ -111,7 +111,7 @@ def test_directories_are_compared_file_by_file(write, fsdp_comm):
         (["gone.comm", "a.comm"], "there is no file gone.comm"),
     ],
 )
-def test_what_cannot_be_compared_is_an_error(write, fsdp_comm, arguments, said):
+def test_incomparable_files_are_an_error(write, fsdp_comm, arguments, said):
     write("a.comm", OLD)
     write("d/x", "")
     told = fsdp_comm("diff", *arguments)
@@ -132,7 +132,7 @@ DRIVER = {
 def test_git_diff_explains_and_stays_a_patch(write, git, project):
     page = (Path(__file__).parents[3] / "docs/command-line.md").read_text()
     for name, value in DRIVER.items():
-        # As the page says, apart from line ends.
+        # The configuration on the page, apart from line breaks.
         assert f"git config {name} '{value}'" in " ".join(page.replace("\\\n", "").split()), name
         git("config", name, value)
     write(".gitattributes", "*.comm text eol=lf diff=fsdp-comm\n")
@@ -152,12 +152,12 @@ def test_git_diff_explains_and_stays_a_patch(write, git, project):
     assert "here.ws8.comm: added" in shown
     assert "gone.ws4.comm: removed" in shown
     assert "odd name.ws8.comm -> plain.ws8.comm: renamed, otherwise unchanged" in shown
-    # Still a patch.
+    # git can apply the output as a patch.
     (project / "p.patch").write_text(shown)
     git("apply", "-R", "--check", "p.patch")
-    # One side at a time for what knows no command.
+    # For git's textconv, which passes one side at a time.
     assert "communication of 8 ranks" in git("diff", "--no-ext-diff", "HEAD", "--", "a.ws8.comm")
-    # What is no snapshot is shown as lines.
+    # Lines of a file that is not a snapshot are printed without an explanation.
     write("a.ws8.comm", "<<<<<<< ours\n")
     broken = git("diff", "HEAD", "--", "a.ws8.comm")
     assert "no explanation: a.ws8.comm, line 1: it reads '<<<<<<< ours'" in broken
@@ -168,7 +168,7 @@ def test_git_diff_explains_and_stays_a_patch(write, git, project):
     log = ("log", "-p", "-1", "--", "here.ws8.comm")
     assert "here.ws8.comm: added" in git("log", "--ext-diff", *log[1:])
     assert "+communication of 8 ranks" in git(*log)
-    # Without the program, plain lines.
+    # If the program is missing, git prints plain lines.
     (project / "bin/fsdp-comm").unlink()
     write("a.ws8.comm", NEW)
     plain = git("diff")
@@ -182,7 +182,7 @@ def test_git_diff_reports_an_unmerged_file(fsdp_comm):
     assert told.lines == ["a.ws8.comm: unmerged; resolve the conflict, or check out one side"]
 
 
-def test_one_broken_file_leaves_the_stories_of_the_others(write, fsdp_comm):
+def test_broken_file_does_not_hide_other_diffs(write, fsdp_comm):
     write("a/x.ws8.comm", OLD)
     write("b/x.ws8.comm", NEW)
     write("a/y.ws8.comm", OLD)

@@ -1,4 +1,4 @@
-"""Commands on the page about the command line are commands of the program."""
+"""Commands on docs/command-line.md exist."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ COMMANDS = re.findall(r"^fsdp-comm (.*)$", SHELL, re.MULTILINE)
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The commands that the program would run."""
+    """Replace all commands by a list of calls."""
     calls = []
     for name in (
         "command_line.show.run",
@@ -48,7 +48,7 @@ def test_every_command_has_its_place_on_the_page(capsys):
     } == listed
     for name in listed:
         assert f"fsdp-comm {name}" in PAGE
-        # Each says how it ends and what it takes.
+        # Each describes its exit status and its arguments.
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0

@@ -1,4 +1,4 @@
-"""What ``fsdp-comm record`` refuses before it runs anything."""
+"""Arguments that ``fsdp-comm record`` rejects before it runs the script."""
 
 import pytest
 
@@ -25,9 +25,7 @@ import pytest
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_errors_that_say_what_would(
-    write, fsdp_comm, arguments, text
-):
+def test_wrong_arguments_are_errors(write, fsdp_comm, arguments, text):
     write("train.py", "raise SystemExit('it ran')")
     done = fsdp_comm("record", *arguments)
     assert (done.status, done.out, done.err) == (2, "", f"fsdp-comm: {text}\n")

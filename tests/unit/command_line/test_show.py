@@ -1,4 +1,4 @@
-"""What ``fsdp-comm show`` prints of each kind of file, and of files that are broken."""
+"""Tests of ``fsdp-comm show`` for each kind of file, and for broken ones."""
 
 import importlib
 import re
@@ -19,7 +19,7 @@ from pytest_fsdp_comm.command_line.main import main
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 
-def test_a_snapshot_shows_sums_by_axis_the_peak_and_the_modules_of_each_phase(write, fsdp_comm):
+def test_show_prints_totals_peak_and_phases(write, fsdp_comm):
     profile = sample_profiles.profile(tensor_parallel=True)
     profile = replace(profile, peaks=(GatheredPeak(nbytes=558_336),), backend="gloo")
     write("a.ws8.comm", format_profile(replace(profile, torch_version="2.13.0")))
@@ -59,7 +59,7 @@ def test_show_several_files_prints_a_table(write, fsdp_comm):
         ["bytes in all", "100.0 KiB", "106.0 KiB"],
         ["peak gathered", "8.0 KiB", "64.0 KiB"],
     ]
-    # Each file is shown as well.
+    # Each file is also printed by itself.
     assert lines[0] == "a.ws8.comm:"
     assert "a.ws64.comm:" in lines
 
@@ -81,19 +81,19 @@ def test_objects_are_not_shown_as_0_bytes(write, fsdp_comm):
     assert " 0 B" not in out
 
 
-def test_a_recording_of_one_rank_is_shown_as_such(write, fsdp_comm):
+def test_show_recording_names_its_rank(write, fsdp_comm):
     write("one.json", dump_recordings([recording(1)]))
     first = fsdp_comm("show", "one.json").lines[0]
     assert first == "communication of 2 ranks, recorded on rank 1 (torch 2.13.0, gloo)"
 
 
-def test_a_tree_shows_units_and_parameters_with_their_bytes(write, fsdp_comm):
+def test_show_tree_prints_units_and_parameters(write, fsdp_comm):
     write("a.ws4.tree.comm", TREE)
     lines = fsdp_comm("show", "a.ws4.tree.comm").lines
     assert lines[:3] == [
         "sharded model of 4 ranks (torch 2.13.0, gloo)",
         "mesh: dp=4 stride 1",
-        # 32 elements of 2 bytes and 8 of 4.
+        # 32 elements of 2 bytes, and 8 of 4 bytes.
         "1 unit; 2 parameters of 40 elements, 96 B",
     ]
     assert lines[-1] == "parameter b.weight float32[8] dp=Shard(0)"
@@ -117,11 +117,11 @@ def test_an_unreadable_file_is_an_error_with_its_line(write, fsdp_comm, name, co
     shown = fsdp_comm("show", name)
     assert (shown.status, shown.out) == (2, "")
     assert shown.err.startswith(f"fsdp-comm: {said}")
-    # The remedy of a failed test makes no sense here.
+    # The remedy for a failed test does not apply here.
     assert "Nothing was overwritten" not in shown.err
 
 
-def test_a_directory_is_no_snapshot(fsdp_comm):
+def test_directory_is_rejected(fsdp_comm):
     assert "is a directory; expected a snapshot" in fsdp_comm("show", ".").err
 
 
@@ -148,7 +148,7 @@ def test_the_console_script_is_the_program():
     assert getattr(importlib.import_module(module), name) is main
 
 
-def test_the_program_starts_without_torch_pytest_and_their_like(write, project):
+def test_program_starts_without_torch_and_pytest(write, project):
     write("a.ws4.tree.comm", TREE)
     code = (
         "import sys; from pytest_fsdp_comm.command_line.main import main;"

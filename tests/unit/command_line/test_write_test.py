@@ -1,4 +1,4 @@
-"""``fsdp-comm test`` writes what a person would, and overwrites nothing."""
+"""Tests of ``fsdp-comm test``: the written test and snapshots, and errors."""
 
 import os
 import re
@@ -180,14 +180,14 @@ def test_snapshots_are_in_the_root_without_settings(
     if file:
         write(file, "")
     (project / "part").mkdir()
-    # Without any such file, pytest takes the directory that it is started in.
+    # Without a configuration file, pytest's root directory is the working directory.
     monkeypatch.chdir(project / ("part" if file else ""))
     recording, test = (os.path.relpath(project / name) for name in ("step.json", "part/test_it.py"))
     assert fsdp_comm("test", recording, "-o", test).status == 0
     assert (project / "snapshots" / "part" / "test_it").is_dir()
 
 
-def test_what_is_no_recording_of_a_step_of_a_script_is_refused(recorded, write, fsdp_comm, project):
+def test_recording_without_one_step_is_refused(recorded, write, fsdp_comm, project):
     def refused(name="step.json"):
         done = fsdp_comm("test", name)
         assert done.status == 2

@@ -1,4 +1,4 @@
-"""Values to JSON and back: whole, and with errors that say where."""
+"""Values round-trip through JSON; errors say where a value is wrong."""
 
 import json
 import math
@@ -69,14 +69,14 @@ def test_every_value_comes_back_as_it_was(whole):
     assert load_tagged({"Part": Part, "Whole": Whole}, dump_tagged(whole)) == whole
 
 
-def test_text_that_is_no_utf_8_and_numbers_that_json_lacks_come_back():
+def test_surrogates_and_infinity_round_trip():
     part = Part(name="\udcff\ud800", size=2**70)
     assert from_json(Part, json.loads(json.dumps(to_json(part)))) == part
     assert to_json(math.inf) == "inf"
     assert from_json(tuple[float, ...], ["inf", 1]) == (math.inf, 1.0)
 
 
-def test_what_json_cannot_carry_travels_as_its_repr():
+def test_other_objects_become_their_repr():
     class Odd:
         def __repr__(self):
             return "<odd>"

@@ -1,4 +1,4 @@
-"""FQNs as text: what is written can be read back, and reads as people count."""
+"""Escapes, patterns and order of FQNs."""
 
 import re
 
@@ -59,7 +59,7 @@ def test_folding_partitions_the_names(fqns):
         (["a b.{1}"], ["a\\x20b.\\x7b1\\x7d"]),
     ],
 )
-def test_alike_names_fold_into_patterns(fqns, patterns):
+def test_numbered_siblings_fold_into_patterns(fqns, patterns):
     assert list(fold_fqns(fqns)) == patterns
     assert sorted(fqn for pattern in patterns for fqn in expand(pattern)) == sorted({*fqns})
 
@@ -102,6 +102,6 @@ def test_natural_order_is_total(orders):
         ("a\\Uffffffff", r"bad escape at column 2 of"),
     ],
 )
-def test_what_is_no_pattern_says_why(pattern, problem):
+def test_invalid_pattern_error_says_why(pattern, problem):
     with pytest.raises(ValueError, match="^" + re.escape(problem)):
         expand(pattern)

@@ -1,4 +1,4 @@
-"""Numbers of bytes and how they change, as people read them."""
+"""Texts for numbers of bytes and their changes."""
 
 import pytest
 from hypothesis import example, given
@@ -47,7 +47,7 @@ def test_unknown_sizes_are_not_0_bytes(nbytes, unsized, text):
         (MIB, MIB, "1.0 -> 1.0 MiB"),
     ],
 )
-def test_two_sides_share_a_unit_and_never_look_equal_unless_they_are(old, new, text):
+def test_nbytes_change_shows_every_difference(old, new, text):
     assert show_nbytes_change(old, new) == text
 
 
@@ -78,7 +78,7 @@ def test_growth_is_a_percentage_or_a_factor(old, new, text):
 
 @given(st.integers(0, 10**15), st.integers(0, 10**15))
 @example(1001, 1000)
-def test_no_change_looks_like_none_and_only_nothing_is_all_gone(old, new):
+def test_growth_never_rounds_to_unchanged(old, new):
     before, after = show_nbytes_change(old, new).split(" -> ")
     unit = after.partition(" ")[2]
     assert (before.removesuffix(f" {unit}") == after.removesuffix(f" {unit}")) == (old == new)

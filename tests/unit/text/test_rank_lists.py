@@ -1,4 +1,4 @@
-"""Lists of ranks: one text for one set, short for those of a mesh, and no other is read."""
+"""Lists of ranks: one text for each set, short for meshes; other texts are rejected."""
 
 import re
 from itertools import product
@@ -37,7 +37,7 @@ def test_ranks_are_named_in_ascending_order():
 
 
 def blocks(first, length, distance, count):
-    """Runs of one length at one distance."""
+    """Return the ranks of runs with equal length and distance."""
     starts = range(first, first + count * distance, distance)
     return [rank for start in starts for rank in range(start, start + length)]
 
@@ -55,13 +55,13 @@ def blocks(first, length, distance, count):
         (blocks(0, 8, 16, 3), "0-7,16-23,32-39"),
         (blocks(0, 8, 16, 4), "0-55:8/16"),
         (blocks(1, 7, 8, 512), "1-4095:7/8"),  # tensor parallelism of 8, without its first rank
-        # The first entry takes what it can: 10 is the third of 0, 5, 10, 15.
+        # The first entry folds as many as possible: 10 is the third of 0, 5, 10, 15.
         ([0, 5, 10, 15, 17, 19, 21, 23], "0-15/5,17-23/2"),
         ([0, 5, 10, 12, 14, 16], "0,5,10-16/2"),
-        # A run of another length ends the folding, and begins none.
+        # A run of another length ends the fold and does not start one.
         ([0, 2, 4, 6, 8, 9], "0-6/2,8-9"),
         ([0, 1, 3, 5, 7, 9], "0-1,3-9/2"),
-        # Two ranks of each eight that touch across the border of the eight.
+        # Two ranks of each eight that form a run across the border between eights.
         (sorted({*range(0, 4096, 8), *range(7, 4096, 8)}), "0,7-4088:2/8,4095"),
         # The first 32 of dp in each of 4 stages, for one rank of tp.
         (
@@ -76,7 +76,7 @@ def test_ranks_of_a_mesh_have_short_texts(ranks, text):
 
 
 def expanded(text):
-    """What a text says, read in another way."""
+    """Read a text with an independent parser."""
     ranks = []
     for entry in text.split(","):
         numbers, _, distance = entry.partition("/")
@@ -92,7 +92,7 @@ MESHES = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 
 @st.composite
 def ranks_of_meshes(draw):
-    """Ranks that share some coordinates, perhaps several such sets, with some left out."""
+    """Generate ranks that share mesh coordinates: unions of such sets, minus some ranks."""
     found = set()
     for sizes in draw(st.lists(MESHES, min_size=1, max_size=2)):
         chosen = [
@@ -124,7 +124,7 @@ def test_each_set_of_ranks_has_a_text_of_its_own():
 
 
 @given(SETS, st.data())
-def test_a_text_that_is_read_is_the_one_that_is_written(ranks, data):
+def test_read_ranks_accepts_only_written_texts(ranks, data):
     text = write_ranks(ranks)
     place = data.draw(st.integers(0, len(text)))
     new = data.draw(
@@ -149,7 +149,7 @@ ENTRY = st.builds("".join, st.tuples(
 
 
 @given(st.lists(ENTRY, min_size=1, max_size=3).map(",".join))
-def test_any_numbers_are_read_as_they_are_written_or_refused(text):
+def test_any_numbers_round_trip_or_are_rejected(text):
     try:
         found = read_ranks(text, 18)
     except ValueError:
@@ -170,7 +170,7 @@ def test_any_numbers_are_read_as_they_are_written_or_refused(text):
         ("0-4/2,6-10/2", "expected '0-10/2'"),
         ("0-3/1", "expected '0-3'"),
         ("0-63:2/2", "expected '0-63'"),
-        # Ends between two.
+        # The last rank is between two runs.
         ("0-7/2", "expected ranks from 0 to 63 in ascending order, such as 0,2-3"),
         ("0-14:2/4", "expected ranks from 0 to 63 in"),  # the last run would be cut short
         ("0-64/2", "expected ranks from 0 to 63 in"),
@@ -191,6 +191,6 @@ def test_any_numbers_are_read_as_they_are_written_or_refused(text):
         (",", "expected ranks from 0 to 63 in"),
     ],
 )
-def test_another_text_is_refused_with_what_was_expected(text, expected):
+def test_other_text_is_rejected_with_expected_text(text, expected):
     with pytest.raises(ValueError, match=re.escape(f"bad ranks {text!r}: {expected}")):
         read_ranks(text, 64)

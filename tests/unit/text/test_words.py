@@ -1,4 +1,4 @@
-"""Paths and words of commands as people write them, and names that were probably meant."""
+"""Paths and shell words in texts."""
 
 import os
 import shlex
@@ -20,7 +20,7 @@ def test_a_path_is_relative_to_what_it_lies_below(tmp_path, monkeypatch):
     assert show_path("/elsewhere/model.py") == "/elsewhere/model.py"
 
 
-def test_a_path_stays_as_it_is_where_the_working_directory_is_gone(tmp_path, monkeypatch):
+def test_show_path_without_working_directory(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -28,12 +28,12 @@ def test_a_path_stays_as_it_is_where_the_working_directory_is_gone(tmp_path, mon
     assert show_path(str(gone / "model.py")) == str(gone / "model.py")
 
 
-def test_a_path_with_control_characters_is_shown_on_one_line():
+def test_show_path_escapes_control_characters():
     assert show_path("/a\x1b\n::error::x/é.py") == r"/a\x1b\n::error::x/é.py"
 
 
 @pytest.mark.parametrize("text", ["a b", "tests/é.py", "$x `y`", "a\x1b'\\\n\u202e", "\udc80 half"])
-def test_a_word_of_a_command_is_printable_and_means_the_same(text):
+def test_shell_word_is_printable_and_equivalent(text):
     word = shell_word(text)
     assert word.isprintable()
     if text.isprintable():
