@@ -39,7 +39,7 @@ def test_an_unknown_operation_is_kept(comm_mode, odd_op):
 
 
 @ws2
-def test_a_group_destroyed_inside_the_block_costs_no_event(comm_mode, dist_info):
+def test_group_destroyed_in_block_loses_no_event(comm_mode, dist_info):
     with comm_mode:
         dist.all_reduce(torch.ones(2))
         dist.barrier()
@@ -56,7 +56,7 @@ def test_a_group_destroyed_inside_the_block_costs_no_event(comm_mode, dist_info)
 
 
 @fake
-def test_a_group_made_inside_the_block_is_named_by_its_shape(comm_mode):
+def test_group_made_in_block_is_named_by_shape(comm_mode):
     with comm_mode:
         group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(2), group=group)
@@ -65,7 +65,7 @@ def test_a_group_made_inside_the_block_is_named_by_its_shape(comm_mode):
 
 
 @fake
-def test_the_same_mode_inside_itself_is_refused_and_goes_on(comm_mode):
+def test_nested_entry_raises_and_outer_block_goes_on(comm_mode):
     with comm_mode:
         dist.all_reduce(torch.ones(2))
         with pytest.raises(RecordingError, match="cannot be nested"):
@@ -85,7 +85,7 @@ def test_events_of_another_model_have_no_owner(comm_mode, device_mesh):
 
 
 @fake
-def test_an_operation_that_fails_is_not_counted_as_sent(comm_mode):
+def test_failing_operation_is_not_counted(comm_mode):
     def send():
         with comm_mode:
             dist.all_reduce(torch.ones(2))

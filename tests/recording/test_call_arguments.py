@@ -164,7 +164,7 @@ def test_reduction_of_fsdp_and_dtensor_is_not_shown(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_a_call_is_asynchronous_if_its_caller_has_to_wait(comm_mode):
+def test_call_with_work_to_wait_for_is_async(comm_mode):
     other = 1 - dist.get_rank()
     with comm_mode:
         for is_async in (False, True):
@@ -191,7 +191,7 @@ def test_a_call_is_asynchronous_if_its_caller_has_to_wait(comm_mode):
 
 @pytest.mark.upstream
 @gloo_and_fake(2)
-def test_fsdp_calls_are_synchronous_but_for_an_asynchronous_unshard(comm_mode, device_mesh):
+def test_fsdp_is_sync_except_async_unshard(comm_mode, device_mesh):
     model = shard(Model(1), device_mesh())
     with comm_mode(model):
         step(model)

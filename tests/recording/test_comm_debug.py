@@ -56,7 +56,7 @@ def test_totals_are_equal_on_random_models(comm_mode, device_mesh):
 
 @fake
 @ignore_hook_warning
-def test_prefetch_misleads_the_counts_of_torch_but_not_ours(comm_mode, device_mesh):
+def test_prefetch_misleads_only_torchs_module_counts(comm_mode, device_mesh):
     model = build(device_mesh(dp=2, tp=2), 3, {0, 1, 2}, set(), reshard=True)
     gather = torch.ops.c10d._allgather_base_
     with comm_mode(model):
@@ -77,7 +77,7 @@ def test_prefetch_misleads_the_counts_of_torch_but_not_ours(comm_mode, device_me
 
 
 @pytest.mark.distributed(world_size=2)
-def test_torch_counts_neither_barriers_nor_point_to_point(comm_mode, dist_info):
+def test_torch_omits_barriers_and_point_to_point(comm_mode, dist_info):
     theirs = CommDebugMode()
     for mode in (comm_mode, theirs):
         with mode:
@@ -129,7 +129,7 @@ def without_empty_titles(table):
 
 @fake
 @ignore_hook_warning
-def test_attributes_and_noise_levels_are_those_of_torch(comm_mode, device_mesh, tmp_path):
+def test_attributes_and_noise_levels_match_torch(comm_mode, device_mesh, tmp_path):
     class Feed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -173,7 +173,7 @@ def test_attributes_and_noise_levels_are_those_of_torch(comm_mode, device_mesh, 
 
 @fake
 @ignore_hook_warning
-def test_backward_and_recomputation_are_distinguished_as_in_torch(comm_mode, device_mesh):
+def test_backward_and_recomputation_match_torch(comm_mode, device_mesh):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -206,7 +206,7 @@ def test_backward_and_recomputation_are_distinguished_as_in_torch(comm_mode, dev
 
 
 @fake
-def test_absent_operations_count_zero_and_absent_modules_are_absent(comm_mode, device_mesh):
+def test_counts_of_absent_operations_and_modules(comm_mode, device_mesh):
     model = build(device_mesh(dp=2, tp=2), 1, {0}, set(), reshard=True)
     with comm_mode:
         step(model)
@@ -221,7 +221,7 @@ def test_absent_operations_count_zero_and_absent_modules_are_absent(comm_mode, d
 
 
 @fake
-def test_a_block_is_answered_for_while_it_runs_and_a_new_one_starts_over(comm_mode, device_mesh):
+def test_results_in_block_are_so_far_and_restart(comm_mode, device_mesh):
     mesh = device_mesh(tp=4)
     first, second = (tensor_parallel(Block(), mesh, "") for _ in range(2))
     second = nn.Sequential(second)
@@ -279,7 +279,7 @@ def test_asking_in_the_block_changes_nothing_in_it(comm_mode, device_mesh):
     ],
     ids=["parameters", "sharding", "operations", "tracker", "table", "json"],
 )
-def test_what_an_answer_in_the_block_runs_is_not_recorded(comm_mode, device_mesh, tmp_path, ask):
+def test_query_in_block_is_not_recorded(comm_mode, device_mesh, tmp_path, ask):
     model = build(device_mesh(dp=2, tp=2), 2, {0}, {1}, reshard=True)
 
     def run(ask):
@@ -295,7 +295,7 @@ def test_what_an_answer_in_the_block_runs_is_not_recorded(comm_mode, device_mesh
 
 
 @fake
-def test_modules_of_several_models_are_named_by_their_own_classes(comm_mode, device_mesh):
+def test_several_models_are_named_by_their_class(comm_mode, device_mesh):
     mesh = device_mesh(tp=4)
     block, pair = tensor_parallel(Block(), mesh, ""), nn.Sequential(Block())
     tensor_parallel(pair, mesh, "0.")
@@ -309,7 +309,7 @@ def test_modules_of_several_models_are_named_by_their_own_classes(comm_mode, dev
 
 @fake
 @ignore_hook_warning
-def test_a_block_of_backward_alone_is_shown_where_torch_fails(comm_mode, device_mesh):
+def test_backward_only_block_works_where_torch_fails(comm_mode, device_mesh):
     model = tensor_parallel(Block(), device_mesh(tp=4), "")
     x = torch.ones(2, 8, requires_grad=True)
     with comm_mode:
@@ -326,7 +326,7 @@ def test_a_block_of_backward_alone_is_shown_where_torch_fails(comm_mode, device_
 
 @fake
 @ignore_hook_warning
-def test_gathered_parameters_are_shown_sharded_and_not_kept_alive(comm_mode, device_mesh):
+def test_gathered_parameters_show_sharded_and_die(comm_mode, device_mesh):
     model = build(device_mesh(dp=2, tp=2), 1, {0}, set(), reshard=True)
     with comm_mode(model):
         step(model)
@@ -347,7 +347,7 @@ def test_gathered_parameters_are_shown_sharded_and_not_kept_alive(comm_mode, dev
     assert " *weight: (Shard(dim=0),)\n" in comm_mode.generate_comm_debug_tracing_table(1)
 
 
-def test_without_ranks_everything_is_zero_but_nothing_can_be_compared(comm_mode):
+def test_without_ranks_counts_are_zero_compare_raises(comm_mode):
     with pytest.raises(RecordingError, match="no recording yet; run the code in"):
         comm_mode.get_total_counts()
     with comm_mode:

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.recording.steps import keeping_group
 pytestmark = pytest.mark.upstream
 
 
-def test_torch_has_the_names_that_the_stack_walk_looks_for():
+def test_torch_has_names_of_stack_walk():
     assert nn.Module._call_impl.__code__.co_name == "_call_impl"
     assert stack.engine_code().co_name == "_engine_run_backward"
     assert sorted(code.co_name for code in stack._clipping_codes()) == [
@@ -52,7 +52,7 @@ def test_autograd_has_the_private_names_that_are_read():
     assert torch.autograd._get_sequence_nr() > made.grad_fn._sequence_nr()
 
 
-def test_within_backward_a_graph_task_has_an_id_and_optimizers_call_back_by_class_wide_hooks():
+def test_graph_task_id_and_optimizer_hooks_in_backward():
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter])
     within, stepped = [], []
@@ -67,7 +67,7 @@ def test_within_backward_a_graph_task_has_an_id_and_optimizers_call_back_by_clas
     assert stepped == [optimizer]
 
 
-def test_a_scaler_steps_by_a_method_of_its_class_that_skips_what_is_not_finite():
+def test_scaler_step_skips_infinite_gradients():
     parameter = nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([parameter]), torch.amp.GradScaler("cpu")
     called, stepped = [], []
@@ -88,7 +88,7 @@ def test_a_scaler_steps_by_a_method_of_its_class_that_skips_what_is_not_finite()
     assert vars(torch.amp.GradScaler)["step"] is step
 
 
-def test_torch_keeps_both_names_of_the_functions_that_make_and_destroy_the_group():
+def test_torch_has_both_names_of_init_and_destroy():
     for name in ("init_process_group", "destroy_process_group"):
         of_package = getattr(torch.distributed, name)
         assert of_package is getattr(torch.distributed.distributed_c10d, name)
@@ -98,7 +98,7 @@ def test_torch_keeps_both_names_of_the_functions_that_make_and_destroy_the_group
     assert not torch.distributed.is_initialized()
 
 
-def test_storages_have_an_address_that_a_weak_reference_keeps():
+def test_weak_storage_reference_keeps_address():
     tensor = torch.ones(4)
     reference = tensors.weak_storage(tensor)
     assert reference.cdata == tensor.view(2, 2).untyped_storage()._cdata
@@ -108,12 +108,12 @@ def test_storages_have_an_address_that_a_weak_reference_keeps():
     assert reference.expired()
 
 
-def test_a_redistribution_shows_the_tensor_that_it_was_asked_for():
+def test_redistribution_frame_has_its_tensor():
     code = stack.code_of("torch.distributed.tensor._redistribute", "Redistribute", "forward")
     assert code.co_varnames[:2] == ("ctx", "input")
 
 
-def test_nodes_that_pass_on_a_gradient_have_the_names_that_are_looked_for():
+def test_nodes_passing_gradients_on_have_known_names():
     parameter = nn.Parameter(torch.ones(2, 2))
     made = parameter.to(torch.bfloat16).clone().view(4, 1).t().transpose(0, 1)
     assert tensors._label_of_node(made.grad_fn, None).parameter is parameter
@@ -135,7 +135,7 @@ def test_a_redistribution_has_the_locals_that_are_read():
     assert {"current_spec", "target_spec", "local_tensor"} <= set(code.co_varnames)
 
 
-def test_attributes_of_torch_are_its_own_again_after_a_block():
+def test_attributes_of_torch_are_restored_after_block():
     def attributes():
         return {
             (holder.__name__, name): vars(holder).get(name)
@@ -253,7 +253,7 @@ def test_only_groups_of_this_rank_are_listed(monkeypatch):
         process_groups()
 
 
-def test_without_a_process_group_there_are_no_groups_and_no_axes():
+def test_without_process_group_no_groups_or_axes():
     assert process_groups() == []
     assert list(existing_axes()) == []
 
@@ -290,7 +290,7 @@ def test_an_unsharded_module_has_no_unit_of_its_own():
     assert [*fsdp.param_groups([nn.Linear(1, 1)])] == []
 
 
-def test_the_operations_that_read_values_are_those_of_this_torch():
+def test_value_reads_match_tags_of_torch():
     found, sparse = set(), set()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, short = name.partition("::")
@@ -314,7 +314,7 @@ def test_the_operations_that_read_values_are_those_of_this_torch():
     assert sparse == {f"_to_sparse{layout}" for layout in layouts}
 
 
-def test_kernels_have_a_key_of_their_own_below_subclasses_on_every_thread():
+def test_kernel_key_is_free_and_below_subclasses():
     key = torch._C.DispatchKey.BackendSelect
     after = torch._C._dispatch_keyset_full_after(key)
     assert kernels.register_collectives() == ""

@@ -30,7 +30,7 @@ def nbytes(cost):
     }
 
 
-def test_a_reduction_for_each_micro_batch_costs_as_many_times_its_bytes(record, device_mesh):
+def test_reduction_per_micro_batch_multiplies_bytes(record, device_mesh):
     def train(model, *, sync_each):
         for n in range(4):
             model.set_requires_gradient_sync(sync_each or n == 3)
@@ -53,7 +53,7 @@ def test_a_reduction_for_each_micro_batch_costs_as_many_times_its_bytes(record, 
     )
 
 
-def test_blocks_that_stay_gathered_cost_memory_instead_of_bytes(record, device_mesh):
+def test_blocks_kept_gathered_cost_memory_not_bytes(record, device_mesh):
     # The root is gathered for both phases; 4 blocks are freed after forward, or not.
     reviewed = record(shard(Model(blocks=4), device_mesh()))
     kept = record(shard(Model(blocks=4), device_mesh(), reshard_after_forward=False))
@@ -71,7 +71,7 @@ def test_blocks_that_stay_gathered_cost_memory_instead_of_bytes(record, device_m
     )
 
 
-def test_replicas_reduce_a_share_of_each_gradient_over_their_own_axis(record, device_mesh):
+def test_hsdp_reduces_shards_over_replicate_axis(record, device_mesh):
     def train(model, *, sync_each):
         for n in range(2):
             model.set_requires_all_reduce(sync_each or n == 1)
@@ -98,7 +98,7 @@ def test_replicas_reduce_a_share_of_each_gradient_over_their_own_axis(record, de
     )
 
 
-def test_a_unit_that_is_split_off_sends_its_bytes_in_more_calls(record, device_mesh):
+def test_split_unit_sends_same_bytes_in_more_calls(record, device_mesh):
     def build(*, split):
         model = Model()
         if split:

@@ -96,7 +96,7 @@ def run(comm_mode, mesh, name):
 """
 
 
-def test_a_simulated_rank_has_the_estimate_of_the_real_one(pytester, request):
+def test_simulated_estimate_equals_real_one(pytester, request):
     pytester.makepyfile(test_it=PROJECT)
     pytester.makeini(f"[pytest]\npythonpath = {request.path.parent} {request.path.parents[1]}\n")
     pytester.runpytest_subprocess("-p", "no:randomly").assert_outcomes(passed=2)
@@ -110,7 +110,7 @@ def test_a_simulated_rank_has_the_estimate_of_the_real_one(pytester, request):
 
 
 @pytest.mark.distributed(world_size=[2, 8], simulate=8)
-def test_a_recording_is_the_same_with_an_estimate_and_without(comm_mode, device_mesh):
+def test_estimate_does_not_change_recording(comm_mode, device_mesh):
     def record(**arguments):
         model, optimizer = build(device_mesh())
         train(model, optimizer)
@@ -127,7 +127,7 @@ def test_a_recording_is_the_same_with_an_estimate_and_without(comm_mode, device_
 
 
 @simulated
-def test_operations_are_those_of_a_count_by_hand_and_of_torch(comm_mode, device_mesh):
+def test_flops_match_manual_count_and_torch(comm_mode, device_mesh):
     model, optimizer = build(device_mesh())
     with FlopCounterMode(display=False) as theirs:
         train(model, optimizer)
@@ -139,7 +139,7 @@ def test_operations_are_those_of_a_count_by_hand_and_of_torch(comm_mode, device_
 
 
 @simulated
-def test_a_rank_counts_its_own_part_of_tensor_parallel_layers(comm_mode, device_mesh):
+def test_flops_of_tensor_parallel_layer_are_local(comm_mode, device_mesh):
     mesh = device_mesh(dp=-1, tp=2)
     model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.ReLU())
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -175,12 +175,12 @@ def test_a_model_that_is_no_root_is_refused(comm_mode, device_mesh):
 
 
 @pytest.mark.upstream
-def test_torch_has_the_names_by_which_own_operations_are_told_apart():
+def test_torch_has_names_that_flop_count_needs():
     assert callable(_guards.active_fake_mode)
     assert callable(_sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached)
 
 
-def test_every_kind_of_memory_that_torch_tells_apart_has_its_place():
+def test_each_memory_kind_of_torch_has_a_field():
     tracker = pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
     known = [kind for kinds in _TRACKED.values() for kind in kinds]
     assert sorted(known) == sorted(kind.value for kind in tracker._FSDPRefType)

@@ -35,12 +35,12 @@ def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100):
         ("nccl", "completed", True, True),
     ],
 )
-def test_a_collective_is_done_by_the_backends_own_words(backend, state, retired, is_done):
+def test_flight_is_done_if_retired_or_completed(backend, state, retired, is_done):
     (found,) = flights([entry(7, backend=backend, state=state, retired=retired)])
     assert (found.kind, found.seq, found.nbytes, found.is_done) == ("all_reduce", 7, 16, is_done)
 
 
-def test_earlier_tests_and_point_to_point_calls_are_left_out(monkeypatch):
+def test_flights_skip_earlier_and_point_to_point_calls(monkeypatch):
     old = entry(1, backend="nccl", state="started", at=99)
     sent = entry(2, backend="nccl", state="started", is_p2p=True)
     new = entry(3, backend="nccl", state="started")

@@ -105,7 +105,7 @@ def test_coalesced_collectives_are_one_event(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_asynchronous_collectives_are_recorded_when_issued(comm_mode):
+def test_async_collective_is_recorded_when_issued(comm_mode):
     def send():
         x = data()
         works = [
@@ -121,7 +121,7 @@ def test_asynchronous_collectives_are_recorded_when_issued(comm_mode):
 
 
 @pytest.mark.distributed(world_size=4)
-def test_groups_of_equal_size_are_named_by_shape_or_description(comm_mode, dist_info):
+def test_equal_sized_groups_are_named_apart(comm_mode, dist_info):
     rank = dist_info.rank
     neighbours = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     twice = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]

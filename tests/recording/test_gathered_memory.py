@@ -64,9 +64,7 @@ def test_padding_is_not_counted(comm_mode, device_mesh):
 @fake
 @pytest.mark.parametrize("arrange", [layered, lambda _: wrapped()], ids=["FSDP2", "FSDP1"])
 @pytest.mark.parametrize("is_given", [True, False], ids=["given", "bare"])
-def test_a_root_that_was_gathered_before_counts_from_the_beginning(
-    comm_mode, device_mesh, arrange, is_given
-):
+def test_root_gathered_before_block_counts_from_start(comm_mode, device_mesh, arrange, is_given):
     model = arrange(device_mesh)
     infer(model)  # leaves the root gathered, so that the block gathers it no more
     with comm_mode(model) if is_given else comm_mode:
@@ -76,7 +74,7 @@ def test_a_root_that_was_gathered_before_counts_from_the_beginning(
 
 
 @fake
-def test_units_that_were_gathered_before_and_stay_so_count(comm_mode, device_mesh):
+def test_units_gathered_before_and_throughout_count(comm_mode, device_mesh):
     model = layered(device_mesh)
     infer(model)
     model.layers[3].unshard()
@@ -99,7 +97,7 @@ def test_units_that_were_gathered_before_and_stay_so_count(comm_mode, device_mes
 
 
 @fake
-def test_parts_that_stay_on_fewer_ranks_count_from_the_beginning(comm_mode, device_mesh):
+def test_post_forward_shards_count_from_start(comm_mode, device_mesh):
     model = layered(device_mesh, reshard_after_forward=2)
     loss = model(torch.arange(4).view(1, 4)).sum()
     with comm_mode(model):
@@ -114,7 +112,7 @@ def test_parts_that_stay_on_fewer_ranks_count_from_the_beginning(comm_mode, devi
 
 
 @fake
-def test_a_backward_prefetch_for_nothing_is_dropped_when_backward_ends(comm_mode, device_mesh):
+def test_unused_backward_prefetch_is_freed_at_its_end(comm_mode, device_mesh):
     class Unused(TokenModel):
         def forward(self, tokens):
             x = self.embed(tokens)
@@ -141,7 +139,7 @@ def test_a_backward_prefetch_for_nothing_is_dropped_when_backward_ends(comm_mode
 
 
 @fake
-def test_a_gather_of_an_earlier_block_counts_until_it_is_freed(comm_mode, device_mesh):
+def test_gather_of_earlier_block_counts_until_freed(comm_mode, device_mesh):
     model = layered(device_mesh)
     step(model)
     handle = model.layers[0].unshard(async_op=True)

@@ -96,7 +96,7 @@ def test_idle_kernels_change_no_result(comm_mode):
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_operation_that_nothing_here_can_run_raises_torchs_error(comm_mode):
+def test_operation_without_kernel_raises_torchs_error(comm_mode):
     with comm_mode, pytest.raises(NotImplementedError, match="Could not run 'symm_mem::nccl_put'"):
         torch.ops.symm_mem.nccl_put(torch.ones(2), 1)
     assert comm_mode.events == ()
@@ -104,7 +104,7 @@ def test_operation_that_nothing_here_can_run_raises_torchs_error(comm_mode):
 
 @pytest.mark.distributed(world_size=2, backend="fake")
 @pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_an_operation_of_an_earlier_name_is_the_one_that_it_calls(comm_mode, grad_mode):
+def test_old_operation_name_counts_as_new_one(comm_mode, grad_mode):
     with grad_mode(), comm_mode:
         torch.ops.c10d_functional.all_reduce(torch.ones(4), "sum", "", [0, 1], 2)
     (event,) = comm_mode.events
@@ -130,7 +130,7 @@ def test_an_exception_ends_the_recording(comm_mode, kind):
 
 
 @gloo_and_fake(2)
-def test_nested_recordings_have_the_events_of_their_own_time(comm_mode):
+def test_nested_recordings_have_events_of_their_time(comm_mode):
     first, second = CommMode(), CommMode()
     with first:
         sent(1)
@@ -148,7 +148,7 @@ def test_nested_recordings_have_the_events_of_their_own_time(comm_mode):
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_a_block_that_another_thread_leaves_takes_no_part_in_later_ones(older, device_mesh):
+def test_block_left_on_other_thread_is_over(older, device_mesh):
     model = shard(Model(blocks=1), device_mesh())
     left, later = CommMode(trace_operations=False), CommMode(trace_operations=False)
     left(model).__enter__()
@@ -178,9 +178,7 @@ def test_what_an_older_thread_sends_has_no_owner(comm_mode, older):
 
 
 @gloo_and_fake(2)
-def test_what_an_older_thread_sends_while_a_unit_acts_is_not_the_units(
-    comm_mode, older, device_mesh
-):
+def test_older_thread_during_unit_has_no_owner(comm_mode, older, device_mesh):
     model = shard(Model(), device_mesh())
     model.layers[0].register_forward_pre_hook(lambda *_: older(lambda: sent(3)))
     model.layers[0].up.register_full_backward_hook(lambda *_: older(lambda: sent(5)))
@@ -224,7 +222,7 @@ def test_two_threads_record_at_the_same_time(older, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_a_thread_that_a_block_left_belongs_to_no_later_block(comm_mode):
+def test_thread_outliving_block_is_gap_of_later_block(comm_mode):
     first = CommMode()
     with first:
         pool = ThreadPoolExecutor(1, "left")
@@ -242,7 +240,7 @@ def test_a_thread_that_a_block_left_belongs_to_no_later_block(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_a_child_that_is_forked_in_a_block_leaves_it_alone(comm_mode):
+def test_child_forked_in_block_does_not_affect_it(comm_mode):
     with comm_mode:
         sent(1)
         pid = os.fork()
@@ -285,7 +283,7 @@ class Foreign:
 
 
 @gloo_and_fake(2)
-def test_a_library_that_registered_before_is_called_or_refused_by_name(comm_mode):
+def test_kernel_registered_before_block_is_named(comm_mode):
     with Foreign() as foreign:
         try:
             with comm_mode:
@@ -307,7 +305,7 @@ def test_a_library_that_registered_before_is_called_or_refused_by_name(comm_mode
 
 
 @gloo_and_fake(2)
-def test_a_library_between_two_blocks_is_called_by_name(comm_mode):
+def test_kernel_registered_between_blocks_is_named(comm_mode):
     with comm_mode:
         sent(1)
     with Foreign() as foreign:
@@ -326,7 +324,7 @@ def test_a_library_between_two_blocks_is_called_by_name(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_a_library_that_registers_in_the_block_hides_nothing_silently(comm_mode):
+def test_kernel_registered_in_block_is_gap(comm_mode):
     with comm_mode:
         sent(1)
         foreign = Foreign()
@@ -337,7 +335,7 @@ def test_a_library_that_registers_in_the_block_hides_nothing_silently(comm_mode)
 
 
 @pytest.mark.distributed(world_size=2)
-def test_a_library_that_came_and_went_hides_nothing_silently(comm_mode):
+def test_kernel_added_and_removed_in_block_is_gap(comm_mode):
     with comm_mode:
         sent(1)
         with Foreign() as foreign:
@@ -348,7 +346,7 @@ def test_a_library_that_came_and_went_hides_nothing_silently(comm_mode):
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_an_operation_that_a_library_takes_away_stops_no_block(comm_mode):
+def test_removed_operation_does_not_stop_a_block(comm_mode):
     def defined(name):
         library = torch.library.Library("c10d", "FRAGMENT")
         library.define(f"{name}(Tensor own) -> Tensor")

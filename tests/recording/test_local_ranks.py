@@ -50,7 +50,7 @@ def recorded_or_named(comm_mode, kinds):
 
 
 @pytest.mark.distributed(world_size=1)
-def test_a_group_written_in_python_is_recorded_or_named(comm_mode):
+def test_python_process_group_is_recorded_or_gap(comm_mode):
     # The first one is made in its block.
     with comm_mode:
         group = dist.new_group([0], backend="threaded")
@@ -75,7 +75,7 @@ def test_torchs_own_groups_are_none_of_them(comm_mode, device_mesh):
     assert comm_mode.recording.gaps == ()
 
 
-def test_each_of_the_threads_that_play_ranks_is_recorded_or_told():
+def test_threads_as_ranks_are_recorded_or_gap():
     modes, store = [CommMode() for _ in range(2)], dist.HashStore()
 
     def play(rank):

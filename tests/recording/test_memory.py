@@ -59,7 +59,7 @@ def test_no_tensor_stays_alive(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=2, backend="gloo")
-def test_what_was_gathered_is_freed_while_the_recording_goes_on(comm_mode, device_mesh):
+def test_gathered_memory_is_freed_during_recording(comm_mode, device_mesh):
     # A real group's work holds the tensors that it sent and received.
     model = shard(Model(blocks=16), device_mesh())
 
@@ -80,7 +80,7 @@ def test_what_was_gathered_is_freed_while_the_recording_goes_on(comm_mode, devic
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.distributed(world_size=2, backend="gloo")
-def test_a_process_does_not_grow_with_what_it_sends_while_it_is_recorded(comm_mode, device_mesh):
+def test_process_memory_does_not_grow_with_events(comm_mode, device_mesh):
     # Small pieces of memory, kept between large ones, make malloc leave the large ones' places.
     layers = [torch.nn.Linear(1024, 1024) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
@@ -124,7 +124,7 @@ def test_the_model_is_not_kept(comm_mode, device_mesh):
 
 
 @fake
-def test_a_graph_that_stays_keeps_no_unit_of_another_model(comm_mode, device_mesh):
+def test_living_graph_keeps_no_unit_of_other_model(comm_mode, device_mesh):
     model, other = (shard(Model(), device_mesh()) for _ in range(2))
     with comm_mode:
         loss = model(torch.ones(2, WIDTH)).sum()
@@ -174,7 +174,7 @@ def test_a_thousand_recordings_leave_nothing(comm_mode, device_mesh):
 
 
 @fake
-def test_what_is_imported_between_recordings_leaves_no_kernels(comm_mode, monkeypatch):
+def test_import_between_recordings_leaves_no_kernels(comm_mode, monkeypatch):
     def record(times):
         for _ in range(times):
             monkeypatch.setitem(sys.modules, f"imported_{len(sys.modules)}", ModuleType("imported"))

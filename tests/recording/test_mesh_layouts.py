@@ -74,7 +74,7 @@ def test_two_groups_of_one_name_are_distinguished(comm_mode):
 
 
 @pytest.mark.distributed(world_size=8, backend="fake")
-def test_irregular_groups_of_one_name_are_distinguished_by_their_ranks(comm_mode):
+def test_irregular_groups_of_one_name_get_rank_suffix(comm_mode):
     groups = [dist.new_group(ranks, group_desc="tp") for ranks in ([0, 1, 3], [0, 1, 4])]
     with comm_mode:
         for group in groups:

@@ -90,7 +90,7 @@ def test_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh, reshard):
 @pytest.mark.upstream
 @needs_replicas_of_fsdp2
 @pytest.mark.distributed(world_size=4)
-def test_hsdp_all_reduces_the_shard_that_the_reduce_scatter_left(comm_mode, device_mesh):
+def test_hsdp_all_reduces_reduce_scattered_shard(comm_mode, device_mesh):
     model = shard(Model(BLOCKS), device_mesh(replicate=2, shard=2))
     recorded, seen = profiled(comm_mode, model)
     assert recorded == seen
@@ -108,7 +108,7 @@ def test_hsdp_all_reduces_the_shard_that_the_reduce_scatter_left(comm_mode, devi
 
 @pytest.mark.upstream
 @pytest.mark.distributed(world_size=[2, 4])
-def test_tensor_parallel_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh, dist_info):
+def test_tensor_parallel_fsdp_matches_profiler(comm_mode, device_mesh, dist_info):
     mesh = device_mesh(dp=-1, tp=2)
     model = Model(BLOCKS)
     for layer in model.layers:

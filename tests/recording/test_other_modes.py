@@ -146,7 +146,7 @@ orders = pytest.mark.parametrize("order", ["before", "in the block"])
 
 
 @gloo_and_fake(2)
-def test_a_memory_tracker_in_the_block_changes_no_event(comm_mode, device_mesh):
+def test_memory_tracker_in_block_changes_no_event(comm_mode, device_mesh):
     alone = recorded(comm_mode, sharded(device_mesh))
     assert told(comm_mode) == [*FORWARD, *BACKWARD]
     model = sharded(device_mesh)
@@ -168,7 +168,7 @@ def test_a_memory_tracker_before_the_block_is_a_gap(comm_mode, device_mesh):
 
 @pytest.mark.distributed(world_size=2, backend="fake")
 @pytest.mark.parametrize("name", ["pre_forward", "unshard", "reshard", "post_backward"])
-def test_a_method_given_to_a_group_in_the_block_changes_no_event(comm_mode, device_mesh, name):
+def test_method_set_on_group_in_block_changes_no_event(comm_mode, device_mesh, name):
     alone = recorded(comm_mode, sharded(device_mesh))
     model = sharded(device_mesh)
     called = []
@@ -195,7 +195,7 @@ def test_a_method_given_to_a_group_in_the_block_changes_no_event(comm_mode, devi
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_recordings_that_overlap_watch_the_units_and_leave_nothing(device_mesh):
+def test_overlapping_recordings_restore_methods(device_mesh):
     def backward_of(reshards):
         return [event for event in reshards if event.phase == "backward"]
 
@@ -223,7 +223,7 @@ def test_recordings_that_overlap_watch_the_units_and_leave_nothing(device_mesh):
 
 @pytest.mark.distributed(world_size=2, backend="fake")
 @pytest.mark.parametrize("name", ["unshard", "reshard"])
-def test_class_patch_left_in_place_counts_no_unit_twice(comm_mode, device_mesh, monkeypatch, name):
+def test_leftover_class_patch_counts_no_unit_twice(comm_mode, device_mesh, monkeypatch, name):
     alone = siteless(recorded(comm_mode, sharded(device_mesh)))
     calls = []
     model = sharded(device_mesh)
@@ -270,7 +270,7 @@ def test_calls_that_a_library_wraps_change_no_event(comm_mode, device_mesh, orde
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_a_root_that_is_called_without_its_call_gives_the_names(comm_mode):
+def test_root_run_without_call_still_names_modules(comm_mode):
     class Bypassing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -307,7 +307,7 @@ def resharded_otherwise():
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_code_that_stands_in_for_a_method_by_its_name_is_watched(comm_mode, device_mesh):
+def test_replacement_of_method_by_name_is_watched(comm_mode, device_mesh):
     model = sharded(device_mesh)
     alone = siteless(recorded(comm_mode, model))
     assert len([event for event in alone.reshards if event.action == "reshard"]) > 2
@@ -413,7 +413,7 @@ def test_a_forward_without_gradients_is_that_of_a_step(
 @pytest.mark.distributed(world_size=2, backend="fake")
 @orders
 @steps
-def test_a_step_of_fake_tensors_sends_what_a_real_one_does(comm_mode, device_mesh, step, order):
+def test_fake_tensor_step_matches_real_step(comm_mode, device_mesh, step, order):
     mode = FakeTensorMode()
     recorded(comm_mode, step.arrange(device_mesh, mode), lambda: mode, order)
     assert told(comm_mode) == step.all
@@ -421,14 +421,14 @@ def test_a_step_of_fake_tensors_sends_what_a_real_one_does(comm_mode, device_mes
 
 @gloo_and_fake(2)
 @orders
-def test_torchs_own_mode_counts_the_same_beside_a_recording(comm_mode, device_mesh, order):
+def test_comm_debug_mode_counts_same_during_recording(comm_mode, device_mesh, order):
     theirs = CommDebugMode()
     recorded(comm_mode, sharded(device_mesh), lambda: theirs, order)
     assert theirs.get_total_counts() == len(comm_mode.events) == 8
 
 
 @gloo_and_fake(2)
-def test_checkpointing_reduces_again_what_it_computes_again(comm_mode, device_mesh):
+def test_checkpoint_recomputes_its_reductions(comm_mode, device_mesh):
     for reentrant in (False, True):
         model = shard(Model(reentrant=reentrant), device_mesh())
         recorded(comm_mode, model, run=run_with_input_gradient)
@@ -477,7 +477,7 @@ TRANSFORMS = {
 @gloo_and_fake(2)
 @orders
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_what_functorch_transforms_is_recorded_as_it_is_sent(comm_mode, name, order):
+def test_functorch_transforms_are_recorded_as_sent(comm_mode, name, order):
     count, in_place, transformed = TRANSFORMS[name]
     model, x = nn.Sequential(Reduces(in_place=in_place)), torch.ones(2, WIDTH)
 

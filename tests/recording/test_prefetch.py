@@ -309,7 +309,7 @@ def test_each_setting_gathers_as_far_ahead_as_it_says(comm_mode, device_mesh, na
 
 @pytest.mark.distributed(world_size=4)
 @no_shard
-def test_all_ranks_gather_as_far_ahead_as_simulated_ones(comm_mode, device_mesh):
+def test_real_and_simulated_ranks_prefetch_equally(comm_mode, device_mesh):
     for name, (arrange, peak, expected) in (FSDP2 | FSDP1).items():
         assert recorded(comm_mode, *arrange(device_mesh)) == expected, name
         assert comm_mode.peak_gathered_nbytes == peak, name
@@ -382,7 +382,7 @@ def test_a_gather_without_use_has_no_distance(comm_mode, device_mesh):
 
 
 @fake
-def test_a_gather_that_was_freed_is_not_used_by_a_backward_without_one(comm_mode, device_mesh):
+def test_freed_gather_is_not_used_by_later_backward(comm_mode, device_mesh):
     # The gradient of the first module needs its input alone.
     model = Model(LAYERS)
     fully_shard(model.embed, mesh=device_mesh())
@@ -398,7 +398,7 @@ def test_a_gather_that_was_freed_is_not_used_by_a_backward_without_one(comm_mode
 
 
 @fake
-def test_a_backward_right_after_its_forward_is_another_use(comm_mode, device_mesh):
+def test_backward_right_after_forward_is_a_new_use(comm_mode, device_mesh):
     model = nn.Sequential(linear(), linear())
     for unit in (*model, model):
         fully_shard(unit, mesh=device_mesh(), reshard_after_forward=True)
@@ -425,7 +425,7 @@ def test_a_mistargeted_prefetch_has_no_distance(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_a_unit_gathered_by_a_recomputation_is_gathered_at_its_use(comm_mode, device_mesh):
+def test_gather_by_recomputation_has_distance_0(comm_mode, device_mesh):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -448,7 +448,7 @@ def test_a_unit_gathered_by_a_recomputation_is_gathered_at_its_use(comm_mode, de
 
 
 @gloo_and_fake(2)
-def test_a_second_module_of_a_unit_is_no_use_of_its_own(comm_mode, device_mesh):
+def test_second_module_of_unit_opens_no_slot(comm_mode, device_mesh):
     model = nn.Sequential(*(linear() for _ in range(4)))
     for unit in ([model[0], model[2]], model[1], model[3], model):
         fully_shard(unit, mesh=device_mesh())
@@ -460,7 +460,7 @@ def test_a_second_module_of_a_unit_is_no_use_of_its_own(comm_mode, device_mesh):
 
 
 @fake
-def test_the_parameter_groups_of_a_unit_are_used_together(comm_mode, device_mesh):
+def test_parameter_groups_of_module_share_a_slot(comm_mode, device_mesh):
     api = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
     if not hasattr(api, "ShardPlacementResult"):
         pytest.skip("a unit of this torch has one parameter group")
@@ -484,7 +484,7 @@ def test_the_parameter_groups_of_a_unit_are_used_together(comm_mode, device_mesh
 
 
 @gloo_and_fake(2)
-def test_a_second_output_of_a_unit_is_no_use_of_its_own(comm_mode, device_mesh):
+def test_second_output_of_unit_opens_no_slot(comm_mode, device_mesh):
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -507,7 +507,7 @@ def test_a_second_output_of_a_unit_is_no_use_of_its_own(comm_mode, device_mesh):
 
 
 @fake
-def test_a_backward_in_a_later_block_keeps_its_distances(comm_mode, device_mesh):
+def test_backward_in_later_block_keeps_distances(comm_mode, device_mesh):
     for model, _ in (default(device_mesh), fsdp1(device_mesh)):
         with comm_mode(model):
             loss = model(torch.randn(2, WIDTH)).sum()
@@ -522,7 +522,7 @@ def test_a_backward_in_a_later_block_keeps_its_distances(comm_mode, device_mesh)
 
 
 @fake
-def test_a_unit_gathered_before_the_block_shifts_no_other(comm_mode, device_mesh):
+def test_unit_gathered_before_block_shifts_no_other(comm_mode, device_mesh):
     model = layered(device_mesh)
     model.layers[1].unshard()
     assert recorded(comm_mode, *of(model)) == {"forward": "0 0 0 0", "backward": "1 1 1 1"}

@@ -100,7 +100,7 @@ def recorded(device_mesh, comm_mode):
 
 
 @fake
-def test_a_name_that_nothing_can_have_is_an_error_that_lists_what_there_is(recorded):
+def test_impossible_name_raises_with_possible_names(recorded):
     for asked, text in MISTAKES.values():
         for ask in (recorded.counts, recorded.nbytes):
             with pytest.raises(RecordingError) as caught:
@@ -160,7 +160,7 @@ def test_wrappers_in_a_name_change_no_answer(comm_mode, device_mesh):
 
 
 @fake
-def test_a_unit_of_several_modules_is_found_by_all_its_names_together(comm_mode, device_mesh):
+def test_unit_of_several_modules_has_joined_name(comm_mode, device_mesh):
     model = Model()
     unused = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model.unused = unused
@@ -196,7 +196,7 @@ def test_a_bare_block_knows_the_modules_that_ran(comm_mode, device_mesh):
 
 
 @fake
-def test_each_group_of_this_rank_is_an_axis_under_one_name(comm_mode, device_mesh):
+def test_each_group_of_rank_has_one_axis_name(comm_mode, device_mesh):
     kept = init_device_mesh("cpu", (4,), mesh_dim_names=("lonely",))
     ring = dist.new_group([0, 1], group_desc="ring")
     dist.new_group([2, 3], group_desc="not ours")
@@ -229,9 +229,7 @@ def test_each_group_of_this_rank_is_an_axis_under_one_name(comm_mode, device_mes
 
 
 @fake
-def test_an_axis_that_goes_by_another_name_is_no_zero_though_a_recorded_mesh_has_it(
-    comm_mode, device_mesh
-):
+def test_axis_recorded_under_other_name_raises(comm_mode, device_mesh):
     """As expert parallelism over all ranks, whose group is that of FSDP."""
     model = shard(Model(), device_mesh(dp=4))
     experts = distribute_tensor(torch.ones(4), device_mesh(ep=4), [Shard(0)])
@@ -256,7 +254,7 @@ def test_axes_of_units_that_never_ran_are_known(comm_mode, device_mesh):
 
 
 @fake
-def test_a_group_destroyed_in_the_block_leaves_what_was_recorded(comm_mode, device_mesh):
+def test_group_destroyed_in_block_keeps_its_events(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     with comm_mode(model):
         step(model)
@@ -265,7 +263,7 @@ def test_a_group_destroyed_in_the_block_leaves_what_was_recorded(comm_mode, devi
 
 
 @pytest.mark.distributed(world_size=8, backend="fake")
-def test_a_group_destroyed_before_the_model_ran_is_still_known(comm_mode, device_mesh):
+def test_group_destroyed_before_model_ran_is_known(comm_mode, device_mesh):
     model = shard(Model(), device_mesh(dp=4, tp=2)["dp"], reshard_after_forward=2)
     with comm_mode(model):
         dist.all_reduce(torch.ones(1))
@@ -292,7 +290,7 @@ def test_each_rank_answers_for_itself(comm_mode, dist_info):
 
 
 @fake
-def test_nothing_recorded_yet_is_an_error_and_after_an_exception_there_are_answers(comm_mode):
+def test_query_before_block_raises_after_error_works(comm_mode):
     with pytest.raises(RecordingError, match="no recording yet; run the code in"):
         comm_mode.counts("all_gather")
     model = nn.Linear(1, 1)
@@ -317,7 +315,7 @@ def test_answers_are_numbers(recorded):
 
 
 @fake
-def test_the_fixture_is_shown_in_one_line_and_printed_as_a_table(recorded, comm_mode):
+def test_fixture_repr_is_one_line_str_is_table(recorded, comm_mode):
     assert comm_mode is recorded
     # The root and two blocks are gathered, the blocks again in backward, and all are reduced.
     nbytes = 2 * ROOT_NBYTES + 6 * BLOCK_NBYTES

@@ -174,7 +174,7 @@ def test_a_block_makes_inductor_compile_nothing_more(comm_mode, device_mesh, nam
     same_with_and_without(comm_mode, device_mesh, name, "inductor")
 
 
-def test_a_block_in_which_the_compiler_is_reset_compiles_nothing_more(comm_mode):
+def test_compiler_reset_in_block_adds_no_compilation(comm_mode):
     def reset_between(block):
         torch._dynamo.reset()
         counters.clear()

@@ -79,7 +79,7 @@ class Scaled(torch.Tensor):
 
 
 @pytest.mark.distributed(world_size=2, backend="gloo", scope="test")
-def test_what_an_extension_sends_before_a_gather_carries_parameters(comm_mode, device_mesh):
+def test_collective_of_gather_extension_has_parameters(comm_mode, device_mesh):
     model, mesh = Model(), device_mesh(dp=2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.layers:
@@ -106,7 +106,7 @@ def test_what_an_extension_sends_before_a_gather_carries_parameters(comm_mode, d
     assert (gathered.kind, gathered.ahead, gathered.nbytes) == ("all_gather", 1, LINEAR_NBYTES)
 
 
-def test_tensor_parallelism_sends_activations_and_gradients_of_its_norms(comm_mode, device_mesh):
+def test_tensor_parallel_roles_with_norm_gradients(comm_mode, device_mesh):
     mesh = device_mesh(dp=2, tp=2)
     model = nn.Sequential(*(Block(bias=True, norm=True) for _ in range(2)))
     for part in model:

@@ -43,7 +43,7 @@ def shared(tmp_path_factory):
 
 
 @gloo
-def test_it_collects_what_a_test_compares_and_equal_ranks_once(
+def test_saving_matches_a_test_and_folds_equal_ranks(
     comm_mode, device_mesh, dist_info, shared, monkeypatch
 ):
     model = shard(TokenModel(3), device_mesh())
@@ -72,9 +72,7 @@ def test_it_collects_what_a_test_compares_and_equal_ranks_once(
 
 
 @gloo
-def test_an_error_of_the_recorder_is_a_warning_and_one_of_the_job_is_the_jobs(
-    device_mesh, dist_info, tmp_path
-):
+def test_saving_warns_on_own_errors_raises_jobs(device_mesh, dist_info, tmp_path):
     model = shard(TokenModel(3), device_mesh())
     path = tmp_path / "step.json"
     with (
@@ -101,9 +99,7 @@ def test_an_error_of_the_recorder_is_a_warning_and_one_of_the_job_is_the_jobs(
 
 
 @gloo
-def test_where_warnings_are_errors_the_job_goes_on_and_what_is_incomplete_is_written(
-    device_mesh, dist_info, shared, capfd
-):
+def test_saving_with_error_warnings_writes_gaps(device_mesh, dist_info, shared, capfd):
     model = shard(TokenModel(3), device_mesh())
     backend = device_mesh().get_group()._get_backend(torch.device("cpu"))
     path = shared / "step.json"
@@ -126,9 +122,7 @@ def test_where_warnings_are_errors_the_job_goes_on_and_what_is_incomplete_is_wri
 
 
 @gloo
-def test_a_step_that_is_incomplete_ends_as_any_other_where_warnings_are_errors(
-    comm_mode, device_mesh
-):
+def test_incomplete_step_ends_with_error_warnings(comm_mode, device_mesh):
     backend = device_mesh().get_group()._get_backend(torch.device("cpu"))
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
 
@@ -158,7 +152,7 @@ def test_ranks_that_left_nothing_are_named(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_thousands_of_ranks_are_read_and_compared_with_one_simulated_rank(tmp_path, capsys):
+def test_thousands_of_ranks_match_a_simulated_rank(tmp_path, capsys):
     from sample_files import recording
 
     from pytest_fsdp_comm.comm.json import dump_recordings, join_recordings

@@ -33,7 +33,7 @@ class Net(nn.Linear):
         return self(torch.ones(1, 2)).sum()
 
 
-def test_all_micro_batches_and_what_is_sent_after_a_step_belong_to_the_next_one(comm_mode):
+def test_step_begins_after_previous_optimizer_step(comm_mode):
     model = Net()
     optimizer = SGD(model.parameters())
 
@@ -77,7 +77,7 @@ def recorder_of(mode, first, last):
     return StepRecorder(mode, first, last, ended=lambda: None)
 
 
-def test_optimizers_that_replace_others_end_steps_from_then_on():
+def test_replacing_optimizers_end_later_steps():
     early, late = (SGD(Net().parameters()) for _ in range(2))
     mode = CommMode(trace_operations=False)
     recorder = recorder_of(mode, 6, 6)
@@ -129,7 +129,7 @@ def test_a_closure_runs_in_its_step(comm_mode):
     assert marks(comm_mode) == [3]
 
 
-def test_optimizers_that_step_within_backward_are_refused(comm_mode):
+def test_optimizer_step_in_backward_raises(comm_mode):
     model = Net()
     optimizer = SGD(model.parameters())
     model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
@@ -157,7 +157,7 @@ def test_an_error_of_the_script_ends_the_recording(comm_mode):
     assert marks(comm_mode) == [1]
 
 
-def test_parts_of_a_model_are_named_as_in_it_and_models_by_their_number(comm_mode, device_mesh):
+def test_parts_keep_names_models_get_numbers(comm_mode, device_mesh):
     def trained(*names):
         models = [nn.Sequential(OrderedDict({name: Net()})) for name in names]
         for model in models:

@@ -119,7 +119,7 @@ class Quantized(torch.Tensor):
 
 @gloo_and_fake(2)
 @pytest.mark.parametrize("kind", [Gathers, OpaqueThatGathers])
-def test_what_a_subclass_sends_inside_its_dispatch_is_recorded(comm_mode, kind):
+def test_collective_in_subclass_dispatch_is_recorded(comm_mode, kind):
     tensor = kind(torch.ones(NUMEL))
     witnessed(comm_mode, None, lambda: tensor + 1, profiler=False)
     assert sent(comm_mode) == [("all_gather", "float32", NBYTES, 2 * NBYTES)]
@@ -159,7 +159,7 @@ def test_a_subclass_that_is_sent_is_recorded_once(comm_mode, kind):
 
 
 @gloo_and_fake(2)
-def test_an_opaque_subclass_is_recorded_as_what_it_sends(comm_mode):
+def test_opaque_subclass_is_recorded_as_sent(comm_mode):
     tensor = Halved(torch.ones(NUMEL))
 
     def send():
@@ -194,7 +194,7 @@ def redistribute(comm_mode, mesh, dtype, **options):
 
 
 @gloo_and_fake(2)
-def test_a_quantized_tensor_in_a_dtensor_is_recorded_as_its_numbers(comm_mode, device_mesh):
+def test_quantized_dtensor_has_size_of_inner_tensors(comm_mode, device_mesh):
     # Gloo sends no float8; of its numbers with one byte, int8.
     redistribute(comm_mode, device_mesh(), torch.int8)
     assert sent(comm_mode) == [("all_gather", "int8", 2 * NUMEL, 4 * NUMEL)]
@@ -214,7 +214,7 @@ def test_float8_in_a_dtensor_is_recorded_as_float8(comm_mode, device_mesh, dtype
 
 
 @gloo_and_fake(2)
-def test_a_result_that_was_not_waited_for_is_no_second_call(comm_mode, device_mesh):
+def test_unwaited_result_is_not_a_second_call(comm_mode, device_mesh):
     mesh = device_mesh()
     world = dist.group.WORLD
 

@@ -102,7 +102,7 @@ def test_nested_recordings_follow_a_thread_each(comm_mode):
 
 
 @ws2
-def test_collectives_of_threads_before_the_recording_are_not_counted(comm_mode):
+def test_thread_before_recording_is_not_counted(comm_mode):
     on_a_thread(lambda: dist.all_reduce(torch.ones(4)))
     witnessed(comm_mode, None, lambda: dist.all_reduce(torch.ones(2)))
     on_a_thread(lambda: dist.all_reduce(torch.ones(4)))
@@ -111,7 +111,7 @@ def test_collectives_of_threads_before_the_recording_are_not_counted(comm_mode):
 
 @ws2
 @pytest.mark.parametrize("register", ["then", "add_done_callback"])
-def test_collectives_in_callbacks_of_futures_are_recorded(comm_mode, register):
+def test_collective_in_future_callback_is_recorded(comm_mode, register):
     done = threading.Event()
 
     def chain():

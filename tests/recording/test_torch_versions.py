@@ -44,9 +44,7 @@ def reductions_of(comm_mode, mesh, model=None, **dtypes):
 
 
 @pytest.mark.distributed(world_size=2)
-def test_without_reduce_dtype_fsdp2_reduces_in_the_parameters_own_type_since_2_15(
-    comm_mode, device_mesh
-):
+def test_fsdp2_reduces_in_parameter_dtype_since_2_15(comm_mode, device_mesh):
     mesh = device_mesh()
     assert reductions_of(comm_mode, mesh) == {"reduce_scatter[dp]": OWN}
     for dtype in (torch.float32, HALF):
@@ -57,7 +55,7 @@ def test_without_reduce_dtype_fsdp2_reduces_in_the_parameters_own_type_since_2_1
 
 
 @pytest.mark.distributed(world_size=4)
-def test_without_reduce_dtype_hsdp_does_so_over_both_axes(comm_mode, device_mesh):
+def test_hsdp_reduces_in_parameter_dtype_since_2_15(comm_mode, device_mesh):
     try:
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.AVG)
     except RuntimeError as error:  # torch 2.7
@@ -67,7 +65,7 @@ def test_without_reduce_dtype_hsdp_does_so_over_both_axes(comm_mode, device_mesh
 
 
 @pytest.mark.distributed(world_size=2)
-def test_without_reduce_dtype_fsdp1_reduces_in_param_dtype_with_every_torch(comm_mode):
+def test_fsdp1_reduces_in_param_dtype(comm_mode):
     policy = MixedPrecision(param_dtype=HALF)
     model = FullyShardedDataParallel(Model(), mixed_precision=policy, device_id=torch.device("cpu"))
     with comm_mode(model):
@@ -81,9 +79,7 @@ def test_without_reduce_dtype_fsdp1_reduces_in_param_dtype_with_every_torch(comm
 @pytest.mark.parametrize(
     ("reduce_dtype", "partial"), [(None, OWN), (torch.float32, OWN), (HALF, "bfloat16")]
 )
-def test_partial_gradients_over_other_axes_are_cast_first_since_2_15(
-    comm_mode, device_mesh, reduce_dtype, partial
-):
+def test_partial_gradients_are_cast_first_since_2_15(comm_mode, device_mesh, reduce_dtype, partial):
     mesh = device_mesh(dp=2, tp=2)
     model = Block(bias=True, norm=True)
     plan = {
@@ -100,7 +96,7 @@ def test_partial_gradients_over_other_axes_are_cast_first_since_2_15(
 
 
 @pytest.mark.distributed(world_size=2)
-def test_since_2_15_a_pipeline_can_have_a_group_for_each_edge(comm_mode, device_mesh, dist_info):
+def test_pipeline_may_have_group_per_edge_since_2_15(comm_mode, device_mesh, dist_info):
     config = pytest.importorskip("torch.distributed.config")
     if not hasattr(config, "pipeline_per_edge_p2p"):
         pytest.skip("new in torch 2.15")

@@ -43,7 +43,7 @@ def test_an_error_shows_no_frame_of_the_recorder(comm_mode, run):
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_an_error_of_a_unit_shows_no_frame_of_the_recorder(comm_mode, device_mesh, monkeypatch):
+def test_error_of_unit_hides_frames_of_recorder(comm_mode, device_mesh, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError
 

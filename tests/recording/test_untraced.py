@@ -21,7 +21,7 @@ def parallel_model(mesh):
 
 
 @fake
-def test_what_needs_no_operations_is_answered_as_by_a_trace(comm_mode, device_mesh):
+def test_untraced_block_matches_traced_block(comm_mode, device_mesh):
     model = parallel_model(device_mesh(tp=4)["tp"])
     batch = torch.randn(2, 8)
     traced = CommMode()
@@ -41,7 +41,7 @@ def test_what_needs_no_operations_is_answered_as_by_a_trace(comm_mode, device_me
 
 
 @fake
-def test_operations_are_an_error_unless_they_were_traced(comm_mode, device_mesh, tmp_path):
+def test_operations_raise_without_trace(comm_mode, device_mesh, tmp_path):
     model = parallel_model(device_mesh(tp=4)["tp"])
     questions = [
         lambda: comm_mode.comm_module_operation_counts,

@@ -141,7 +141,7 @@ def test_what_reads_values_in_forward_is_named_once(comm_mode, function, how):
         lambda x: x.reshape(2, 2).to_sparse_bsc((1, 2)),
     ],
 )
-def test_a_tensor_made_sparse_is_named_by_what_torch_calls_for_it(comm_mode, function):
+def test_conversion_to_sparse_is_named_by_its_read(comm_mode, function):
     model = Forward(function)
     with comm_mode(model):
         model(torch.ones(4))
@@ -208,7 +208,7 @@ def test_parts_of_unequal_size_are_named(comm_mode, send):
 
 
 @fake
-def test_splitting_by_numbers_reads_nothing_and_the_methods_are_put_back(comm_mode):
+def test_tensor_split_by_numbers_reads_nothing(comm_mode):
     own = torch.tensor_split, torch.Tensor.tensor_split
     model = Forward(split_by_numbers)
     with comm_mode(model):
@@ -340,7 +340,7 @@ def test_values_that_are_exchanged_are_no_gap(comm_mode, function):
 
 @gloo_and_fake(2)
 @pytest.mark.parametrize("function", [tolist, numpy, array])
-def test_methods_that_read_values_compile_as_without_a_recording(comm_mode, function):
+def test_reading_methods_compile_during_recording(comm_mode, function):
     def calls():
         torch._dynamo.reset()
         explained = torch._dynamo.explain(lambda x: (x * 2, function(x)))(torch.ones(2))

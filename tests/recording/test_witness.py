@@ -139,7 +139,7 @@ def test_owners_are_known_while_calls_are_recorded(comm_mode, device_mesh):
 
 
 @ws2
-def test_a_thread_of_the_block_that_sends_below_the_dispatcher_is_not_said_to_be_older(comm_mode):
+def test_call_below_dispatcher_on_block_thread_is_gap(comm_mode):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 
     def work():
@@ -153,7 +153,7 @@ def test_a_thread_of_the_block_that_sends_below_the_dispatcher_is_not_said_to_be
 
 
 @ws2
-def test_a_call_like_a_recorded_one_is_not_taken_for_it(comm_mode):
+def test_call_equal_to_recorded_call_is_still_gap(comm_mode):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 
     def work():
@@ -168,7 +168,7 @@ def test_a_call_like_a_recorded_one_is_not_taken_for_it(comm_mode):
 
 @ws2
 @pytest.mark.usefixtures("without_kernels")
-def test_a_thread_is_named_also_if_it_sent_what_was_recorded_later(comm_mode):
+def test_thread_sending_before_recorded_call_is_gap(comm_mode):
     waiting = Waiting(lambda: dist.all_reduce(data()))
 
     def work():
@@ -180,7 +180,7 @@ def test_a_thread_is_named_also_if_it_sent_what_was_recorded_later(comm_mode):
 
 
 @ws2
-def test_an_unknown_operation_is_recorded_as_it_was_sent(comm_mode):
+def test_unknown_operation_is_recorded_as_sent(comm_mode):
     library = torch.library.Library("_c10d_functional", "FRAGMENT")
     library.define("odd_reduce(Tensor input, str group_name) -> Tensor")
 
@@ -341,7 +341,7 @@ def test_what_was_sent_before_and_after_is_no_gap(comm_mode):
 
 
 @ws2
-def test_a_group_that_is_made_anew_in_the_block_is_checked(comm_mode):
+def test_group_recreated_in_block_is_checked(comm_mode):
     dist.all_reduce(data())
     store = dist.distributed_c10d._get_default_store()
 

@@ -63,7 +63,7 @@ def placements(tree, fqn):
 pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
-def test_blocks_and_root_are_units_with_their_own_parameters():
+def test_blocks_and_root_are_units_with_parameters():
     tree = capture_tree(sharded())
     assert str(tree) == (
         "[TokenModel] FULLY SHARDED\n"
@@ -155,7 +155,7 @@ def test_running_the_model_does_not_change_its_tree(reshard):
     assert capture_tree(model) == before
 
 
-def test_capture_dispatches_nothing_and_initializes_nothing():
+def test_capture_dispatches_and_initializes_nothing():
     class Refuse(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             raise AssertionError(f"the capture called {func}")
@@ -195,7 +195,7 @@ def test_tensor_parallelism_alone_shards_without_units():
     assert parameter(tree, "down.weight").local_numel == 8 * 16 // 4
 
 
-def test_fsdp_over_tensor_parallelism_has_a_placement_on_each_axis():
+def test_fsdp_with_tensor_parallel_has_two_placements():
     model = Block(8, 16, bias=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -207,7 +207,7 @@ def test_fsdp_over_tensor_parallelism_has_a_placement_on_each_axis():
     assert tree.units[0].nbytes_gathered == 4 * (64 + 8 + 64 + 8)
 
 
-def test_partial_and_unknown_placements_survive_the_snapshot():
+def test_partial_and_unknown_placements_round_trip():
     class Odd(Placement):
         pass
 
@@ -287,7 +287,7 @@ def test_uneven_shards_are_padded_to_equal_size():
     assert parameter(tree, "weight").local_numel == 20
 
 
-def test_precision_offload_and_prefetch_are_read_from_each_unit():
+def test_unit_precision_offload_and_prefetch_are_read():
     model = sharded(
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         offload_policy=CPUOffloadPolicy(pin_memory=False),
@@ -314,7 +314,7 @@ def test_precision_offload_and_prefetch_are_read_from_each_unit():
     assert (first.gradient_divide_factor, first.force_sum_reduction) == (None, False)
 
 
-def test_modules_grouped_into_one_unit_keep_their_own_parameters():
+def test_modules_of_one_unit_keep_their_parameters():
     model = TokenModel()
     fully_shard([model.head, model.layers[1]])
     fully_shard(model)
@@ -341,7 +341,7 @@ def test_units_have_the_names_of_owners_in_recordings():
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, DistributedDataParallel])
-def test_odd_names_are_the_same_in_recordings_and_trees(wrap):
+def test_odd_names_match_in_recording_and_tree(wrap):
     model = nn.Module()
     odd = (".lead", "trail.", "a..b", "a b", "module")
     for name in odd:  # setattr() checks no name, unlike add_module()
@@ -411,13 +411,13 @@ def test_meta_and_fake_tensors_have_the_same_snapshot():
     assert format_tree(inside) == format_tree(on_cpu)
 
 
-def test_moving_to_another_dtype_after_sharding_is_seen():
+def test_dtype_change_after_sharding_is_captured():
     model = sharded()
     model.to(torch.bfloat16)
     assert parameter(capture_tree(model), "layers.0.up.weight").dtype == "bfloat16"
 
 
-def test_order_of_construction_and_class_names_do_not_show():
+def test_construction_order_and_classes_are_ignored():
     class Renamed(TokenModel):
         pass
 

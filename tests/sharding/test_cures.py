@@ -57,7 +57,7 @@ UPS = tuple(f"{layer}.up" for layer in LAYERS)
 
 
 @ws2
-def test_parting_frozen_modules_under_fsdp1_saves_the_zeros_that_were_reduced(comm_mode):
+def test_separating_frozen_fsdp1_modules_saves_zeros(comm_mode):
     mixed, parted = fsdp1(half_frozen(), LAYERS), fsdp1(half_frozen(), (*UPS, *LAYERS))
     (finding,) = capture_tree(mixed, count_bytes()).findings
     assert (finding.code, finding.fqns, finding.count) == ("mixed-frozen", LAYERS, 2)
@@ -69,7 +69,7 @@ def test_parting_frozen_modules_under_fsdp1_saves_the_zeros_that_were_reduced(co
 
 
 @ws2
-def test_parting_them_under_fsdp2_saves_nothing_and_is_no_finding(comm_mode):
+def test_mixed_frozen_fsdp2_unit_is_no_finding(comm_mode):
     mixed, parted = fsdp2(half_frozen(), LAYERS), fsdp2(half_frozen(), (*UPS, *LAYERS))
     assert not capture_tree(mixed, count_bytes()).findings
     before, after = Sent(comm_mode, mixed), Sent(comm_mode, parted)
@@ -78,7 +78,7 @@ def test_parting_them_under_fsdp2_saves_nothing_and_is_no_finding(comm_mode):
 
 
 @ws2
-def test_leaving_a_small_unit_to_the_enclosing_one_saves_its_collectives(comm_mode):
+def test_merging_a_small_unit_saves_collectives(comm_mode):
     def build(names):
         model = Model()
         model.layers[0].down = nn.Sequential(
@@ -170,7 +170,7 @@ def test_lora_on_a_llama_has_no_finding():
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_adapters_in_units_of_their_own_are_one_finding_whose_cure_earns_none():
+def test_adapter_units_give_one_finding():
     (finding,) = capture_tree(fsdp2(LoraLlama(3), (*ADAPTERS, *PER_LAYER))).findings
     assert (finding.code, finding.count) == ("unit-too-small", len(ADAPTERS))
     assert set(finding.fqns) == set(ADAPTERS)

@@ -77,7 +77,7 @@ def test_a_module_that_contains_itself_is_drawn_once():
     )
 
 
-def test_a_model_may_be_tens_of_thousands_of_modules_deep():
+def test_model_of_10_000s_of_nested_modules():
     model = bottom = Chain(nn.Parameter(torch.ones(2)))
     links = [model]
     for _ in range(COUNT):
@@ -93,7 +93,7 @@ def test_a_model_may_be_tens_of_thousands_of_modules_deep():
         link._modules.clear()
 
 
-def test_a_model_may_be_tens_of_thousands_of_modules_wide():
+def test_model_of_10_000s_of_sibling_modules():
     weight = nn.Parameter(torch.ones(2, 3))
     model = nn.Module()
     for index in range(COUNT):
@@ -122,7 +122,7 @@ def modules(draw, depth=3):
 
 @settings(max_examples=60, deadline=None)
 @given(modules())
-def test_every_parameter_appears_exactly_once_and_bytes_add_up(model):
+def test_each_parameter_appears_once_and_bytes_add_up(model):
     tree = capture_tree(model)
     assert len(tree.parameters) == len(list(model.parameters()))
     names = [fqn for fqn, _ in tree.named_parameters()]

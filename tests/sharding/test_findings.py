@@ -398,7 +398,7 @@ def test_a_policy_wraps_what_auto_wrap_wraps(policy, expected):
     assert TreeFactory().expect(by_torch, policy)
 
 
-def test_an_expectation_that_is_not_met_says_what_differs():
+def test_unmet_expectation_lists_differences():
     answer = TreeFactory().expect(one_block_forgotten(), {Block, nn.Embedding})
     assert not answer
     assert answer.expected == ("embed", *BLOCKS)

@@ -72,7 +72,7 @@ def test_the_outline_has_no_wrappers():
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_ranks_keep_all_elements_of_a_parameter_together(use_orig_params):
+def test_ranks_together_store_all_elements(use_orig_params):
     kept = []
     for rank in range(WORLD):
         dist.destroy_process_group()
@@ -97,7 +97,7 @@ def test_a_flat_parameter_is_padded_to_equal_shards():
         (ShardingStrategy.NO_SHARD, None, None),
     ],
 )
-def test_each_strategy_decides_what_is_freed_after_forward(strategy, root, block):
+def test_strategy_sets_reshard_after_forward(strategy, root, block):
     tree = capture_tree(wrapped(sharding_strategy=strategy, use_orig_params=True))
     assert unit_of(tree, "").reshard_after_forward is root
     assert unit_of(tree, "layers.0").reshard_after_forward is block
@@ -105,7 +105,7 @@ def test_each_strategy_decides_what_is_freed_after_forward(strategy, root, block
     assert ("FULLY SHARDED" in str(tree)) == tree.is_sharded
 
 
-def test_hybrid_sharding_has_a_shard_axis_and_a_replicate_axis():
+def test_hybrid_sharding_has_shard_and_replicate_axis():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     tree = capture_tree(
         wrapped(
@@ -119,7 +119,7 @@ def test_hybrid_sharding_has_a_shard_axis_and_a_replicate_axis():
     assert [placement.text for placement in entry.placements] == ["Replicate()", "FlatShard()"]
 
 
-def test_a_shard_of_one_rank_is_replicated_over_itself_as_nothing_else_is_reduced():
+def test_no_shard_on_one_rank_replicates_over_itself():
     # pytorch 154888: FSDP1 makes it NO_SHARD, and reduces over the group of shards alone.
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replica", "shard"))
     tree = capture_tree(wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh))
@@ -127,7 +127,7 @@ def test_a_shard_of_one_rank_is_replicated_over_itself_as_nothing_else_is_reduce
     assert (block.shard_axis, block.replicate_axis.size) == (None, 1)
 
 
-def test_precision_and_prefetch_are_read_from_each_unit():
+def test_unit_precision_and_prefetch_are_read():
     tree = capture_tree(
         wrapped(
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float32),

@@ -31,7 +31,7 @@ NAMES = [name for name, _ in TokenModel().named_parameters()]
 
 @settings(max_examples=40, deadline=None)
 @given(frozen=st.sets(st.sampled_from(NAMES)), wraps_root=st.booleans())
-def test_mixed_frozen_is_what_torch_advises_against_where_units_can_part_it(frozen, wraps_root):
+def test_mixed_frozen_follows_torchs_advice(frozen, wraps_root):
     model = TokenModel()
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name not in frozen

@@ -45,7 +45,7 @@ def stages():
     return [sharded(Stage([0, 1], embed=True)), sharded(Stage([6, 7], head=True))]
 
 
-def test_each_part_is_a_root_and_names_are_those_of_the_parts(stages):
+def test_each_part_is_root_with_relative_names(stages):
     tree = capture_tree(stages)
     assert [node.class_name for node in tree.modules if node.parent is None] == ["Stage", "Stage"]
     assert [name for name, _ in tree.named_parameters()] == [
@@ -87,7 +87,7 @@ def test_every_form_shows_all_parts(stages, capsys, tmp_path):
     assert text.count("(root)") == 2
 
 
-def test_a_part_without_a_root_unit_is_found_in_that_part_alone():
+def test_part_without_root_unit_is_one_finding():
     parts = [sharded(Stage([0, 1], embed=True)), sharded(Stage([6, 7]), root=False)]
     (finding,) = capture_tree(parts).findings
     assert (finding.code, finding.fqns) == ("no-root-unit", ("layers.6", "layers.7"))
@@ -107,7 +107,7 @@ def holder(stages, *, runs):
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_stages_that_are_parts_of_a_model_need_no_common_root(stages, runs):
+def test_stages_of_model_need_no_common_root(stages, runs):
     assert not capture_tree(holder(stages, runs=runs)).findings
     assert not capture_tree(nn.ModuleList(stages)).findings
     assert not capture_tree(nn.ModuleDict({"first": stages[0], "last": stages[1]})).findings
@@ -120,7 +120,7 @@ def codes(model):
     return [finding.code for finding in capture_tree(model).findings]
 
 
-def test_blocks_that_hold_units_need_a_root_where_more_than_them_is_there():
+def test_blocks_and_loose_parameters_need_a_root():
     def build():
         model = Stage([0, 1], head=True)
         for layer in model.layers.values():

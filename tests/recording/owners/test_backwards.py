@@ -180,7 +180,7 @@ def test_ddp_reduces_once_for_one_forward(comm_mode):
 @needs_pipelines_on_gloo
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.distributed(world_size=4)
-def test_stage_of_pipeline_reduces_in_its_last_backward(comm_mode, device_mesh):
+def test_pipeline_stage_reduces_in_last_backward(comm_mode, device_mesh):
     mesh = device_mesh(pp=2, dp=2)
     model = shard(layers(), mesh["dp"])
     number = mesh["pp"].get_local_rank()

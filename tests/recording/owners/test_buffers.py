@@ -44,7 +44,7 @@ def test_a_gather_into_all_parameters_is_that_of_none(comm_mode, dist_info):
     ]
 
 
-def test_what_ends_up_in_a_bucket_does_not_name_what_was_in_it_before(comm_mode):
+def test_bucket_content_does_not_name_earlier_calls(comm_mode):
     model = build()
     bucket = torch.empty(WIDTH, WIDTH)
     with comm_mode(model):
@@ -55,7 +55,7 @@ def test_what_ends_up_in_a_bucket_does_not_name_what_was_in_it_before(comm_mode)
     assert named(comm_mode) == [("all_reduce", None, None)] * 2
 
 
-def test_what_ends_up_in_a_gradient_names_all_that_has_reduced_it(comm_mode):
+def test_gradient_names_all_its_reductions(comm_mode):
     model = build()
     halves = torch.randn(2, WIDTH, WIDTH)
     apart = [torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH).add_(1)]

@@ -40,7 +40,7 @@ def plain_step(device_mesh, comm_mode):
     return gathered(comm_mode)
 
 
-def test_a_compiled_model_sends_what_the_eager_one_sends(comm_mode, device_mesh, kernels):
+def test_compiled_model_matches_eager_model(comm_mode, device_mesh, kernels):
     expected = plain_step(device_mesh, comm_mode)
     model = shard(Model(), device_mesh())
     compiled = torch.compile(model)
@@ -122,7 +122,7 @@ class Sends(nn.Module):
         return all_gather_tensor_autograd(x.relu(), 0, dist.group.WORLD)
 
 
-def test_calls_of_torch_distributed_in_compiled_code_are_recorded(comm_mode, kernels):
+def test_collectives_called_in_compiled_code_count(comm_mode, kernels):
     model = torch.compile(nn.Sequential(Sends()))
     witnessed(comm_mode, model, lambda: step(model))
     assert kernels() > 0
@@ -134,7 +134,7 @@ def test_calls_of_torch_distributed_in_compiled_code_are_recorded(comm_mode, ker
     ]
 
 
-def test_compiled_ddp_reduces_its_gradients_in_one_bucket(comm_mode, kernels):
+def test_compiled_ddp_reduces_in_one_bucket(comm_mode, kernels):
     from torch.nn.parallel import DistributedDataParallel
 
     model = torch.compile(DistributedDataParallel(Model()))

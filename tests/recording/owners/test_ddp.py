@@ -65,7 +65,7 @@ def test_a_static_graph_reduces_the_same_buckets(comm_mode):
 
 @ws2
 @pytest.mark.parametrize("is_hooked", [False, True])
-def test_the_search_for_unused_parameters_is_told_from_gradients(comm_mode, is_hooked):
+def test_unused_parameter_map_is_not_gradients(comm_mode, is_hooked):
     def rounded(_state, bucket):
         sent = bucket.buffer().mul(1000).to(torch.int32)
         work = dist.all_reduce(sent, async_op=True)
@@ -166,7 +166,7 @@ def test_each_replica_in_one_model_owns_its_all_reduce(comm_mode):
 
 
 @ws2
-def test_a_replica_beside_a_sharded_part_keeps_its_own_events(comm_mode, device_mesh):
+def test_replica_next_to_sharded_part_owns_its_events(comm_mode, device_mesh):
     model = nn.Sequential(DistributedDataParallel(Model()), shard(Model(), device_mesh()))
     witnessed(comm_mode, model, lambda: step(model), warm_up=3)
     by_source = {}
@@ -176,7 +176,7 @@ def test_a_replica_beside_a_sharded_part_keeps_its_own_events(comm_mode, device_
 
 
 @gloo_and_fake(2)
-def test_what_a_hook_of_a_parameter_sends_belongs_to_its_module(comm_mode):
+def test_collective_of_parameter_hook_owned_by_module(comm_mode):
     # What people write by hand: the owner is the parameter's module.
     model = Model(blocks=1)
     for parameter in model.parameters():
@@ -192,7 +192,7 @@ def test_what_a_hook_of_a_parameter_sends_belongs_to_its_module(comm_mode):
 @ws2
 # torch's own optimizers still script functions.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_zero_redundancy_optimizer_broadcasts_each_updated_part(comm_mode):
+def test_zero_optimizer_broadcasts_updated_parts(comm_mode):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(Model(blocks=1))

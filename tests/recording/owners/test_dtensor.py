@@ -43,7 +43,7 @@ def moves(comm_mode):
 @gloo_and_fake(2)
 # torch says that gloo has no all-to-all.
 @pytest.mark.filterwarnings("ignore:.*alltoall")
-def test_an_explicit_redistribution_is_recorded_with_its_collective(comm_mode, device_mesh):
+def test_explicit_redistribution_has_its_collective(comm_mode, device_mesh):
     mesh = device_mesh(tp=2)
     whole = torch.ones(WIDTH, WIDTH, requires_grad=True)
     rows = distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
@@ -80,7 +80,7 @@ def test_an_operator_redistributes_implicitly(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_partial_sums_are_all_reduced_or_reduce_scattered(comm_mode, device_mesh):
+def test_partial_is_all_reduced_or_reduce_scattered(comm_mode, device_mesh):
     mesh = device_mesh(tp=2)
     columns = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(1)])
     rows = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(0)])
@@ -113,7 +113,7 @@ def test_a_gather_over_two_axes_is_one_redistribution(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_redistributions_whose_frames_have_one_address_are_two(device_mesh):
+def test_redistributions_with_reused_frame_are_two(device_mesh):
     placed = SimpleNamespace(mesh=device_mesh(), placements=(Replicate(),))
     watch = RedistributionWatch(GroupNames())
 
@@ -169,7 +169,7 @@ def test_each_collective_on_three_axes_names_its_own(comm_mode, device_mesh):
 
 @pytest.mark.upstream
 @gloo_and_fake(2)
-def test_sequence_parallelism_gathers_and_scatters_both_ways(comm_mode, device_mesh):
+def test_sequence_parallel_gathers_and_scatters(comm_mode, device_mesh):
     model = nn.Sequential(
         nn.LayerNorm(WIDTH),
         nn.Linear(WIDTH, WIDTH, bias=False),
@@ -196,7 +196,7 @@ def test_sequence_parallelism_gathers_and_scatters_both_ways(comm_mode, device_m
 
 
 @gloo_and_fake(4)
-def test_partial_gradients_that_fsdp_reduces_are_redistributed(comm_mode, device_mesh):
+def test_fsdp_redistributes_partial_gradients(comm_mode, device_mesh):
     mesh = device_mesh(dp=2, tp=2)
     norm = nn.LayerNorm(WIDTH, bias=False)
     parallelize_module(norm, mesh["tp"], SequenceParallel())
@@ -209,7 +209,7 @@ def test_partial_gradients_that_fsdp_reduces_are_redistributed(comm_mode, device
 
 
 @gloo_and_fake(2)
-def test_a_module_that_prepares_its_input_owns_the_gather(comm_mode, device_mesh):
+def test_module_preparing_its_input_owns_gather(comm_mode, device_mesh):
     model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
     plan = {
         "0": PrepareModuleInput(
@@ -264,7 +264,7 @@ def test_clipping_sends_the_norms_of_dtensors_together(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=2)
-def test_context_parallelism_passes_keys_around_the_ring(comm_mode, device_mesh):
+def test_context_parallel_passes_keys_around_ring(comm_mode, device_mesh):
     # Its attention has no kernel on the host (NotImplementedError in torch 2.13); what gloo can is
     # to shard the buffers, to put them together again, and to pass keys around the ring.
     from torch.distributed._functional_collectives import permute_tensor

@@ -73,7 +73,7 @@ def reductions(nbytes=LINEAR_NBYTES, names=NAMES):
 
 
 @pytest.mark.upstream
-def test_simple_fsdp_gathers_parameters_and_reduces_gradients(comm_mode, device_mesh):
+def test_simple_fsdp_roles(comm_mode, device_mesh):
     model = simple_fsdp(Model(), device_mesh())
     assert sent_of(comm_mode, model, lambda: step(model)) == [*gathers(), *reductions()]
 
@@ -112,7 +112,7 @@ def running_graphs(backward):
     ],
     ids=["aot_eager", "graph as it is", "another graph"],
 )
-def test_compiled_code_gathers_parameters_and_makes_gradients(comm_mode, device_mesh, backend):
+def test_compiled_code_roles(comm_mode, device_mesh, backend):
     model = simple_fsdp(Model(), device_mesh())
     compiled = torch.compile(model, backend=backend)
     step(compiled)
@@ -123,9 +123,7 @@ def test_compiled_code_gathers_parameters_and_makes_gradients(comm_mode, device_
         assert {event.issued_in for event in comm_mode.events} == {""}
 
 
-def test_gradients_of_compiled_code_are_named_before_the_next_take_their_place(
-    comm_mode, device_mesh
-):
+def test_compiled_gradients_are_named_before_reuse(comm_mode, device_mesh):
     model = simple_fsdp(Model(), device_mesh())
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = torch.compile(model, backend="aot_eager")
@@ -139,7 +137,7 @@ def test_gradients_of_compiled_code_are_named_before_the_next_take_their_place(
     assert sorted(lines(comm_mode)) == sorted(2 * [*gathers(), *reductions()])
 
 
-def test_adamw_and_clipping_send_nothing_of_a_parameter(comm_mode, device_mesh):
+def test_adamw_and_clipping_carry_no_parameter(comm_mode, device_mesh):
     model = simple_fsdp(Model(), device_mesh())
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     with comm_mode(model):
@@ -155,7 +153,7 @@ def test_adamw_and_clipping_send_nothing_of_a_parameter(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=4)
-def test_hybrid_sharding_reduces_gradients_over_both_axes(comm_mode, device_mesh):
+def test_dtensor_hsdp_reduces_over_both_axes(comm_mode, device_mesh):
     mesh = device_mesh(replicate=2, shard=2)
     model = simple_fsdp(Model(), mesh, placements=[Replicate(), Shard(0)])
     with comm_mode(model):
@@ -168,7 +166,7 @@ def test_hybrid_sharding_reduces_gradients_over_both_axes(comm_mode, device_mesh
     }
 
 
-def test_a_parameter_gathered_for_each_chunk_of_a_loss_is_named(comm_mode, device_mesh):
+def test_parameter_gathered_per_loss_chunk_is_named(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     with comm_mode(model):
         losses = [model.head.weight.full_tensor().sum() for _ in range(3)]
@@ -231,7 +229,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-def test_adapters_are_reduced_and_frozen_parameters_are_not(comm_mode, device_mesh):
+def test_adapters_are_reduced_frozen_parameters_not(comm_mode, device_mesh):
     model = nn.Sequential(Adapted(), Adapted())
     simple_fsdp(model, device_mesh())
     for adapted in model:
@@ -246,7 +244,7 @@ def test_adapters_are_reduced_and_frozen_parameters_are_not(comm_mode, device_me
     ] + reductions(adapter, names=["0.a", "0.b", "1.a", "1.b"])
 
 
-def test_sequence_parallelism_reduces_gradients_of_norms_in_the_optimizer(comm_mode, device_mesh):
+def test_norm_gradients_reduced_in_optimizer_are_named(comm_mode, device_mesh):
     model = Block(norm=True)
     plan = {
         "norm": SequenceParallel(),
@@ -346,7 +344,7 @@ def all_reduced(tensor):
     dist.all_reduce(tensor.contiguous())
 
 
-def test_storage_that_is_used_again_is_not_the_gradient_that_it_held(comm_mode):
+def test_reused_storage_is_not_earlier_gradient(comm_mode):
     model = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def send():
@@ -451,7 +449,7 @@ def test_a_copy_without_a_graph_is_unknown(comm_mode, device_mesh):
     ]
 
 
-def test_an_activation_of_the_shape_of_a_weight_is_an_activation(comm_mode, device_mesh):
+def test_activation_shaped_as_weight_is_activation(comm_mode, device_mesh):
     mesh = device_mesh(tp=2)
 
     class Gathering(nn.Linear):
@@ -504,7 +502,7 @@ def test_a_result_that_becomes_no_gradient_is_unknown(comm_mode):
     ]
 
 
-def test_a_hook_may_gather_its_parameter_or_average_its_gradient(comm_mode, device_mesh):
+def test_hook_gathering_or_averaging_is_attributed(comm_mode, device_mesh):
     model = simple_fsdp(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), device_mesh())
 
     def send(parameter):
@@ -524,9 +522,7 @@ def test_a_hook_may_gather_its_parameter_or_average_its_gradient(comm_mode, devi
 
 
 @pytest.mark.parametrize("replicated", [False, True])
-def test_nothing_is_looked_up_where_units_send_everything(
-    comm_mode, device_mesh, monkeypatch, replicated
-):
+def test_units_alone_cause_no_look_up(comm_mode, device_mesh, monkeypatch, replicated):
     if replicated:
         model = nn.parallel.DistributedDataParallel(Model())
     else:

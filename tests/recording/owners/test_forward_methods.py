@@ -18,7 +18,7 @@ class Encoder(Model):
 
 @gloo_and_fake(2)
 @pytest.mark.parametrize("is_given", [True, False])
-def test_a_registered_forward_method_is_a_call_of_its_module(comm_mode, device_mesh, is_given):
+def test_registered_forward_method_is_module_call(comm_mode, device_mesh, is_given):
     model = shard(Encoder(blocks=1), device_mesh())
     register_fsdp_forward_method(model, "encode")
     # The witnesses watch two runs, and the root would keep its parameters until backward.

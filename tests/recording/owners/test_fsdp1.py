@@ -105,7 +105,7 @@ def test_hybrid_sharding_reduces_over_both_axes(comm_mode, device_mesh, strategy
 
 @pytest.mark.upstream
 @pytest.mark.distributed(world_size=4)
-def test_groups_without_a_mesh_are_named_by_their_shape(comm_mode, dist_info):
+def test_group_without_mesh_is_named_by_shape(comm_mode, dist_info):
     shard = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist_info.rank // 2]
     replicate = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][dist_info.rank % 2]
     model = wrap(sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=(shard, replicate))
@@ -120,7 +120,7 @@ def test_groups_without_a_mesh_are_named_by_their_shape(comm_mode, dist_info):
 
 @pytest.mark.upstream
 @gloo_and_fake(2)
-def test_no_sync_gathers_in_each_micro_batch_and_reduces_once(comm_mode):
+def test_no_sync_gathers_per_micro_batch_reduces_once(comm_mode):
     model = wrap(backward_prefetch=None)
 
     def two_micro_batches():
@@ -144,7 +144,7 @@ def test_no_sync_gathers_in_each_micro_batch_and_reduces_once(comm_mode):
     ],
     ids=["pre", "post", "none"],
 )
-def test_backward_prefetch_decides_which_unit_issues_the_gather(comm_mode, prefetch, issued_in):
+def test_backward_prefetch_sets_issuing_unit(comm_mode, prefetch, issued_in):
     model = wrap(backward_prefetch=prefetch)
     witnessed(comm_mode, model, lambda: step(model), warm_up=1)
     gathers = [line for line in lines(comm_mode) if line.startswith("backward layers.0 all_gather")]
@@ -152,7 +152,7 @@ def test_backward_prefetch_decides_which_unit_issues_the_gather(comm_mode, prefe
 
 
 @gloo_and_fake(2)
-def test_forward_prefetch_gathers_the_next_block_in_the_one_before(comm_mode):
+def test_forward_prefetch_gathers_in_previous_block(comm_mode):
     model = wrap(forward_prefetch=True)
     witnessed(comm_mode, model, lambda: step(model), warm_up=1)
     assert [line for line in lines(comm_mode) if line.startswith("forward")] == [

@@ -34,7 +34,7 @@ def reshards(comm_mode):
 
 @pytest.mark.upstream
 @gloo_and_fake(2)
-def test_backward_prefetch_issues_gathers_in_the_prefetching_unit(comm_mode, device_mesh):
+def test_backward_prefetch_issues_in_prefetching_unit(comm_mode, device_mesh):
     model = shard(Model(blocks=3), device_mesh())
     model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])
     witnessed(comm_mode, model, lambda: step(model))
@@ -101,7 +101,7 @@ def test_units_left_gathered_after_backward_are_noted(comm_mode, device_mesh):
 @pytest.mark.upstream
 @needs_replicas_of_fsdp2
 @gloo_and_fake(4)
-def test_replicas_are_reduced_in_the_last_micro_batch_only(comm_mode, device_mesh):
+def test_replicas_reduced_only_in_last_micro_batch(comm_mode, device_mesh):
     model = shard(Model(), device_mesh(replicate=2, shard=2))
 
     def two_micro_batches():
@@ -119,7 +119,7 @@ def test_replicas_are_reduced_in_the_last_micro_batch_only(comm_mode, device_mes
 
 
 @gloo_and_fake(2)
-def test_a_unit_unsharded_by_hand_is_not_gathered_in_forward(comm_mode, device_mesh):
+def test_manually_unsharded_unit_skips_forward_gather(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
 
     def by_hand():
@@ -166,7 +166,7 @@ def test_tied_parameters_are_sent_once(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_only_adapters_beside_frozen_parameters_are_reduced(comm_mode, device_mesh):
+def test_only_adapters_in_frozen_model_are_reduced(comm_mode, device_mesh):
     # As LoRA does: the adapters are trainable units inside of frozen ones.
     class Adapted(nn.Module):
         def __init__(self):
@@ -200,7 +200,7 @@ def test_only_adapters_beside_frozen_parameters_are_reduced(comm_mode, device_me
 
 @pytest.mark.upstream
 @gloo_and_fake(2)
-def test_mixed_precision_gathers_and_reduces_in_its_own_dtypes(comm_mode, device_mesh):
+def test_mixed_precision_uses_its_dtypes(comm_mode, device_mesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Model()
     for layer in model.layers:
@@ -212,9 +212,7 @@ def test_mixed_precision_gathers_and_reduces_in_its_own_dtypes(comm_mode, device
 
 
 @gloo_and_fake(2)
-def test_a_gather_of_several_dtypes_shows_them_and_not_the_bytes_that_torch_sends(
-    comm_mode, device_mesh
-):
+def test_gather_of_several_dtypes_lists_dtypes(comm_mode, device_mesh):
     model = nn.Sequential(Model().layers[0])
     model[0].down = model[0].down.bfloat16()
     # FSDP2 takes trainable parameters of one element type only.
@@ -232,9 +230,7 @@ def test_a_gather_of_several_dtypes_shows_them_and_not_the_bytes_that_torch_send
     not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"), reason="new in torch 2.15"
 )
 @gloo_and_fake(2)
-def test_parameters_that_a_policy_excepts_are_gathered_in_their_own_dtype(
-    comm_mode, device_mesh, fsdp_tree
-):
+def test_excepted_parameters_gather_in_original_dtype(comm_mode, device_mesh, fsdp_tree):
     model = nn.Sequential(Model().layers[0])
     excepted = model[0].down.weight
     policy = MixedPrecisionPolicy(
@@ -291,7 +287,7 @@ def test_every_step_in_one_recording_sends_the_same(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_full_tensors_of_a_state_dict_are_gathered_by_dtensor(comm_mode, device_mesh):
+def test_state_dict_full_tensors_gather_by_dtensor(comm_mode, device_mesh):
     model = shard(Model(blocks=1), device_mesh())
 
     def gather_all():

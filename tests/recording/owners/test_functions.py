@@ -72,7 +72,7 @@ def unchanged(x):
 
 
 @gloo_and_fake(2)
-def test_functions_belong_to_the_module_that_applied_them(comm_mode):
+def test_function_belongs_to_module_applying_it(comm_mode):
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
         Around(Copy.apply, unchanged),  # column-parallel
@@ -95,7 +95,7 @@ def test_functions_belong_to_the_module_that_applied_them(comm_mode):
 
 
 @gloo_and_fake(4)
-def test_expert_parallelism_sends_tokens_there_and_back(comm_mode, device_mesh):
+def test_expert_parallel_sends_tokens_both_ways(comm_mode, device_mesh):
     mesh = device_mesh(dp=2, ep=2)
 
     class Experts(nn.Module):
@@ -157,9 +157,7 @@ class Summed(nn.Linear):
 
 @gloo_and_fake(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_what_code_sends_of_a_gathered_parameter_belongs_to_its_module(
-    comm_mode, device_mesh, reshard_after_forward
-):
+def test_collective_on_gathered_parameter_has_owner(comm_mode, device_mesh, reshard_after_forward):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Summed(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     fully_shard(model, mesh=device_mesh(), reshard_after_forward=reshard_after_forward)
     witnessed(comm_mode, model, lambda: model(torch.ones(2, WIDTH)).sum().backward(), warm_up=1)
@@ -173,7 +171,7 @@ def test_what_code_sends_of_a_gathered_parameter_belongs_to_its_module(
 @gloo_and_fake(2)
 # torch cannot differentiate the all-reduce itself, which is no matter here.
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
-def test_a_gradient_of_a_gradient_belongs_to_its_module(comm_mode):
+def test_gradient_of_gradient_belongs_to_module(comm_mode):
     model = Around(Copy.apply, unchanged)
 
     def penalty():
@@ -188,7 +186,7 @@ def test_a_gradient_of_a_gradient_belongs_to_its_module(comm_mode):
 
 
 @pytest.mark.distributed(world_size=2)
-def test_a_module_called_in_inference_mode_owns_what_it_sends(comm_mode):
+def test_module_in_inference_mode_owns_collectives(comm_mode):
     model = Around(unchanged, Reduce.apply)
     with torch.inference_mode():
         witnessed(comm_mode, model, lambda: model(torch.randn(2, WIDTH)))

@@ -51,7 +51,7 @@ def test_a_graph_made_in_the_block_has_its_owners(comm_mode, model):
 
 
 @gloo_and_fake(2)
-def test_a_graph_made_before_the_block_has_no_owners_and_a_note(comm_mode, model):
+def test_graph_made_before_block_gives_note_no_owners(comm_mode, model):
     first, x = forward(model), batch()
     with comm_mode(model):
         # The first operation of the block is one of a module's.
@@ -63,7 +63,7 @@ def test_a_graph_made_before_the_block_has_no_owners_and_a_note(comm_mode, model
 
 
 @gloo_and_fake(2)
-def test_forward_in_one_block_gives_owners_to_backward_in_the_next(comm_mode, model):
+def test_forward_of_earlier_block_gives_owners(comm_mode, model):
     with comm_mode(model):
         loss = forward(model)
     with comm_mode(model):
@@ -73,7 +73,7 @@ def test_forward_in_one_block_gives_owners_to_backward_in_the_next(comm_mode, mo
 
 
 @gloo_and_fake(2)
-def test_1f1b_with_a_block_for_each_micro_batch_has_its_owners(comm_mode, model):
+def test_1f1b_with_block_per_micro_batch_has_owners(comm_mode, model):
     with comm_mode(model):
         first = forward(model)
     for _ in range(2):

@@ -43,7 +43,7 @@ STEP = [*FORWARD, *BACKWARD_GATHERS, *REDUCES]
 
 
 @fake
-def test_bare_mode_names_relative_to_the_outermost_module(comm_mode, device_mesh):
+def test_bare_mode_names_from_outermost_module(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     with comm_mode:
         step(nn.Sequential(model))
@@ -54,7 +54,7 @@ def test_bare_mode_names_relative_to_the_outermost_module(comm_mode, device_mesh
 
 
 @fake
-def test_fsdp_names_its_units_where_backward_runs_alone(comm_mode, device_mesh):
+def test_fsdp_names_units_if_only_backward_runs(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     loss = model(torch.randn(2, WIDTH)).sum()
     with comm_mode:
@@ -71,7 +71,7 @@ def test_fsdp_names_its_units_where_backward_runs_alone(comm_mode, device_mesh):
 
 
 @fake
-def test_backward_alone_is_named_as_the_earlier_block_was(comm_mode, device_mesh):
+def test_backward_only_block_has_earlier_names(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     outer = nn.Sequential(model)
     with comm_mode:
@@ -82,7 +82,7 @@ def test_backward_alone_is_named_as_the_earlier_block_was(comm_mode, device_mesh
 
 
 @fake
-def test_a_unit_outside_of_the_given_model_is_not_its_root(comm_mode, device_mesh):
+def test_unit_outside_passed_model_is_not_root(comm_mode, device_mesh):
     model, other = (shard(Model(blocks=1), device_mesh()) for _ in range(2))
     loss = other(torch.randn(2, WIDTH)).sum()
     with comm_mode(model):
@@ -150,7 +150,7 @@ def test_recomputed_collectives_have_their_own_phase(comm_mode, reentrant):
 
 
 @fake
-def test_without_a_root_no_unit_is_gathered_in_backward(comm_mode, device_mesh):
+def test_without_root_backward_gathers_no_unit(comm_mode, device_mesh):
     # Each block is a root of its own, and roots do not reshard after forward.
     model = Model()
     for layer in model.layers:
@@ -182,7 +182,7 @@ def test_a_unit_of_two_modules_is_named_after_both(comm_mode, device_mesh):
 
 
 @fake
-def test_a_node_made_in_a_pre_hook_belongs_to_the_module_of_the_hook(comm_mode, device_mesh):
+def test_node_of_pre_hook_belongs_to_its_module(comm_mode, device_mesh):
     # Colwise redistributes its input in a forward pre-hook: the node whose backward all-reduces is
     # made there, before the first operation of `up`.
     model = Model()
@@ -213,7 +213,7 @@ def test_a_node_made_in_a_pre_hook_belongs_to_the_module_of_the_hook(comm_mode, 
 
 @fake
 @pytest.mark.parametrize("foreach", [False, True])
-def test_clipping_in_two_steps_is_optimizer_a_norm_alone_is_not(comm_mode, device_mesh, foreach):
+def test_clipping_is_optimizer_phase_norm_is_not(comm_mode, device_mesh, foreach):
     # As torchtitan does, which sums the norms of pipeline stages in between.
     model = shard(Model(), device_mesh())
     step(model)
@@ -233,7 +233,7 @@ def test_clipping_in_two_steps_is_optimizer_a_norm_alone_is_not(comm_mode, devic
 
 
 @fake
-def test_what_runs_outside_every_phase_is_recorded_as_outside(comm_mode, device_mesh):
+def test_call_outside_all_phases_is_outside(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     with comm_mode(model):
         model.head.weight.full_tensor()
@@ -285,7 +285,7 @@ def test_each_unit_is_resharded_after_it_was_gathered(comm_mode, device_mesh):
 
 # As in Lightning, and with LBFGS.
 @fake
-def test_what_a_closure_of_an_optimizer_runs_is_forward_and_backward(comm_mode, device_mesh):
+def test_optimizer_closure_is_forward_and_backward(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
 
     def log_head(*_):

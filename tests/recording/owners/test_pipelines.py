@@ -63,7 +63,7 @@ def test_one_stage_a_rank_follows_its_schedule(comm_mode, dist_info, name, first
 
 @pytest.mark.distributed(world_size=2)
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
-def test_two_stages_a_rank_send_and_receive_each_hop_once(comm_mode, dist_info, name):
+def test_two_stages_per_rank_send_each_hop_once(comm_mode, dist_info, name):
     parts = nn.ModuleList([Block(), Block()])
     stages = [
         pipelining.PipelineStage(part, dist_info.rank + 2 * n, 4, torch.device("cpu"))
@@ -108,9 +108,7 @@ def test_stages_that_are_sharded(comm_mode, device_mesh, dist_info):
 
 
 @pytest.mark.distributed(world_size=4)
-def test_stages_keep_the_names_that_their_layers_have_in_the_whole_model(
-    comm_mode, device_mesh, dist_info, fsdp_tree
-):
+def test_stage_keeps_names_of_whole_model(comm_mode, device_mesh, dist_info, fsdp_tree):
     mesh = device_mesh(pp=2, dp=2)
     rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
 
@@ -151,9 +149,7 @@ def test_stages_keep_the_names_that_their_layers_have_in_the_whole_model(
 
 
 @pytest.mark.distributed(world_size=4)
-def test_the_first_step_also_runs_the_stages_once_to_learn_their_shapes(
-    comm_mode, device_mesh, dist_info
-):
+def test_first_step_also_runs_shape_inference(comm_mode, device_mesh, dist_info):
     mesh = device_mesh(pp=2, dp=2)
     part = fully_shard(Block(), mesh=mesh["dp"])
     rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
@@ -176,7 +172,7 @@ def test_the_first_step_also_runs_the_stages_once_to_learn_their_shapes(
     assert gathers[0] > gathers[1]
 
 
-def test_parts_with_a_parameter_of_one_name_are_refused(comm_mode):
+def test_parts_with_equal_parameter_names_raise(comm_mode):
     with pytest.raises(RecordingError, match=r"two of them have a parameter down\.weight; pass"):
         comm_mode([Block(), Block()])
     with pytest.raises(RecordingError, match="or a list of them, got str"):

@@ -16,7 +16,7 @@ def test_the_page_lists_all_codes_and_levels_in_order():
     assert listed == [(rule.code, rule.level) for rule in RULES]
 
 
-def test_the_page_lists_all_thresholds_with_their_defaults():
+def test_page_lists_thresholds_with_defaults():
     listed = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", PAGE, re.MULTILINE))
     assert listed == {name: str(getattr(FindingSettings(), name)) for name in THRESHOLDS}
 

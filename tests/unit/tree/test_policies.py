@@ -35,5 +35,5 @@ def test_a_policy_is_told_in_the_words_of_its_api(old, new, told):
     ("dtype", "nbytes"),
     [("float8_e4m3fn", 1), ("bool", 1), ("bfloat16+float32", 4), ("float32+bfloat16", 4)],
 )
-def test_an_element_of_several_types_counts_as_the_largest(dtype, nbytes):
+def test_precision_of_several_dtypes_counts_largest(dtype, nbytes):
     assert itemsize(dtype) == nbytes
