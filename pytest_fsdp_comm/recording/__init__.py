@@ -1,1 +1,1 @@
-"""What torch sends, watched while it does: one immutable event for each collective."""
+"""Record torch's communication: one immutable event for each collective."""

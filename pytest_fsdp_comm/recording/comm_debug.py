@@ -50,19 +50,18 @@ class TracedModule:
     module_type: str
     """Its class, as CommDebugMode writes it."""
     placements: dict[str, Placements]
-    """Placements of its direct parameters, by name. `settle` reads those of parameters again that
-    FSDP had gathered."""
+    """Placements of its direct parameters, by name; `settle` updates those that were gathered."""
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when it was first called, outermost first."""
     name: str = GLOBAL
     """CommDebugMode's name, set when the block ends: the class of its root, and its FQN there."""
 
     def settle(self, keys: Mapping[int, str]) -> None:
-        """Set the name, from names by ``id``, and read placements of gathered parameters again."""
+        """Set the name, from `keys` by ``id``, and read placements of gathered parameters again."""
         module = self.module()
         if module is not None:
             self.name = keys.get(id(module), type(module).__name__)
-            # FSDP registers plain tensors while the unit is gathered, which it was when it ran.
+            # While a unit is gathered, FSDP registers plain tensors, which have no placements.
             now = _parameters(module)
             self.placements = {
                 name: _placements(now.get(name)) if placed is None else placed
@@ -93,7 +92,7 @@ class ModuleTrace:
     modules: Callable[[], tuple[TracedModule, ...]]
     """In the order of first operations, callers first; untraced, all modules with a forward."""
     keys: Callable[[str], tuple[str, ...]]
-    """Maps an owner's FQN to CommDebugMode's names of modules around it and it, outermost first."""
+    """Maps an owner's FQN to CommDebugMode's names of its enclosing modules and itself."""
     operations: Sequence[tuple[str, dict[str, Any]]] | None = None
     """Module name and description of each operation, in dispatch order; None without tracing."""
 
@@ -147,7 +146,7 @@ class ModuleTracer:
         issuer = self._units.issuer
         if issuer:
             return self._note_module(issuer[0])
-        # Searching the model is slow; the previous operation in this module made the gradient.
+        # Searching the model is slow. The previous operation computed the gradient, in this module.
         if self._backward.adds_gradient() and self._operations:
             traced, operation = self._operations[-1]
             if operation["is_bw"]:

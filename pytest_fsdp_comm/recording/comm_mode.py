@@ -427,7 +427,7 @@ class CommMode(CommDebugAnswers):
 
 
 def publish(recording: Recording, files: RankFiles) -> None:
-    """Write a recording, without host seconds, to a file for the rank that joins all ranks'."""
+    """Write a recording, without host seconds, for the rank that joins all recordings."""
     files.publish(recording.rank, dump_recordings([replace(recording, rank=0, timings=())]))
 
 

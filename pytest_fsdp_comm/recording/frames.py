@@ -32,7 +32,7 @@ def torch_files() -> str:
 
 @functools.cache
 def whose(path: str) -> Whose:
-    """Return who a source file belongs to."""
+    """Return whose code a source file contains."""
     if path.startswith(PACKAGE):
         return "ours"
     if path.startswith(torch_files()):

@@ -29,9 +29,9 @@ class GroupNames:
     """Collect the axes of a recording's process groups. See Note [Names come last]."""
 
     def __init__(self) -> None:
-        # The keys of the first three are torch's names of groups. This one has the axes in a mesh.
+        # By torch's name of a group: its axis in a mesh.
         self._axes: dict[str, str] = {}
-        # torch's description of a group, and its ranks in the default group.
+        # By the same name: torch's description of the group, and its ranks in the default group.
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._wholes: dict[str, str] = {}  # for a post-forward group: the unit's shard group
         self._foreign_axes: set[str] = set()  # axes of meshes that this rank is not in

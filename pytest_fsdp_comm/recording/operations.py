@@ -232,7 +232,7 @@ def messages(
 
 
 def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[str, int], ...]:
-    """Return dtype and bytes of each tensor if gloo sends them one by one; else nothing."""
+    """Return dtype and bytes of each tensor if gloo sends them one by one, else ()."""
     if operation.kind != "reduce_scatter":
         return ()
     tensors = operation.tensors_sent(bound)

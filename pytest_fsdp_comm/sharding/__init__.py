@@ -1,1 +1,1 @@
-"""How torch has sharded a model, read from FSDP1, FSDP2, DDP and DTensor as a `ShardTree`."""
+"""Read how FSDP1, FSDP2, DDP and DTensor have sharded a model, as a `ShardTree`."""

@@ -1,1 +1,1 @@
-"""Whose a collective is: the module, phase and unit that it serves."""
+"""Attribute collectives to modules, phases and units."""

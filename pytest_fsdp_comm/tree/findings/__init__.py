@@ -1,1 +1,1 @@
-"""Rules about the wrapping of a model: a new one is a declaration in `rules`."""
+"""Rules about the wrapping of a model; declare a new one in `rules`."""
