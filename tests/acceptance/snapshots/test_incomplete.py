@@ -86,7 +86,7 @@ def test_what_was_not_seen_fails_a_comparison_and_an_update(project):
             "comm_mode lacks something that was sent, so nothing was compared or written:",
             MISSING,
             "to compare the rest, use comm_snapshot(allow_unseen=True)",
-            "UnseenCollectivesWarning: comm_mode: the recording is incomplete: 1 collective of",
+            "UnseenCollectivesWarning: comm_mode: the recording is incomplete: 1 collective sent on",
         )
         assert "accept:" not in result.stdout.str()
         assert project.file() == reviewed
@@ -105,7 +105,7 @@ def test_what_was_not_seen_is_compared_if_allowed(project):
     project.edit("pass  # here", "waiting()")
     result = project.run("--snapshot-update")
     result.assert_outcomes(passed=1, warnings=1)
-    said(result, "comm_mode: the recording is incomplete: 1 collective of")
+    said(result, "comm_mode: the recording is incomplete: 1 collective sent on")
     assert "outside (no-module) all_reduce[world] x1 of 8 B float32" in project.file()
     project.edit("torch.ones(2)", "torch.ones(4)")
     project.run().assert_outcomes(failed=1, warnings=1)
