@@ -86,7 +86,7 @@ def test_what_was_not_seen_fails_a_comparison_and_an_update(project):
             "comm_mode lacks something that was sent, so nothing was compared or written:",
             MISSING,
             "to compare the rest, use comm_snapshot(allow_unseen=True)",
-            "UnseenCollectivesWarning: comm_mode: the recording is incomplete: 1 collective sent on",
+            "UnseenCollectivesWarning: comm_mode: the recording is incomplete: 1 collective ",
         )
         assert "accept:" not in result.stdout.str()
         assert project.file() == reviewed
