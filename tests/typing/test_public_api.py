@@ -70,11 +70,11 @@ def test_every_public_name_is_there() -> None:
 
 def test_dir_and_help_list_public_names() -> None:
     assert set(pytest_fsdp_comm.__all__) <= set(dir(pytest_fsdp_comm))
-    shown = re.sub(".\b", "", pydoc.render_doc(pytest_fsdp_comm))  # less the bold print
+    help_text = re.sub(".\b", "", pydoc.render_doc(pytest_fsdp_comm))  # less the bold print
     for name in pytest_fsdp_comm.__all__:
         kind = "class " if name[0].isupper() else ""
-        assert f"{kind}{name}(" in shown or f"{kind}{name}\n" in shown, name
-    first_screen = "\n".join(shown.splitlines()[:40])
+        assert f"{kind}{name}(" in help_text or f"{kind}{name}\n" in help_text, name
+    first_screen = "\n".join(help_text.splitlines()[:40])
     for fixture in ("comm_mode", "fsdp_tree", "comm_snapshot", "device_mesh", "dist_info"):
         assert f"    {fixture} " in first_screen
 

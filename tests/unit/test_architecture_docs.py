@@ -14,8 +14,8 @@ def test_every_file_and_room_named_on_the_page_exists():
     assert len(named) > 30
     for name in named:
         # A file without its room is in the room of the file before it.
-        found = [(ROOT / name).exists(), (PACKAGE / name).exists(), *PACKAGE.rglob(name)]
-        assert any(found), name
+        matches = [(ROOT / name).exists(), (PACKAGE / name).exists(), *PACKAGE.rglob(name)]
+        assert any(matches), name
 
 
 def test_every_test_named_on_the_page_exists():

@@ -50,53 +50,51 @@ def test_github_and_summary_file_are_independent():
 
 def report(when="call", outcome="failed", *, headline=None, keywords=("distributed",), path=None):
     crash = SimpleNamespace(path=path or "/checkout/sub/t.py", lineno=7, message="assert 1\nmore")
-    made = SimpleNamespace(
+    test_report = SimpleNamespace(
         nodeid="t.py::x", when=when, outcome=outcome, failed=outcome == "failed",
         keywords=dict.fromkeys(keywords, 1), location=("t.py", 4, "x"),
         longrepr=SimpleNamespace(reprcrash=crash),
     )  # fmt: skip
     if headline is not None:
-        made.comm_comparisons = {"files": ["a.comm"], "headline": headline}
-    return made
+        test_report.comm_comparisons = {"files": ["a.comm"], "headline": headline}
+    return test_report
 
 
-def told(*reports):
-    held = config()
-    session = CiSession(held, GITHUB)
-    for one in reports:
-        session.pytest_runtest_logreport(one)
+def outcomes_of(*reports):
+    session = CiSession(config(), GITHUB)
+    for phase_report in reports:
+        session.pytest_runtest_logreport(phase_report)
     state = SimpleNamespace(shouldfail="", shouldstop="")
     return session._read_outcomes(state, pytest.ExitCode.TESTS_FAILED)
 
 
 def test_a_test_that_passes_on_a_rerun_has_not_failed():
     again = [report("setup", "passed"), report(headline="a: +1")]
-    assert len(told(*again).failed) == 1
-    assert (
-        told(*again, report("setup", "passed"), report(outcome="passed", headline="")).failed == ()
-    )
+    assert len(outcomes_of(*again).failed) == 1
+    rerun = [report("setup", "passed"), report(outcome="passed", headline="")]
+    assert outcomes_of(*again, *rerun).failed == ()
 
 
 def test_failed_comparison_replaces_earlier_failure():
-    (failed,) = told(report(), report("teardown")).failed
+    (failed,) = outcomes_of(report(), report("teardown")).failed
     assert (failed.reason, failed.comparisons.headline) == ("assert 1", "")
     # The report of the test includes comparisons of its subtests.
-    (failed,) = told(report(), report(headline="a: +1")).failed
+    (failed,) = outcomes_of(report(), report(headline="a: +1")).failed
     assert failed.reason == "a: +1"
 
 
 def test_test_without_the_plugin_is_not_reported():
-    assert told(report(keywords=())).failed == ()
-    outcomes = told(report(outcome="passed", headline="", keywords=()))
+    assert outcomes_of(report(keywords=())).failed == ()
+    outcomes = outcomes_of(report(outcome="passed", headline="", keywords=()))
     assert (outcomes.compared_tests, outcomes.compared_files, outcomes.failed) == (1, 1, ())
 
 
 def test_failure_outside_checkout_is_placed_at_test():
-    (failed,) = told(report(path="/checkout/.venv/lib/site-packages/torch/x.py")).failed
+    (failed,) = outcomes_of(report(path="/checkout/.venv/lib/site-packages/torch/x.py")).failed
     assert (failed.place.path, failed.place.line) == ("sub/t.py", 5)
-    (failed,) = told(report(path="/elsewhere/x.py")).failed
+    (failed,) = outcomes_of(report(path="/elsewhere/x.py")).failed
     assert failed.place.path == "sub/t.py"
-    (failed,) = told(report()).failed
+    (failed,) = outcomes_of(report()).failed
     assert (failed.place.path, failed.place.line) == ("sub/t.py", 7)
 
 
@@ -104,9 +102,9 @@ def test_call_sites_outside_checkout_are_dropped():
     sites = ("src/train.py:7", "/checkout/lib.py:8", "/usr/lib/x.py:9", "../../x.py:1")
     differing = report(headline="a: +1")
     differing.comm_comparisons["sent"] = [[site, "a: +1"] for site in sites]
-    (failed,) = told(differing).failed
-    found = [(place.path, place.line, text) for place, text in failed.sent]
-    assert found == [("sub/src/train.py", 7, "a: +1"), ("lib.py", 8, "a: +1")]
+    (failed,) = outcomes_of(differing).failed
+    annotations = [(place.path, place.line, text) for place, text in failed.sent]
+    assert annotations == [("sub/src/train.py", 7, "a: +1"), ("lib.py", 8, "a: +1")]
 
 
 @pytest.mark.parametrize("site", ["src/train.py:7", "", "/usr/lib/x.py:9"])
@@ -114,13 +112,13 @@ def test_hang_is_annotated_where_a_rank_waits(site):
     hung = report()
     hung.comm_hangs_at, hung.longrepr = site, "[gw0] linux"
     hung.longreprtext = "[gw0] linux\nranks 0-1 did not finish\nall wait for rank 3\nb\nc\nd"
-    (failed,) = told(hung).failed
+    (failed,) = outcomes_of(hung).failed
     lines = "ranks 0-1 did not finish\nall wait for rank 3\nb\nc"
     assert failed.reason == (lines if site else "ranks 0-1 did not finish")
     is_here = site.startswith("src")
-    found = [(place.path, place.line, text) for place, text in failed.sent]
-    assert found == [("sub/src/train.py", 7, lines)] * is_here
-    outcomes = told(hung)
+    annotations = [(place.path, place.line, text) for place, text in failed.sent]
+    assert annotations == [("sub/src/train.py", 7, lines)] * is_here
+    outcomes = outcomes_of(hung)
     title = "::error file=sub/src/train.py,line=7,title=ranks 0-1 did not finish::ranks 0-1 did"
     annotations = [line[: len(title)] for line in annotate(outcomes) if "%0Aall wait for" in line]
     assert annotations == [title] * is_here
@@ -129,8 +127,7 @@ def test_hang_is_annotated_where_a_rank_waits(site):
 
 
 def test_an_early_end_of_the_session_is_explained():
-    held = config()
-    session = CiSession(held, GITHUB)
+    session = CiSession(config(), GITHUB)
     stopped = SimpleNamespace(shouldfail="stopping after 1 failures", shouldstop="")
     assert session._read_outcomes(stopped, pytest.ExitCode.TESTS_FAILED).ended_early == (
         "The session ended early (stopping after 1 failures): not all tests ran."

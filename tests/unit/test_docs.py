@@ -132,14 +132,14 @@ def test_unreleased_version_is_not_on_pypi():
 def test_readme_links_on_pypi_lead_to_the_repository():
     metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
     hook = metadata["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
-    shown = README
+    text = README
     for change in hook["substitutions"]:
-        shown = re.sub(change["pattern"], change["replacement"], shown)
-    targets = re.findall(r"\]\((.+?)\)", without_code(shown))
+        text = re.sub(change["pattern"], change["replacement"], text)
+    targets = re.findall(r"\]\((.+?)\)", without_code(text))
     assert len(targets) > 10
     assert [target for target in targets if not target.startswith("https://")] == []
     source = metadata["project"]["urls"]["Source"]
-    assert f"({source}/blob/main/docs/tutorial.md)" in shown
+    assert f"({source}/blob/main/docs/tutorial.md)" in text
     assert (
-        f"({source.replace('github.com', 'raw.githubusercontent.com')}/main/docs/pictures" in shown
+        f"({source.replace('github.com', 'raw.githubusercontent.com')}/main/docs/pictures" in text
     )

@@ -8,7 +8,7 @@ from pytest_fsdp_comm.errors import FsdpCommError, RecordingError, printable
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "escaped"),
     [
         ("layers.0 é 漢 😀", "layers.0 é 漢 😀"),
         ("\x1b[31m\x00\x7f\x9b", r"\x1b[31m\x00\x7f\x9b"),
@@ -16,8 +16,8 @@ from pytest_fsdp_comm.errors import FsdpCommError, RecordingError, printable
         ("\u202e\u2028\udc80\U000e0001", r"\u202e\u2028\udc80\U000e0001"),
     ],
 )
-def test_printable_escapes_other_characters(text, shown):
-    assert printable(text) == shown
+def test_printable_escapes_other_characters(text, escaped):
+    assert printable(text) == escaped
     assert printable(text).isprintable()
 
 

@@ -24,7 +24,7 @@ TITLE = "Explaining"
 
 
 @pytest.mark.parametrize(
-    ("now", "most", "said"),
+    ("now", "most", "remark"),
     [
         ([10.0, 10.1, 10.2], None, ""),
         ([10.3, 10.4, 10.5], None, ""),  # within 5 %
@@ -35,13 +35,13 @@ TITLE = "Explaining"
         ([10.0, 10.1, 10.2], 10.1, ""),
     ],
 )
-def test_change_beyond_noise_is_flagged(runner, now, most, said):
+def test_change_beyond_noise_is_flagged(runner, now, most, remark):
     before = {TITLE: {"a case": runner._figure([10.0, 10.1, 10.2], None)}}
     lines, is_bad = runner._page({TITLE: {"a case": runner._figure(now, most)}}, before)
     (row,) = [line for line in lines if line.startswith("| a case")]
-    assert is_bad == bool(said)
-    assert said in row
-    assert row.count("**") == 2 * bool(said)
+    assert is_bad == bool(remark)
+    assert remark in row
+    assert row.count("**") == 2 * bool(remark)
     assert "`python benchmarks/explain.py`" in lines
 
 

@@ -54,8 +54,8 @@ def required():
             yield package, series(version + ".0")
     yield "python", PYPROJECT["requires-python"].removeprefix(">=")
     for classifier in PYPROJECT["classifiers"]:
-        if found := re.fullmatch(r"Programming Language :: Python :: (\d\.\d+)", classifier):
-            yield "python", found[1]
+        if match := re.fullmatch(r"Programming Language :: Python :: (\d\.\d+)", classifier):
+            yield "python", match[1]
 
 
 def claims():
@@ -95,17 +95,17 @@ def test_each_combination_was_run_with_its_versions():
 
 def test_the_lowest_of_each_package_is_in_the_matrix():
     lowest = dict(requirement.split("==") for requirement in COMBINATIONS["lowest"][1:])
-    found = {package: series(version) for package, version in lowest.items()}
+    allowed = {package: series(version) for package, version in lowest.items()}
     oldest = {"torch": series(COMBINATIONS["torch-2.7.1"][1].partition("==")[2])}
     needs = {package: version for package, version in required() if package != "python"}
-    assert needs == found | oldest
+    assert needs == allowed | oldest
 
 
 def test_claimed_versions_have_a_passed_run():
-    found = {*claims()}
-    assert len(found) > 20
-    seen = ran(RECORDS.values())
-    assert {claim for claim in found if claim[1:] not in seen} == set()
+    claimed = {*claims()}
+    assert len(claimed) > 20
+    passed = ran(RECORDS.values())
+    assert {claim for claim in claimed if claim[1:] not in passed} == set()
 
 
 def test_a_run_with_a_failure_shows_that_nothing_works():

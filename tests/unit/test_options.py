@@ -291,5 +291,5 @@ def test_the_launched_world_size_wins_over_ini(pytester, monkeypatch, arguments,
 
 
 def test_help_of_ini_deadline_names_seconds(pytester):
-    shown = " ".join(pytester.runpytest_subprocess("--help").stdout.str().split())
-    assert "fsdp_comm_timeout_s (string): default for --comm-timeout, in seconds" in shown
+    help_text = " ".join(pytester.runpytest_subprocess("--help").stdout.str().split())
+    assert "fsdp_comm_timeout_s (string): default for --comm-timeout, in seconds" in help_text

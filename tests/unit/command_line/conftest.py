@@ -67,12 +67,12 @@ def git(project, monkeypatch):
     )
     program.chmod(0o755)
     # A copy of the installed program, because a test removes it.
-    others = [
+    directories = [
         directory
         for directory in os.environ["PATH"].split(os.pathsep)
         if not (Path(directory) / "fsdp-comm").exists()
     ]
-    monkeypatch.setenv("PATH", os.pathsep.join([str(programs), *others]))
+    monkeypatch.setenv("PATH", os.pathsep.join([str(programs), *directories]))
 
     def run(*arguments, status=0):
         done = subprocess.run(

@@ -42,19 +42,19 @@ def test_accept_copies_and_prints_what_changed(artifacts, fsdp_comm):
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "said"),
+    ("path", "content", "problem"),
     [
         (f"ci/received/{COMM}", NEW[:-4], f"ci/received/{COMM}, line "),
         (f"ci/received/{COMM}", b"\xff", f"ci/received/{COMM}, line 1"),
         (f"snapshots/{COMM}", f"<<<<<<< ours\n{OLD}", f"snapshots/{COMM}, line 1"),
     ],
 )
-def test_accept_refuses_broken_files_only(artifacts, write, fsdp_comm, path, content, said):  # noqa: PLR0917  # fixtures
+def test_accept_refuses_broken_files_only(artifacts, write, fsdp_comm, path, content, problem):  # noqa: PLR0917  # fixtures
     write(path, content)
     before = files(artifacts)
     done = fsdp_comm("accept", "ci")
     assert done.status == 2
-    assert f"fsdp-comm: refused: {said}" in done.err
+    assert f"fsdp-comm: refused: {problem}" in done.err
     assert done.lines[-1] == "2 files accepted, 1 refused"
     assert files(artifacts)[COMM] == before[COMM]
 

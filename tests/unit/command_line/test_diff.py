@@ -10,7 +10,7 @@ from pytest_fsdp_comm.comm.json import dump_recordings
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 OLD, NEW = (format_profile(sample_profiles.profile(layers=layers)) for layers in (3, 4))
-TOLD = [
+EXPLANATION = [
     "  +30 % bytes in all (100.0 -> 130.0 KiB per rank and step)",
     "  all_gather[dp] +31 % (65.0 -> 85.0 KiB), reduce_scatter[dp] +29 % (35.0 -> 45.0 KiB)",
     "  layers: 3 -> 4 modules, each as its siblings",
@@ -20,13 +20,13 @@ TOLD = [
 def test_diff_explains_like_a_failed_test(write, fsdp_comm):
     write("old.comm", OLD)
     write("new.comm", NEW)
-    told = fsdp_comm("diff", "old.comm", "new.comm")
-    assert told.status == 1
-    assert told.lines[0] == "old.comm -> new.comm:"
-    assert told.lines[1:] == TOLD
-    assert not any("accept" in line for line in told.lines)
+    result = fsdp_comm("diff", "old.comm", "new.comm")
+    assert result.status == 1
+    assert result.lines[0] == "old.comm -> new.comm:"
+    assert result.lines[1:] == EXPLANATION
+    assert not any("accept" in line for line in result.lines)
     lines = fsdp_comm("diff", "old.comm", "new.comm", "--lines").lines
-    assert lines[: len(told.lines)] == told.lines
+    assert lines[: len(result.lines)] == result.lines
     assert "--- a/old.comm" in lines
     assert any(line.startswith("+forward layers.{0..3} all_gather[dp]") for line in lines)
 
@@ -35,12 +35,12 @@ def test_diff_without_compared_changes_exits_with_0(write, fsdp_comm):
     write("old.comm", OLD)
     write("crlf.comm", OLD.replace("\n", "\r\n").encode())
     write("torch.comm", OLD.replace("| torch ,", "| torch 9.9,"))
-    for other in ("old.comm", "crlf.comm"):
-        told = fsdp_comm("diff", "old.comm", other)
-        assert (told.status, told.out) == (0, "")
-    told = fsdp_comm("diff", "old.comm", "torch.comm")
-    assert told.status == 0
-    assert told.lines == [
+    for same in ("old.comm", "crlf.comm"):
+        result = fsdp_comm("diff", "old.comm", same)
+        assert (result.status, result.out) == (0, "")
+    result = fsdp_comm("diff", "old.comm", "torch.comm")
+    assert result.status == 0
+    assert result.lines == [
         "old.comm -> torch.comm: only its first line differs, which is not compared"
     ]
 
@@ -48,23 +48,23 @@ def test_diff_without_compared_changes_exits_with_0(write, fsdp_comm):
 def test_a_recording_is_compared_with_a_snapshot(write, fsdp_comm):
     write("one.json", dump_recordings([recording(1)]))
     write("more.json", dump_recordings([recording(1, calls=3)]))
-    told = fsdp_comm("diff", "one.json", "more.json")
-    assert told.status == 1
+    result = fsdp_comm("diff", "one.json", "more.json")
+    assert result.status == 1
     # A recording has call sites, a snapshot has none.
-    assert any(line.endswith("at train.py:3") for line in told.lines), told.out
+    assert any(line.endswith("at train.py:3") for line in result.lines), result.out
 
 
 def test_diff_of_different_kinds_is_not_explained(write, fsdp_comm):
     write("a.comm", OLD)
     write("b.comm", TREE)
-    told = fsdp_comm("diff", "a.comm", "b.comm")
-    assert told.status == 1
-    assert told.lines == ["a.comm -> b.comm:", "  a snapshot of kind 'comm', not 'tree'"]
+    result = fsdp_comm("diff", "a.comm", "b.comm")
+    assert result.status == 1
+    assert result.lines == ["a.comm -> b.comm:", "  a snapshot of kind 'comm', not 'tree'"]
 
 
 EXAMPLES = Path(__file__).parents[3] / "snapshots/examples/test_llama"
 EXAMPLE = EXAMPLES / "test_train_step[untied].ws4.comm"
-KEPT = """\
+RESHARD_ROWS = """\
 forward model.layers.{0..3} reshard x1
 backward model.layers.{0..3} all_gather[dp] x1 of 147_968 B float32 parameters ahead 1
 backward model.layers.{0..3} unshard x1
@@ -73,10 +73,10 @@ backward model.layers.{0..3} unshard x1
 
 def test_the_tree_of_a_test_explains_what_it_sends(write, fsdp_comm):
     comm, tree = EXAMPLE.read_text(), EXAMPLE.with_suffix(".tree.comm").read_text()
-    kept = "".join(line for line in comm.splitlines(keepends=True) if line not in KEPT)
-    kept = kept.replace("x9 1_446_144 B", "x5 854_272 B").replace("558_336", "854_272")
+    unsharded = "".join(line for line in comm.splitlines(keepends=True) if line not in RESHARD_ROWS)
+    unsharded = unsharded.replace("x9 1_446_144 B", "x5 854_272 B").replace("558_336", "854_272")
     likely = "  likely: reshard_after_forward "
-    for side, sent in (("old", comm), ("new", kept)):
+    for side, sent in (("old", comm), ("new", unsharded)):
         write(f"{side}/test_x.ws4.comm", sent)
     assert f"{likely}became False" in fsdp_comm("diff", "old", "new").out
     for side, policy in (("old", "true"), ("new", "false")):
@@ -91,17 +91,17 @@ def test_directories_are_compared_file_by_file(write, fsdp_comm):
         write(f"{side}/test_a/test_x.ws4.tree.comm", tree)
     write("old/gone.ws8.comm", OLD)
     write("new/here.ws8.comm", OLD)
-    told = fsdp_comm("diff", "old", "new/")
-    assert told.status == 1
+    result = fsdp_comm("diff", "old", "new/")
+    assert result.status == 1
     summary = "  8 ranks; 7 all_gather[dp], 65.0 KiB; 4 reduce_scatter[dp], 35.0 KiB"
-    assert told.lines[:2] == ["gone.ws8.comm: removed", summary]
-    assert told.lines[3:5] == ["here.ws8.comm: added", summary]
-    assert told.lines[6] == "test_a/test_x.ws4.tree.comm:"
-    assert "b.weight" in told.lines[7]
+    assert result.lines[:2] == ["gone.ws8.comm: removed", summary]
+    assert result.lines[3:5] == ["here.ws8.comm: added", summary]
+    assert result.lines[6] == "test_a/test_x.ws4.tree.comm:"
+    assert "b.weight" in result.lines[7]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "problem"),
     [
         (
             ["a.comm", "d"],
@@ -111,12 +111,12 @@ def test_directories_are_compared_file_by_file(write, fsdp_comm):
         (["gone.comm", "a.comm"], "there is no file gone.comm"),
     ],
 )
-def test_incomparable_files_are_an_error(write, fsdp_comm, arguments, said):
+def test_incomparable_files_are_an_error(write, fsdp_comm, arguments, problem):
     write("a.comm", OLD)
     write("d/x", "")
-    told = fsdp_comm("diff", *arguments)
-    assert (told.status, told.out) == (2, "")
-    assert said in told.err
+    result = fsdp_comm("diff", *arguments)
+    assert (result.status, result.out) == (2, "")
+    assert problem in result.err
 
 
 DRIVER = {
@@ -146,14 +146,14 @@ def test_git_diff_explains_and_stays_a_patch(write, git, project):
     write("here.ws8.comm", NEW)
     git("add", "-AN")
     git("mv", "odd name.ws8.comm", "plain.ws8.comm")
-    shown = git("diff", "HEAD")
-    assert shown.splitlines()[0] == "a.ws8.comm:"
-    assert "\n  +" in shown
-    assert "here.ws8.comm: added" in shown
-    assert "gone.ws4.comm: removed" in shown
-    assert "odd name.ws8.comm -> plain.ws8.comm: renamed, otherwise unchanged" in shown
+    output = git("diff", "HEAD")
+    assert output.splitlines()[0] == "a.ws8.comm:"
+    assert "\n  +" in output
+    assert "here.ws8.comm: added" in output
+    assert "gone.ws4.comm: removed" in output
+    assert "odd name.ws8.comm -> plain.ws8.comm: renamed, otherwise unchanged" in output
     # git can apply the output as a patch.
-    (project / "p.patch").write_text(shown)
+    (project / "p.patch").write_text(output)
     git("apply", "-R", "--check", "p.patch")
     # For git's textconv, which passes one side at a time.
     assert "communication of 8 ranks" in git("diff", "--no-ext-diff", "HEAD", "--", "a.ws8.comm")
@@ -178,8 +178,8 @@ def test_git_diff_explains_and_stays_a_patch(write, git, project):
 
 
 def test_git_diff_reports_an_unmerged_file(fsdp_comm):
-    told = fsdp_comm("git-diff", "a.ws8.comm")
-    assert told.lines == ["a.ws8.comm: unmerged; resolve the conflict, or check out one side"]
+    result = fsdp_comm("git-diff", "a.ws8.comm")
+    assert result.lines == ["a.ws8.comm: unmerged; resolve the conflict, or check out one side"]
 
 
 def test_broken_file_does_not_hide_other_diffs(write, fsdp_comm):
@@ -187,7 +187,7 @@ def test_broken_file_does_not_hide_other_diffs(write, fsdp_comm):
     write("b/x.ws8.comm", NEW)
     write("a/y.ws8.comm", OLD)
     write("b/y.ws8.comm", NEW.replace("total all_gather", "total broadcast"))
-    told = fsdp_comm("diff", "a", "b")
-    assert told.status == 2
-    assert told.lines == ["x.ws8.comm:", *TOLD]
-    assert told.err.startswith("fsdp-comm: b/y.ws8.comm, line ")
+    result = fsdp_comm("diff", "a", "b")
+    assert result.status == 2
+    assert result.lines == ["x.ws8.comm:", *EXPLANATION]
+    assert result.err.startswith("fsdp-comm: b/y.ws8.comm, line ")

@@ -23,21 +23,21 @@ def test_show_prints_totals_peak_and_phases(write, fsdp_comm):
     profile = sample_profiles.profile(tensor_parallel=True)
     profile = replace(profile, peaks=(GatheredPeak(nbytes=558_336),), backend="gloo")
     write("a.ws8.comm", format_profile(replace(profile, torch_version="2.13.0")))
-    shown = fsdp_comm("show", "a.ws8.comm")
-    assert shown.status == 0
-    assert shown.lines[:3] == [
+    run = fsdp_comm("show", "a.ws8.comm")
+    assert run.status == 0
+    assert run.lines[:3] == [
         "communication of 8 ranks (torch 2.13.0, gloo)",
         "mesh: dp=4 stride 2, tp=2 stride 1",
         "peak gathered: 545.2 KiB (558_336 B)",
     ]
     # Each of 3 layers gathers twice and reduces once, the root gathers once and reduces once.
-    assert re.search(r"^  dp +11  100.0 KiB\n    all_gather +7 +65.0 KiB$", shown.out, re.MULTILINE)
-    assert re.search(r"^  tp +6 +6.0 KiB$", shown.out, re.MULTILINE)
-    assert "\nforward\n" in shown.out
-    assert "\nbackward\n" in shown.out
+    assert re.search(r"^  dp +11  100.0 KiB\n    all_gather +7 +65.0 KiB$", run.out, re.MULTILINE)
+    assert re.search(r"^  tp +6 +6.0 KiB$", run.out, re.MULTILINE)
+    assert "\nforward\n" in run.out
+    assert "\nbackward\n" in run.out
     assert re.search(
         r"^  layers\.\{0\.\.2\} +all_gather\[dp\] x1 of 10_240 B float32 parameters$",
-        shown.out, re.MULTILINE,
+        run.out, re.MULTILINE,
     )  # fmt: skip
 
 
@@ -66,10 +66,10 @@ def test_show_several_files_prints_a_table(write, fsdp_comm):
 
 def test_ranks_that_differ_are_summed_up_and_labelled(write, fsdp_comm):
     write("two.json", dump_recordings([recording(0), recording(1, calls=2)]))
-    shown = fsdp_comm("show", "two.json")
-    assert "calls and bytes of all 2 ranks together (they differ)" in shown.lines
-    assert re.search(r"^  dp +3  24 B$", shown.out, re.MULTILINE)
-    assert re.search(r"x2 of 8 B float32 ranks 1$", shown.out, re.MULTILINE)
+    run = fsdp_comm("show", "two.json")
+    assert "calls and bytes of all 2 ranks together (they differ)" in run.lines
+    assert re.search(r"^  dp +3  24 B$", run.out, re.MULTILINE)
+    assert re.search(r"x2 of 8 B float32 ranks 1$", run.out, re.MULTILINE)
 
 
 def test_objects_are_not_shown_as_0_bytes(write, fsdp_comm):
@@ -100,7 +100,7 @@ def test_show_tree_prints_units_and_parameters(write, fsdp_comm):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "problem"),
     [
         ("a.comm", None, "there is no file a.comm"),
         ("a.comm", b"\xff\xfe\0\0", "a.comm, line 1: it cannot be read as UTF-8 text"),
@@ -111,14 +111,14 @@ def test_show_tree_prints_units_and_parameters(write, fsdp_comm):
         ("a.json", None, "there is no file a.json"),
     ],
 )
-def test_an_unreadable_file_is_an_error_with_its_line(write, fsdp_comm, name, content, said):
+def test_an_unreadable_file_is_an_error_with_its_line(write, fsdp_comm, name, content, problem):
     if content is not None:
         write(name, content)
-    shown = fsdp_comm("show", name)
-    assert (shown.status, shown.out) == (2, "")
-    assert shown.err.startswith(f"fsdp-comm: {said}")
+    run = fsdp_comm("show", name)
+    assert (run.status, run.out) == (2, "")
+    assert run.err.startswith(f"fsdp-comm: {problem}")
     # The remedy for a failed test does not apply here.
-    assert "Nothing was overwritten" not in shown.err
+    assert "Nothing was overwritten" not in run.err
 
 
 def test_directory_is_rejected(fsdp_comm):
@@ -127,15 +127,15 @@ def test_directory_is_rejected(fsdp_comm):
 
 def test_recordings_of_different_worlds_are_not_merged(write, fsdp_comm):
     write("two.json", dump_recordings([recording(0), recording(0)]))
-    shown = fsdp_comm("show", "two.json")
-    assert shown.status == 2
-    assert "expected recordings of different ranks of one world, got ranks 0, 0" in shown.err
+    run = fsdp_comm("show", "two.json")
+    assert run.status == 2
+    assert "expected recordings of different ranks of one world, got ranks 0, 0" in run.err
 
 
 def test_a_saved_file_without_recordings_is_refused(write, fsdp_comm):
     write("none.json", dump_recordings([]))
-    shown = fsdp_comm("show", "none.json")
-    assert (shown.status, shown.err) == (
+    run = fsdp_comm("show", "none.json")
+    assert (run.status, run.err) == (
         2,
         "fsdp-comm: none.json: expected recordings, got a file without any; save one after a "
         "block: comm_mode.save(path)\n",
@@ -176,7 +176,7 @@ def test_names_in_a_file_cannot_steer_the_terminal(write, fsdp_comm, command):
     for name, content in (("a.ws8.comm", text), ("b.ws8.comm", hostile)):
         write(name, content)
     files = ["b.ws8.comm"] if command == "show" else ["a.ws8.comm", "b.ws8.comm"]
-    shown = fsdp_comm(command, *files)
-    assert r"tp\x1b\n::error::\u202e" in shown.out, shown
-    assert all(line.isprintable() for line in shown.out.split("\n"))
-    assert not any(line.startswith("::") for line in shown.lines)
+    run = fsdp_comm(command, *files)
+    assert r"tp\x1b\n::error::\u202e" in run.out, run
+    assert all(line.isprintable() for line in run.out.split("\n"))
+    assert not any(line.startswith("::") for line in run.lines)

@@ -79,7 +79,7 @@ def test_written_test_has_hosts_of_the_recording(recorded, fsdp_comm, project):
 
 def test_the_page_shows_what_is_written(write, fsdp_comm, project):
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "record.md").read_text()
-    (shown,) = re.findall(r"(?ms)^```python no-run\n(.*?)^```$", page)
+    (code,) = re.findall(r"(?ms)^```python no-run\n(.*?)^```$", page)
     run = ScriptRun(
         script="train.py", arguments=("--lr", "0.1"), is_module=False, first_step=3, last_step=3
     )
@@ -88,7 +88,7 @@ def test_the_page_shows_what_is_written(write, fsdp_comm, project):
     write("step.tree.comm", TREE)
     write("train.py", "")
     assert fsdp_comm("test", "step.json").status == 0
-    assert (project / "test_train.py").read_text() == shown
+    assert (project / "test_train.py").read_text() == code
 
 
 def own_recording(rank):
@@ -107,7 +107,7 @@ def test_a_test_elsewhere_names_its_script(recorded, fsdp_comm, project, script,
     recorded(script, is_module=is_module)
     assert fsdp_comm("test", "step.json", "-o", "tests/test_it.py").status == 0
     written = (project / "tests" / "test_it.py").read_text()
-    assert line in {one.strip() for one in written.splitlines()}
+    assert line in {text.strip() for text in written.splitlines()}
     assert ("is_module=True" in written) == is_module
     compile(written, "test_it.py", "exec")
 
@@ -138,8 +138,8 @@ def test_test_is_written_where_pytest_collects(
     folder = f"snapshots/{place.removesuffix('.py')}"
     first, *more = done.lines
     assert first == f"{place}: review it and {folder}, then run pytest {place}"
-    told = "pytest without arguments does not run it: see testpaths and python_files"
-    assert more == ([] if is_collected else [told])
+    warning = "pytest without arguments does not run it: see testpaths and python_files"
+    assert more == ([] if is_collected else [warning])
     assert (project / place).is_file()
     assert (project / folder).is_dir()
 

@@ -93,7 +93,7 @@ MESHES = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 @st.composite
 def ranks_of_meshes(draw):
     """Generate ranks that share mesh coordinates: unions of such sets, minus some ranks."""
-    found = set()
+    ranks_read = set()
     for sizes in draw(st.lists(MESHES, min_size=1, max_size=2)):
         chosen = [
             draw(st.just(range(size)) | st.sets(st.integers(0, size - 1), min_size=1))
@@ -103,8 +103,8 @@ def ranks_of_meshes(draw):
             rank = 0
             for size, coordinate in zip(sizes, coordinates, strict=True):
                 rank = rank * size + coordinate
-            found.add(rank)
-    return sorted(found - draw(st.sets(st.integers(0, 99), max_size=3))) or [0]
+            ranks_read.add(rank)
+    return sorted(ranks_read - draw(st.sets(st.integers(0, 99), max_size=3))) or [0]
 
 
 SETS = ranks_of_meshes() | st.sets(st.integers(0, 200), min_size=1).map(sorted)
@@ -132,11 +132,11 @@ def test_read_ranks_accepts_only_written_texts(ranks, data):
     )
     mutated = text[:place] + new + text[place + data.draw(st.integers(0, 2)) :]
     try:
-        found = read_ranks(mutated, 10_000)
+        ranks_read = read_ranks(mutated, 10_000)
     except ValueError:
         return
-    assert write_ranks(found) == mutated
-    assert (found == tuple(ranks)) == (mutated == text)
+    assert write_ranks(ranks_read) == mutated
+    assert (ranks_read == tuple(ranks)) == (mutated == text)
 
 
 NUMBER = st.integers(0, 20).map(str)
@@ -151,11 +151,11 @@ ENTRY = st.builds("".join, st.tuples(
 @given(st.lists(ENTRY, min_size=1, max_size=3).map(",".join))
 def test_any_numbers_round_trip_or_are_rejected(text):
     try:
-        found = read_ranks(text, 18)
+        ranks_read = read_ranks(text, 18)
     except ValueError:
         return
-    assert write_ranks(found) == text
-    assert expanded(text) == list(found)
+    assert write_ranks(ranks_read) == text
+    assert expanded(text) == list(ranks_read)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,11 @@ def test_a_path_is_relative_to_what_it_lies_below(tmp_path, monkeypatch):
 
 
 def test_show_path_without_working_directory(tmp_path, monkeypatch):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert show_path(str(gone / "model.py")) == str(gone / "model.py")
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    directory.rmdir()
+    assert show_path(str(directory / "model.py")) == str(directory / "model.py")
 
 
 def test_show_path_escapes_control_characters():
