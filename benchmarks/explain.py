@@ -50,6 +50,7 @@ def _step(
             for action in ("unshard", "reshard")
         ]
         for part in ("attention", "attention.output", "mlp", "mlp.down"):
+            # Sequence parallelism gathers at the entry of a part, and scatters at its end.
             for phase in _phases(recomputes=recomputes):
                 kind = "all_gather" if "." not in part else "reduce_scatter"
                 rows.append(_row(phase, f"{layer}.{part}", kind, "tp", 1_024 * batch))
@@ -93,6 +94,7 @@ def _repeated(row: Row, times: int) -> Row:
 
 
 def _noise(old: CommProfile, share: float) -> CommProfile:
+    # A fixed seed: each run changes the same rows.
     generator = random.Random(1)  # noqa: S311  # not for cryptography
     rows = (
         _repeated(row, generator.randint(2, 3)) if generator.random() < share else row
@@ -121,6 +123,7 @@ def main() -> int:
     is_slow = False
     for name, new in cases.items():
         started = time.process_time()
+        # What a failed comparison computes before it explains.
         _ = old == new, old.totals(), new.totals()
         compared = time.process_time()
         explanation = explain(old, new)

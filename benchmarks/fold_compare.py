@@ -71,8 +71,10 @@ def _pass(profile: CommProfile) -> None:
     started = time.process_time()
     new = SnapshotText.of(profile, where="recorded")
     written = time.process_time()
+    # Compares the texts only.
     assert SnapshotText(stored, where="stored") == new
     compared = time.process_time()
+    # Not part of a comparison that passes: parses the text.
     assert SnapshotText(stored, where="stored").profile == profile
     print(f"{len(profile.rows)} rows of experts in {stored.count(chr(10))} lines")
     for name, seconds in (

@@ -44,7 +44,7 @@ def once():
             children.append(pid)
         assert all(os.waitpid(pid, 0)[1] == 0 for pid in children)
 
-once()
+once()  # warms the caches
 started = time.perf_counter()
 for _ in range({tests}):
     once()
@@ -193,6 +193,7 @@ def _printed(source: str, **names: object) -> float:
 
 
 def _plugin(tests: int, scope: str) -> float:
+    # The difference of two sessions cancels the start of pytest and of the fork server.
     few = max(2, tests // 4)
     return (_session(tests, scope) - _session(few, scope)) / (tests - few)
 
@@ -220,6 +221,7 @@ def _torchrun() -> float:
 
 def _idle() -> float:
     command = [sys.executable, *PYTEST]
+    # Alternately, so that a slow phase of the machine affects both.
     without, with_plugin = [], []
     for _ in range(IDLE_SESSIONS):
         without.append(_timed(PLAIN, [*command, "-p", "no:fsdp_comm"]))

@@ -83,6 +83,7 @@ def _measure(layers: int, width: int, turns: int) -> None:
     recorded, later, before_ms, added_ms, usual_ms = [], [], [], [], []
     for _ in range(turns):
         bare, under = _steps(layers, width), _steps(layers, width, *RECORD)
+        # under[1] includes the search for the model, and under[2] is recorded.
         usual = statistics.median(bare[2:])
         recorded.append(under[2] / usual)
         later.append(statistics.median(under[5:]) / statistics.median(bare[5:]))
@@ -109,6 +110,7 @@ def _steps(layers: int, width: int, *command: str) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder) / "train.py", Path(folder) / "seconds.json"
         script.write_text(SCRIPT, encoding="utf-8")
+        # A free port for the ranks to meet.
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

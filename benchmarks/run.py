@@ -177,7 +177,7 @@ def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
 
 def _has_moved(figure: dict[str, Any], old: dict[str, Any]) -> bool:
     if min(figure["values"], old["values"]) < MIN_VALUES:
-        return False  # too few values to know the noise
+        return False  # too few values to estimate the noise
     noise = figure["high"] - figure["low"] + old["high"] - old["low"]
     return bool(abs(figure["median"] - old["median"]) > max(MIN_MOVE * old["median"], noise))
 

@@ -89,6 +89,7 @@ def _measured(config: str, mesh: dict[str, int], layers: int, turns: int) -> lis
 
 
 def _spawned(*case: Any) -> tuple[float, float]:
+    # Not a fork, whose peak memory would include that of this process.
     context = mp.get_context("spawn")
     receiver, sender = context.Pipe()
     process = context.Process(target=_run, args=(sender, *case))
@@ -102,6 +103,7 @@ def _run(pipe: Any, config: str, mesh: dict[str, int], layers: int, is_recorded:
     torch.set_num_threads(1)
     configuration = copy(getattr(layouts, config))
     configuration.num_hidden_layers = layers or configuration.num_hidden_layers
+    # Before the time starts: importing takes seconds.
     importlib.import_module("transformers.models.llama.modeling_llama")
     dist.init_process_group("fake", rank=0, world_size=math.prod(mesh.values()), store=FakeStore())
     started = time.process_time()

@@ -98,6 +98,7 @@ def run(tests: int, workers: int, folder: Path) -> tuple[str, float]:
         "OMP_NUM_THREADS": "1",
     }
     (folder / "tmp").mkdir()
+    # Write the snapshot in another session, whose temporary files do not count.
     update = [*command, "--snapshot-update", "-k", "test_step[0]"]
     subprocess.run(update, cwd=folder, env=environment, check=True, capture_output=True)
     (folder / "tmp").rename(folder / "tmp-of-the-update")
@@ -125,6 +126,7 @@ def growth(folder: Path, tests: int) -> list[str]:
     problems = []
     for path in sorted(folder.glob("notes.*")):
         notes = [json.loads(line) for line in path.read_text().splitlines()]
+        # Caches have filled after a tenth of the tests.
         settled = next(note for note in notes if note["count"] >= notes[-1]["count"] / 10)
         last = notes[-1]
         between = max(last["count"] - settled["count"], 1)
@@ -148,6 +150,7 @@ def growth(folder: Path, tests: int) -> list[str]:
 
 def left_behind(folder: Path) -> list[str]:
     """Find processes with the folder in their environment, and files in its tmp directory."""
+    # Processes of the session inherited the name of the folder in TMPDIR.
     mark = str(folder).encode()
     processes = [
         path.parent.name

@@ -56,6 +56,7 @@ def main() -> None:
     for line in failure.splitlines():
         console.print(indented(Text.from_ansi(line), console), soft_wrap=True)
     svg = console.export_svg(code_format=SVG, unique_id="failure", title="")
+    # rich pads lines with spaces.
     PICTURE.write_text(re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE), encoding="utf-8")
 
 
@@ -63,6 +64,7 @@ def fail(project: Path) -> str:
     """Return what pytest prints in colour if ``lm_head`` is passed to `fully_shard`."""
     for part in ("examples", "snapshots"):
         shutil.copytree(ROOT / part, project / part)
+    # The copy needs a root directory without the options of this repository.
     (project / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     code = project / "examples" / "llama_training.py"
     root = "    fully_shard(model, mesh=mesh)\n"

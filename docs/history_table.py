@@ -22,6 +22,7 @@ START, END = "<!-- table -->\n\n", "\n<!-- end of table -->"
 
 def table() -> str:
     """Return one table for each file of cases, as Markdown."""
+    # The module of a case, which is its family, is the module of the function that builds it.
     families: dict[str, list[Reported]] = {}
     for case in HISTORY.values():
         families.setdefault(case.build.__module__, []).append(case)
