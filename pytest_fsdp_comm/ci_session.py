@@ -116,7 +116,7 @@ class CiSession:
 
     def _read_outcomes(self, session: pytest.Session, exitstatus: int) -> Outcomes:
         unused: UnusedSnapshots | None = self._config.pluginmanager.get_plugin("fsdp-comm-unused")
-        unused_files = unused.found if unused is not None else ()
+        unused_files = unused.files if unused is not None else ()
         reason = str(session.shouldfail or session.shouldstop or "")
         if not reason and exitstatus not in _FINISHED:
             reason = f"exit status {int(exitstatus)}"

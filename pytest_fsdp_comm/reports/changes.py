@@ -1,4 +1,4 @@
-"""Changes of communication and of trees, as the text of a failed test and in one line."""
+"""Write changes of recordings and trees, as a failure text and as a headline."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ def render_comparison(
     comparison: Comparison, *, snapshot: str, notes: Sequence[str] = ()
 ) -> FailureText:
     """Explain a failed comparison of recordings, the most important change first."""
-    whole = comparison.told
-    new_calls = [_new_calls_of(one, comparison) for one in whole]
-    sentences = [*map(sentence, whole)]
+    steps = comparison.told
+    new_calls = [_new_calls_of(step, comparison) for step in steps]
+    sentences = [*map(sentence, steps)]
     lines = [
         f"{text}, at {_name_lines(calls)}" if _lines(calls) else text
         for text, calls in zip(sentences, new_calls, strict=True)
     ]
     num_of_training = len(comparison.training)
     cost = cost_lines(comparison.cost)
-    # The lines about the cost say it better.
-    told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
-    left = sorted((one for one in comparison.left if one.subject != told_twice), key=weight)
-    loud = [one for one in left if one.subject != "reshard"] or left
-    quiet = [one for one in left if one not in loud]
-    # What is issued earlier or later follows from which units there are.
+    # The cost has the peak already.
+    repeated = "memory" if any("peak gathered" in line for line in cost) else ""
+    changes = (change for change in comparison.left if change.subject != repeated)
+    rows = sorted(changes, key=weight)
+    loud = [change for change in rows if change.subject != "reshard"] or rows
+    quiet = [change for change in rows if change not in loud]
+    # Timings come after the changes of units that they follow from.
     timings = () if comparison.explanation is None else comparison.explanation.timings
-    told = tuple(
+    summaries = tuple(
         "; likely: ".join(
-            (text, *(cause.text for cause in comparison.causes if one in cause.steps))
+            (text, *(cause.text for cause in comparison.causes if step in cause.steps))
         )
-        for text, one in zip(sentences, whole, strict=True)
+        for text, step in zip(sentences, steps, strict=True)
     )
     return FailureText(
         head=f"comm_mode differs from {snapshot}",
@@ -65,19 +66,19 @@ def render_comparison(
             *map(timing_sentence, timings),
             *map(_change_line, quiet),
         ),
-        told=told,
-        sent=tuple(_sent(comparison, new_calls, told)),
+        summaries=summaries,
+        sent=tuple(_sent(comparison, new_calls, summaries)),
         causes=tuple(cause.text for cause in comparison.causes),
         notes=tuple(notes),
     )
 
 
 def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> FailureText:
-    """Explain how trees differ, the most important change first."""
+    """Explain a failed comparison of trees, the most important change first."""
     lines = [
         (breaks, f"{subject}: {', '.join(change.what for change in same)}")
         for (subject, breaks), same in groupby(
-            changes, key=lambda one: (one.subject, one.breaks_training)
+            changes, key=lambda change: (change.subject, change.breaks_training)
         )
     ]
     training = tuple(line for breaks, line in lines if breaks)
@@ -87,35 +88,36 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
         snapshot=snapshot,
         training=training,
         changes=tuple(line for breaks, line in lines if not breaks),
-        told=training,
-        causes=tuple(dict.fromkeys(one.likely for one in changes if one.likely)),
+        summaries=training,
+        causes=tuple(dict.fromkeys(change.likely for change in changes if change.likely)),
     )
 
 
 def _sent(
-    comparison: Comparison, new_calls: Sequence[NewCalls], told: Sequence[str]
+    comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each change with the lines that send; without any, the first one that differs."""
-    differing = [one for one in comparison.changes if _lines(one.new_calls)]
+    """Yield each call site of new calls with the change, or of the first row that differs."""
+    differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
-    found = [*zip(new_calls[num_of_training:], told[num_of_training:], strict=True)]
-    found = [(calls, _with_lines(line, calls)) for calls, line in found]
-    found += [
+    pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
+    pairs = [(calls, _with_lines(line, calls)) for calls, line in pairs]
+    pairs += [
         (_without_backward(_new_lines(change, comparison)), _change_line(change))
         for change in comparison.left
     ]
-    if not num_of_training and not any(_lines(calls) for calls, _ in found):
-        new = [calls for one in differing if _lines(calls := _new_lines(one, comparison))][:1]
-        found = [(one, _with_lines([*told, headline(comparison.changes)][0], one)) for one in new]
-    # What is no longer sent has no line of its own: the backward's, if that sends anything else.
-    backward = [one.new_calls for one in differing if one.phase is Phase.BACKWARD]
-    first = [(calls, line) for calls in backward[:1] for line in told[:num_of_training]]
-    for calls, text in (*first, *found):
+    if not num_of_training and not any(_lines(calls) for calls, _ in pairs):
+        new = [calls for row in differing if _lines(calls := _new_lines(row, comparison))][:1]
+        text = [*summaries, headline(comparison.changes)][0]
+        pairs = [(calls, _with_lines(text, calls)) for calls in new]
+    # Missing calls have no call site; use that of the backward, if it sends other calls.
+    backward = [change.new_calls for change in differing if change.phase is Phase.BACKWARD]
+    first = [(calls, line) for calls in backward[:1] for line in summaries[:num_of_training]]
+    for calls, text in (*first, *pairs):
         yield from ((line, text) for line in _lines(calls)[:_MAX_LINES])
 
 
 def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
-    """The calls that a step adds."""
+    """Return the calls that a step adds."""
     if not isinstance(step, Replaced) or step.kind in WRITES:
         return NewCalls()
     return NewCalls.join(
@@ -127,16 +129,16 @@ def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCal
 
 
 def _without_backward(calls: NewCalls) -> NewCalls:
-    """Leave out the line with .backward(), which says nothing."""
-    return replace(calls, sites=tuple(one for one in calls.sites if not one[1].is_of_backward))
+    """Remove the call sites at ``.backward()``, which do not locate a call."""
+    return replace(calls, sites=tuple(site for site in calls.sites if not site[1].is_of_backward))
 
 
 def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
-    """The lines that send more; of a forward that runs again, those alone that may be new."""
+    """Return the calls of a change; if only forwards were added, without old call sites."""
     calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
     if all(cause.text != NO_BACKWARD for cause in comparison.causes):
         return calls
-    # The lines of the model sent as much before.
+    # A line that issued more calls than were added is an old one.
     return replace(calls, sites=tuple(site for site in calls.sites if site[1].calls.count <= more))
 
 
@@ -149,12 +151,12 @@ def _lines(calls: NewCalls) -> list[str]:
 
 
 def _name_lines(calls: NewCalls) -> str:
-    """All lines that may have issued the calls: ``a.py:9 or b.py:17``."""
+    """Join all lines that may have issued the calls: ``a.py:9 or b.py:17``."""
     lines = _lines(calls)
     more = len(lines) - _MAX_LINES
-    shown = [*lines[:_MAX_LINES], *([f"{more} more"] if more > 0 else [])]
+    listed = [*lines[:_MAX_LINES], *([f"{more} more"] if more > 0 else [])]
     word = "and" if calls.is_certain or more > 0 else "or"
-    return f" {word} ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+    return f" {word} ".join(filter(None, (", ".join(listed[:-1]), *listed[-1:])))
 
 
 def _change_line(change: Change) -> str:
@@ -188,27 +190,27 @@ def _simple(before: Row | None, after: Row | None) -> str:
     change = f"{show_nbytes_change(old, new, unsized)}{in_all} per rank"
     parts = [text] if old == new else [text, change]
     if before and after and (_kinds(before) != _kinds(after) or (was, old) == (now, new)):
-        gone, came = _without(before, after), _without(after, before)
-        parts += [f"{gone} -> {came}"] if before.calls else []
+        removed, added = _without(before, after), _without(after, before)
+        parts += [f"{removed} -> {added}"] if before.calls else []
     return ", ".join(parts)
 
 
 def _kinds(amount: Row) -> set[Calls]:
-    """What the calls are, apart from how many and how large."""
+    """Return the kinds of calls, without counts and sizes."""
     return {replace(calls, count=0, nbytes=0) for calls in amount.calls}
 
 
-def _without(amount: Row, other: Row) -> str:
-    left = [str(calls) for calls in amount.calls if calls not in other.calls]
-    more = len(left) - _MAX_CALLS
-    return ", ".join(left[:_MAX_CALLS]) + (f" and {more} more" if more > 0 else "") or "none"
+def _without(amount: Row, excluded: Row) -> str:
+    texts = [str(calls) for calls in amount.calls if calls not in excluded.calls]
+    more = len(texts) - _MAX_CALLS
+    return ", ".join(texts[:_MAX_CALLS]) + (f" and {more} more" if more > 0 else "") or "none"
 
 
 def _listed(amounts: Sequence[Row]) -> str:
     listed = []
     for amount in amounts:
         calls = f"{show_nbytes(amount.nbytes, amount.unsized)} in all"
-        # Ranks may differ in what a sum does not show, such as their peers.
+        # Name the calls if possible: ranks may differ in facts that a sum hides, such as peers.
         if len(amount.calls) == 1:
             calls = str(amount.calls[0]).partition(" ")[2] or "no bytes"
         ranks = name_ranks(amount.ranks) if amount.ranks else "all ranks"
@@ -221,17 +223,18 @@ def _site(change: Change) -> str:
     issued_in = {site.issued_in for owner, site in calls.sites if site.issued_in != owner} - {None}
     if not issued_in:
         calls = _without_backward(calls)
-    parts = [f"in {name_owners(issued_in)}"] if issued_in else []
-    parts += [f"at {_name_lines(calls)}"] if _lines(calls) else []
-    return f"issued {' '.join(parts)}" if parts else ""
+    lines = _name_lines(calls) if _lines(calls) else ""
+    if not issued_in:
+        return f"issued at {lines}" if lines else ""
+    return f"requested by {name_owners(issued_in)}" + (f", called from {lines}" if lines else "")
 
 
 def headline(changes: Sequence[Change | TreeChange]) -> str:
-    """Name the module and the change to know of first: ``lm_head: +8 all_gather, 3 more``."""
-    # A frame, such as the world size, comes before everything that follows from it; then the
-    # largest change, over all phases of the step.
+    """Summarize changes by the most important one: ``lm_head: +8 all_gather, 3 more``."""
+    # A changed frame, such as the world size, causes other changes, so it comes first. Then comes
+    # the largest change, over all phases of the step.
     sent = [change for change in changes if isinstance(change, Change)]
-    # Unshards repeat their all-gathers.
+    # Each unshard repeats an all-gather.
     loud = [change for change in sent if change.subject != "reshard"] or sent
     groups: dict[object, list[Change]] = {}
     for change in sorted(loud, key=lambda change: (change.subject != "frame", weight(change))):
@@ -240,32 +243,33 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
         {_kind(change) for change in loud if change.subject == "collective"}
     )
     lines = [_describe(group, has_axes=has_axes) for group in groups.values()]
-    lines += [f"{one.subject}: {one.what}" for one in changes if not isinstance(one, Change)]
+    trees = [change for change in changes if not isinstance(change, Change)]
+    lines += [f"{change.subject}: {change.what}" for change in trees]
     return f"{lines[0]}, {len(lines) - 1} more" if len(lines) > 1 else lines[0]
 
 
 def headline_of_steps(comparison: Comparison) -> str:
-    """Tell what breaks training, or the first step; empty for single modules, and if inexact."""
-    # Of single modules, the largest of their changes says as much in fewer words.
+    """Summarize a comparison by its first model-wide change; empty if `headline` is better."""
+    # `headline` is better if the explanation is not exact. For changes of some modules it has the
+    # same facts in fewer words, but does not name another torch version as the cause.
     is_exact = comparison.explanation is not None and comparison.explanation.is_exact
     if not comparison.told or not (comparison.training or is_exact):
         return ""
-    first, *others = comparison.told
-    # Unless that is what another torch changed.
+    first, *further = comparison.told
     has_torchs = any(cause.is_of_torch for cause in comparison.causes)
     is_of_modules = isinstance(first, Replaced) and first.kind != "unit sizes"
     if is_of_modules and not (comparison.training or has_torchs):
         return ""
-    more = len(others)
+    more = len(further)
     if comparison.training:
-        more += sum(one.subject not in {"reshard", "memory"} for one in comparison.left)
+        more += sum(change.subject not in {"reshard", "memory"} for change in comparison.left)
     return f"{sentence(first)}, {more} more" if more else sentence(first)
 
 
 def weight(change: Change) -> tuple[bool, bool, int]:
-    """Sort what costs most to the front."""
-    # What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers,
-    # and before what this held in memory; what is new, and fewer gradients, before what is gone.
+    """Return the sort key that puts the most important change first."""
+    # Collectives come before unshards, which repeat all-gathers, and before memory and assumed
+    # values. More bytes, and fewer gradients, come before other removed calls.
     growth = (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
     is_late = change.subject in {"reshard", "memory", "answer"}
     calls = [call for row in change.before for call in row.calls] if change.after else []
@@ -275,16 +279,16 @@ def weight(change: Change) -> tuple[bool, bool, int]:
 
 
 def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
-    """Tell a change in a few words where its number says it, otherwise as the failure text does."""
+    """Summarize a change by its count if that differs, otherwise as in the failure text."""
     first = phases[0]
     before = [row for change in phases for row in change.before]
     after = [row for change in phases for row in change.after]
     count = count_of(after) - count_of(before)
     if first.phase is None or not count or any(row.ranks for row in (*before, *after)):
         return _change_text(first)
-    what = first.what if has_axes else _kind(first)
+    operation = first.what if has_axes else _kind(first)
     each = " each" if len(first.owners) > 1 else ""
-    return f"{name_owners(first.owners, most=1)}: {count:+} {what}{each}"
+    return f"{name_owners(first.owners, most=1)}: {count:+} {operation}{each}"
 
 
 def _kind(change: Change) -> str:

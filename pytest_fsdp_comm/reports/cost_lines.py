@@ -1,4 +1,4 @@
-"""What a change of communication costs, in a few lines."""
+"""Write what a change of communication costs: bytes, calls and peak memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MAX_RANKS_TEXT: Final = 24
 
 
 def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
-    """State what a change costs, the whole first, then its parts, the largest first."""
-    # For example ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all,
-    # peak gathered unchanged``. No lines if calls, bytes and peak are unchanged.
+    """Return the total cost, then that of each kind, largest change first; empty if unchanged."""
+    # Example: ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all,
+    # peak gathered unchanged``.
     by_bytes = _changed(cost, lambda volume: volume.nbytes)
     by_count = _changed(cost, lambda volume: volume.count)
     whole: list[str] = []
@@ -46,33 +46,33 @@ def _filled(statements: Iterable[str], width: int) -> list[str]:
 
 
 def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
-    """The kinds whose number differs, the largest difference first."""
+    """Return the kinds whose number differs, the largest difference first."""
 
-    def growth(one: PartCost) -> int:
-        return number(one.after) - number(one.before)
+    def growth(part: PartCost) -> int:
+        return number(part.after) - number(part.before)
 
-    return sorted(filter(growth, cost.collectives), key=lambda one: -abs(growth(one)))
+    return sorted(filter(growth, cost.collectives), key=lambda part: -abs(growth(part)))
 
 
 def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
-    """What to say of the whole, and then of each kind."""
-    used = [one for one in cost.collectives if one.before.nbytes or one.after.nbytes]
-    num_kinds = Counter(one.axis for one in used)
+    """Return statements about all bytes, and about each kind."""
+    used = [part for part in cost.collectives if part.before.nbytes or part.after.nbytes]
+    num_kinds = Counter(part.axis for part in used)
     axes = [
         f"{_growth(axis)} on {axis.axis}"
         for axis in cost.axes
-        # An axis alone is the whole, and one kind alone is the axis.
+        # A single axis repeats the total, and an axis with one kind repeats that kind.
         if len(num_kinds) > 1
         and num_kinds[axis.axis] > 1
         and axis.before.nbytes != axis.after.nbytes
     ]
-    split = [one for one in used if one not in changed and one.after.count > one.before.count]
-    calls = [f"{_what(one)} {one.before.count} -> {one.after.count} calls" for one in split]
+    split = [part for part in used if part not in changed and part.after.count > part.before.count]
+    calls = [f"{_label(part)} {part.before.count} -> {part.after.count} calls" for part in split]
     if len(changed) == 1:
         in_all = [f"{_growth(cost)} in all"] if len(used) > 1 else []
-        (one,) = changed
+        (part,) = changed
         return [
-            f"{_growth(one)} bytes in {_what(one)} ({_sides(one)} {_whose(cost)})",
+            f"{_growth(part)} bytes in {_label(part)} ({_sides(part)} {_whose(cost)})",
             *axes,
             *in_all,
         ], calls
@@ -81,17 +81,19 @@ def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
     else:
         head = f"{_growth(cost)} bytes in all ({_sides(cost)} {_whose(cost)})"
         before, after = cost.before.nbytes, cost.after.nbytes
-        if before and all(one.before.nbytes * after == one.after.nbytes * before for one in used):
-            return [head, "alike in every kind"], []
-    parts = [f"{_what(one)} {_growth(one)} ({_sides(one)})" for one in changed]
+        if before and all(
+            part.before.nbytes * after == part.after.nbytes * before for part in used
+        ):
+            return [head, "each kind by the same factor"], []
+    parts = [f"{_label(part)} {_growth(part)} ({_sides(part)})" for part in changed]
     return [head, *axes], [*parts, *calls]
 
 
 def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
-    """As `_bytes`."""
+    """Return statements about all calls, and about each kind."""
 
-    def stated(one: PartCost | Cost, where: str) -> str:
-        was, now = one.before.count, one.after.count
+    def statement(part: PartCost | Cost, where: str) -> str:
+        was, now = part.before.count, part.after.count
         if was == now:
             return f"calls unchanged {where} ({now} {_whose(cost)})"
         calls = f"{abs(now - was)} {'call' if abs(now - was) == 1 else 'calls'}"
@@ -99,18 +101,18 @@ def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
         return f"{calls} {more} {where} ({was} -> {now} {_whose(cost)})"
 
     if len(changed) == 1:
-        return [stated(changed[0], f"in {_what(changed[0])}")], []
-    return [stated(cost, "in all")], [
-        f"{_what(one)} {one.before.count} -> {one.after.count} calls" for one in changed
+        return [statement(changed[0], f"in {_label(changed[0])}")], []
+    return [statement(cost, "in all")], [
+        f"{_label(part)} {part.before.count} -> {part.after.count} calls" for part in changed
     ]
 
 
 def _peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     before, after = cost.peak_before, cost.peak_after
     if before == after:
-        # What is gathered more often need not be held at once.
-        is_expected = before and any(one.kind == "all_gather" for one in changed)
-        return ["peak gathered unchanged"] if is_expected else []
+        # More all-gathers may or may not raise the peak, so report that they did not.
+        has_gathers = before and any(part.kind == "all_gather" for part in changed)
+        return ["peak gathered unchanged"] if has_gathers else []
     growth = f"{show_growth(before, after)} " if before else ""
     where = f"on {_named(cost.peak_ranks)}" if cost.peak_ranks else "per rank"
     return [f"peak gathered {growth}({show_nbytes_change(before, after)} {where})"]
@@ -119,59 +121,60 @@ def _peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
 def _unsized(cost: Cost, *, is_alone: bool) -> list[str]:
     was, now = cost.before.unsized, cost.after.unsized
     if was == now:
-        return ["calls of unknown size left out"] if now and not is_alone else []
+        return ["calls of unknown size not included"] if now and not is_alone else []
     whose = f" {_whose(cost)}" if is_alone else ""
-    return [f"calls of unknown size {was} -> {now}{whose} (left out)"]
+    return [f"calls of unknown size {was} -> {now}{whose} (not included)"]
 
 
 def _cut(statements: Sequence[str], width: int) -> list[str]:
-    """As many statements as fit into a line, at least one."""
-    for shown in range(len(statements), 0, -1):
-        hidden = len(statements) - shown
-        line = [*statements[:shown], *([f"and {hidden} more"] if hidden else [])]
-        if len(", ".join(line)) <= width or shown == 1:
+    """Return as many statements as fit into a line, at least one."""
+    for num_fitting in range(len(statements), 0, -1):
+        hidden = len(statements) - num_fitting
+        line = [*statements[:num_fitting], *([f"and {hidden} more"] if hidden else [])]
+        if len(", ".join(line)) <= width or num_fitting == 1:
             return line
     return []
 
 
-def _what(one: PartCost) -> str:
-    return f"{one.kind}[{one.axis}]"
+def _label(part: PartCost) -> str:
+    return f"{part.kind}[{part.axis}]"
 
 
-def _growth(one: PartCost | Cost) -> str:
-    if any(_unknown(one)):
+def _growth(part: PartCost | Cost) -> str:
+    if any(_unknown(part)):
         return "unknown"
-    growth = show_growth(one.before.nbytes, one.after.nbytes)
-    # Of bytes alone, where there are more calls.
-    is_more = growth.endswith("fewer") and one.after.count > one.before.count
+    growth = show_growth(part.before.nbytes, part.after.nbytes)
+    # "fewer" would be read as fewer calls, but there are more.
+    is_more = growth.endswith("fewer") and part.after.count > part.before.count
     return "about as many" if is_more else growth
 
 
-def _sides(one: PartCost | Cost) -> str:
-    before, after = one.before, one.after
-    sides = show_nbytes_change(before.nbytes, after.nbytes, _unknown(one))
-    # Bytes hide many small calls more; those of the whole, if they do not grow.
+def _sides(part: PartCost | Cost) -> str:
+    before, after = part.before, part.after
+    sides = show_nbytes_change(before.nbytes, after.nbytes, _unknown(part))
+    # Print calls if bytes hide that there are more: bytes do not grow, or, within a kind, calls
+    # shrink to less than half their size.
     is_split = after.count * before.nbytes > 2 * before.count * after.nbytes
-    is_hidden = after.nbytes <= before.nbytes or (is_split and isinstance(one, PartCost))
+    is_hidden = after.nbytes <= before.nbytes or (is_split and isinstance(part, PartCost))
     if is_hidden and after.count > before.count > 0:
         return f"{sides} in {before.count} -> {after.count} calls"
     return sides
 
 
-def _unknown(one: PartCost | Cost) -> tuple[int, int]:
-    """How many calls each side has of unknown size, if it has no others."""
-    before, after = (0 if side.nbytes else side.unsized for side in (one.before, one.after))
+def _unknown(part: PartCost | Cost) -> tuple[int, int]:
+    """Count the calls of unknown size of each side; 0 for a side that has other calls."""
+    before, after = (0 if side.nbytes else side.unsized for side in (part.before, part.after))
     return before, after
 
 
 def _whose(cost: Cost) -> str:
     if not cost.ranks:
         return "per rank and step"
-    return f"a step on {_named(cost.ranks)}, where most changes"
+    return f"per step on {_named(cost.ranks)}, the largest change"
 
 
 def _named(ranks: Sequence[int]) -> str:
     text = name_ranks(ranks)
-    # Ranks with gaps fill lines and tell nothing.
+    # A long list of ranks would fill the line.
     more = f"rank {ranks[0]} and {len(ranks) - 1} more"
     return text if len(text) <= _MAX_RANKS_TEXT else more

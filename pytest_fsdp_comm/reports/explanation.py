@@ -1,4 +1,4 @@
-"""Why an assertion failed: the one place that builds this text."""
+"""Build the text of failed comparisons; no other module does."""
 
 from __future__ import annotations
 
@@ -19,69 +19,68 @@ CURE: Final = "  or "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
 READ: Final = "  then read the file, and commit it with the test"
-"""How lines begin that name no change: causes, cures and commands."""
+"""Beginnings of the lines that do not name a change: causes, notes, cures and commands."""
 
-# pytest cuts an explanation at 8 lines or 640 characters outside CI, but not for less than what
-# saying so takes: 2 lines and 46 characters (9.2; 70 in 8.4).
+# Outside CI, pytest truncates an explanation at 8 lines or 640 characters. It tolerates as much
+# more as its own notice would take: 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
 MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
 _MOST_COSTS: Final = 2
-"""Of the whole, and of its parts."""
-_LEAST_OF_A_LINE: Final = 80
-"""Characters that are left of one that is cut."""
+"""Lines about the cost: of the model, and of its kinds of collectives."""
+_SHORTEST_LINE: Final = 80
+"""Lines are not shortened to fewer characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureText:
-    """Why one comparison failed, by what its lines are."""
+    """The lines of one failed comparison."""
 
     head: str
+    """The first line."""
     compared: str = ""
-    """What differs, ``comm_mode`` or ``fsdp_tree``; empty if there was nothing to compare with."""
+    """``comm_mode`` or ``fsdp_tree``; empty if nothing was compared."""
     snapshot: str = ""
-    """The file that it differs from, as the user would type it; empty as above."""
+    """The path of the snapshot, relative to pytest's root; empty if nothing was compared."""
     scope: str = ""
-    """What the first line says of the whole, such as what is not compared; empty for most."""
+    """The part of `head` that limits the comparison, such as sizes not compared; else empty."""
     training: tuple[str, ...] = ()
-    """What breaks training, the worst first."""
+    """Changes that break training, the worst first."""
     cost: tuple[str, ...] = ()
-    """What the changes cost."""
     changes: tuple[str, ...] = ()
     """All other changes, most important first."""
-    told: tuple[str, ...] = ()
-    """Each of `training`, then each other change of the whole, in a line with its probable cause.
-    """
+    summaries: tuple[str, ...] = ()
+    """Each of `training`, then each other model-wide change, in a line with its likely cause."""
     sent: tuple[tuple[str, str], ...] = ()
-    """Each change whose call site is known, as ``path:line`` and the text of the change."""
+    """Each change whose call site is known: ``path:line`` and the text of the change."""
     causes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     cures: tuple[str, ...] = ()
-    """What else to do than to accept the change."""
+    """Alternatives to accepting the change."""
     is_missing: bool = False
     """Whether the snapshot does not exist yet."""
 
     def __post_init__(self) -> None:
-        # Names in a file may not be printable.
+        # Names in a snapshot may have control characters.
         object.__setattr__(self, "head", printable(self.head))
         for name in ("training", "cost", "changes", "causes", "notes"):
             object.__setattr__(self, name, tuple(map(printable, getattr(self, name))))
 
     @classmethod
     def of_text(cls, text: str) -> FailureText:
-        """Make the text of a comparison that had nothing to compare with."""
-        first, *others = text.splitlines()
-        return cls(head=first, changes=tuple(others))
+        """Convert an error that prevented the comparison."""
+        first, *further = text.splitlines()
+        return cls(head=first, changes=tuple(further))
 
     @property
-    def story(self) -> tuple[str, ...]:
-        """What differs, in the order of all reports: training, cost, everything else."""
+    def differences(self) -> tuple[str, ...]:
+        """All changes and their cost, in the order of all reports."""
         return (*self.training, *self.cost, *self.changes)
 
     @property
     def body(self) -> tuple[str, ...]:
-        """All lines between the first one and what to do, with what they begin with."""
+        """All lines between `head` and `cures`, with their beginnings."""
         return (
-            *_named("", self, self.story),
+            *_named("", self, self.differences),
             *(f"{LIKELY}{cause}" for cause in self.causes),
             *(f"{NOTE}{note}" for note in self.notes),
         )
@@ -91,7 +90,7 @@ class FailureText:
         return (self.head, *self.body, *(f"{CURE}{cure}" for cure in self.cures))
 
     def within(self, scope: str, cure: str = "") -> FailureText:
-        """Add `scope` behind the snapshot's path, and another `cure`, which may be empty."""
+        """Add `scope` to the first line, and `cure`, unless it is empty."""
         return replace(
             self,
             head=f"{self.head}, {scope}",
@@ -103,12 +102,12 @@ class FailureText:
 def failure_lines(
     texts: Mapping[str, FailureText], *, accept: str, everything: bool = False
 ) -> tuple[str, ...]:
-    """Explain the failed comparisons of one assertion in 8 lines, or with everything.
+    """Explain the failed comparisons of one assertion in at most 8 lines, or in all lines.
 
     Args:
-        texts: By the names of values; by "" where a single value was compared.
-        accept: The command that accepts what differs; may be empty.
-        everything: Show all lines, where pytest does not cut them either.
+        texts: By the value's name; "" for a single value.
+        accept: The command that accepts the changes; may be empty.
+        everything: Whether to return all lines, as pytest will not truncate them.
     """
     head = _head(texts)
     is_several = len(texts) > 1
@@ -124,7 +123,7 @@ def failure_lines(
         [_named(name, text, (*[text.head] * has_own_heads, *text.changes)) for name, text in values]
     )
     causes, notes, cures = (
-        [*dict.fromkeys(chain.from_iterable(getattr(one, name) for one in texts.values()))]
+        [*dict.fromkeys(chain.from_iterable(getattr(text, name) for text in texts.values()))]
         for name in ("causes", "notes", "cures")
     )
     tail = [f"{CURE}{cure}" for cure in cures]
@@ -133,7 +132,7 @@ def failure_lines(
     elif accept:
         tail += [f"{ACCEPT}{accept}"]
     likely = [f"{LIKELY}{cause}" for cause in causes]
-    # An error is shown as it is.
+    # Errors are never shortened.
     is_fitted = any(text.compared or text.is_missing for text in texts.values())
     if everything or not is_fitted:
         return (
@@ -149,53 +148,53 @@ def failure_lines(
     has_changes = any(text.compared for text in texts.values())
     least = min(len(texts), len(rows))
     lines: list[str] = []
-    # The command, which comes last, must not be what pytest cuts.
-    for shown in range(len(rows), least - 1, -1):
-        hidden = rows[shown:] and [*rows[shown:], *further]
-        # A line that stands for a single one says less than that one.
-        if len(hidden) == 1 and shown > least:
+    # The command comes last, so pytest must not truncate: print as many rows as fit.
+    for num_rows in range(len(rows), least - 1, -1):
+        hidden = rows[num_rows:] and [*rows[num_rows:], *further]
+        # "... and 1 more" would take the line of the hidden row.
+        if len(hidden) == 1 and num_rows > least:
             continue
-        what = "changes" if has_changes and not set(hidden) & set(costs) else "lines"
-        more = [f"  ... and {len(hidden)} more {what} (-vv)"] if hidden else []
-        rest = [*more, *likely[:1], *tail]
-        if 1 + shown + len(rest) > MOST_LINES:
+        noun = "changes" if has_changes and not set(hidden) & set(costs) else "lines"
+        more = [f"  ... and {len(hidden)} more {noun} (-vv)"] if hidden else []
+        end = [*more, *likely[:1], *tail]
+        if 1 + num_rows + len(end) > MOST_LINES:
             continue
-        # What breaks training is never cut.
-        whole, others = rows[: min(shown, len(first))], rows[len(first) : shown]
-        room = MOST_CHARACTERS - sum(map(len, (head, *whole, *rest)))
-        lines = [head, *whole, *_fitted(others, room), *rest]
+        # Lines about training are never shortened.
+        training, further_rows = rows[: min(num_rows, len(first))], rows[len(first) : num_rows]
+        room = MOST_CHARACTERS - sum(map(len, (head, *training, *end)))
+        lines = [head, *training, *_fitted(further_rows, room), *end]
         if sum(map(len, lines)) <= MOST_CHARACTERS:
             break
     return tuple(lines)
 
 
 def _fitted(lines: Sequence[str], room: int) -> Sequence[str]:
-    """Cut the longest of some lines so that all have room; none if too little would be left."""
+    """Shorten the longest lines until all fit into `room`; none if they would get too short."""
     longest = max(map(len, lines), default=0)
-    for most in range(longest, _LEAST_OF_A_LINE - 1, -1):
+    for most in range(longest, _SHORTEST_LINE - 1, -1):
         if sum(min(len(line), most) for line in lines) <= room:
             return [_cut_before_place(line, most) for line in lines]
     return lines
 
 
 def _cut_before_place(line: str, most: int) -> str:
-    """Cut a line that may end with a place in the code, which stays."""
+    """Shorten a line, but keep the call site at its end, if there is one."""
     text, at, place = line.rpartition(" at ")
     room = most - len(at) - len(place)
     return f"{shorten(text, room)}{at}{place}" if room > most // 2 else shorten(line, most)
 
 
-def told_lines(texts: Iterable[FailureText]) -> tuple[str, ...]:
-    """The changes of several comparisons in a line each, in the order of all reports."""
+def summary_lines(texts: Iterable[FailureText]) -> tuple[str, ...]:
+    """Join the summaries of several comparisons, in the order of all reports."""
     ordered = sorted(texts, key=_place)
     return (
-        *(line for text in ordered for line in text.told[: len(text.training)]),
-        *(line for text in ordered for line in text.told[len(text.training) :]),
+        *(line for text in ordered for line in text.summaries[: len(text.training)]),
+        *(line for text in ordered for line in text.summaries[len(text.training) :]),
     )
 
 
 def _place(text: FailureText) -> bool:
-    """Sort trees after recordings, whose problems are worse."""
+    """Sort recordings first, as their problems are worse."""
     return text.compared == "fsdp_tree"
 
 
@@ -204,24 +203,24 @@ def _head(texts: Mapping[str, FailureText]) -> str:
         return next(iter(texts.values())).head
     if not _share_head(texts):
         return f"{len(texts)} comparisons failed"
-    what = " and ".join(dict.fromkeys(text.compared for text in texts.values()))
-    where = os.path.commonprefix([text.snapshot for text in texts.values()])  # noqa: RUF071  # the names' beginning, no directory
+    names = " and ".join(dict.fromkeys(text.compared for text in texts.values()))
+    where = os.path.commonprefix([text.snapshot for text in texts.values()])  # noqa: RUF071  # a prefix of file names
     scopes = dict.fromkeys(f", {text.scope}" for text in texts.values() if text.scope)
-    return f"{what} differ from {where.rstrip('.')} ({len(texts)} files){''.join(scopes)}"
+    return f"{names} differ from {where.rstrip('.')} ({len(texts)} files){''.join(scopes)}"
 
 
 def _share_head(texts: Mapping[str, FailureText]) -> bool:
-    """Whether each has a snapshot that it differs from: then one head serves all."""
+    """Whether one first line can name all comparisons: each differs from a snapshot."""
     return all(text.compared for text in texts.values())
 
 
 def _named(name: str, text: FailureText, lines: Iterable[str]) -> list[str]:
     if name:
         return [f"  {name}: {line.strip()}" for line in lines]
-    # An error is written as it is.
+    # The lines of an error have their own indents.
     return [f"  {line}" if text.compared else line for line in lines]
 
 
 def _in_turn(values: Sequence[Sequence[str]]) -> list[str]:
-    """One line of each value after the other, as long as there are some."""
+    """Interleave the lines of all values: first lines, then second lines, and so on."""
     return [line for lines in zip_longest(*values) for line in lines if line is not None]

@@ -1,4 +1,4 @@
-"""A sharded tree as rows to draw, and for the terminal."""
+"""Draw a sharded tree for the terminal, and compute its rows for all drawings."""
 
 from __future__ import annotations
 
@@ -12,41 +12,36 @@ from pytest_fsdp_comm.text.fqn import escape, fold_fqns
 from pytest_fsdp_comm.text.words import show_nbytes
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
-# Levels that a drawing indents; deeper rows stay at this one.
+# The deepest level that is indented further than its parent.
 MAX_DEPTH: Final = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeRow:
-    """One module, or several that are alike, with what hangs on it."""
+    """One module, or several equal siblings, with units and parameters."""
 
     name: str
-    """Pattern of the names in their parent: ``{0..31}``; ``(root)`` for the root."""
+    """Pattern of the names within the parent: ``{0..31}``; ``(root)`` for the root."""
     count: int
-    """How many modules share the row, on this level alone."""
+    """Number of siblings that share the row."""
     depth: int
-    """Rows above it."""
+    """Number of ancestors."""
     class_name: str
     units: tuple[ShardUnit, ...]
     parameters: tuple[ParameterNode, ...]
-    """Of one of the modules, without its children's."""
+    """Parameters of one of the modules, without those of its children."""
     same_as: str
-    """FQN of the module that it repeats; empty for most."""
+    """FQN under which the same module appears before; empty for most."""
 
     @property
     def has_parameter_rows(self) -> bool:
-        """Whether parameters have rows of their own; a single one may share that of its module."""
+        """Whether parameters need separate rows; a single one may share its module's row."""
         return len(self.parameters) > 1 or bool(self.units and self.parameters)
-
-
-# Note [Rows that are alike]: numbered siblings, such as the layers of a stack, share a row if they
-# look the same with all that is below them. `_likeness` numbers what looks alike, from the leaves
-# to the root, so that no subtree is compared with another.
 
 
 def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
     """Yield the rows of a tree, parents first, in registration order."""
-    # Of None: the roots, which are several where pipeline stages are drawn together.
+    # The children of None are roots: several if pipeline stages are drawn together.
     children: defaultdict[int | None, list[int]] = defaultdict(list)
     for index, node in enumerate(tree.modules):
         children[node.parent].append(index)
@@ -54,48 +49,49 @@ def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
     for parameter in tree.parameters:
         parameters[parameter.module].append(parameter)
     units = tree.units_of()
-    likeness = _likeness(tree, children, parameters, units)
+    content = _content_numbers(tree, children, parameters, units)
     pending: list[list[int]] = [[index] for index in reversed(children[None])]
     while pending:
-        alike = pending.pop()
-        index = alike[0]
+        siblings = pending.pop()
+        index = siblings[0]
         node = tree.modules[index]
-        names = [tree.modules[i].name for i in alike]
+        names = [tree.modules[i].name for i in siblings]
         name = escape(names[0]) if len(names) == 1 else ",".join(fold_fqns(names))
         yield TreeRow(
             name=name,
-            count=len(alike),
+            count=len(siblings),
             depth=node.depth,
             class_name=node.class_name,
             units=units.get(index, ()),
             parameters=tuple(parameters[index]),
             same_as="" if node.alias_of is None else escape(tree.module_fqn(node.alias_of)),
         )
-        groups = groupby(children[index], key=lambda i: _group_key(tree, i, likeness))
+        groups = groupby(children[index], key=lambda i: _group_key(tree, i, content))
         pending += reversed([list(group) for _, group in groups])
 
 
-def _group_key(tree: ShardTree, index: int, likeness: Sequence[int]) -> tuple[bool, int]:
+def _group_key(tree: ShardTree, index: int, content: Sequence[int]) -> tuple[bool, int]:
+    # Only numbered siblings, such as the layers of a stack, share a row.
     is_numbered = tree.modules[index].name.isdecimal()
-    return (is_numbered, likeness[index] if is_numbered else index)
+    return (is_numbered, content[index] if is_numbered else index)
 
 
-def _likeness(
+def _content_numbers(
     tree: ShardTree,
     children: Mapping[int | None, Sequence[int]],
     parameters: Mapping[int, Sequence[ParameterNode]],
     units: dict[int, tuple[ShardUnit, ...]],
 ) -> list[int]:
-    """A number for each module, equal where all of it looks alike."""
+    """Return a number for each module; modules whose subtrees look the same have the same one."""
     numbers: dict[Hashable, int] = {}
-    likeness = [0] * len(tree.modules)
-    # Children come after their parents: from the end, each finds its children numbered.
+    content = [0] * len(tree.modules)
+    # Children come after their parents. Numbering them first avoids comparisons of subtrees.
     for index in reversed(range(len(tree.modules))):
         node = tree.modules[index]
         below = tuple(
-            (tree.modules[child].name, likeness[child]) for child in children.get(index, ())
+            (tree.modules[child].name, content[child]) for child in children.get(index, ())
         )
-        own = tuple(
+        entries = tuple(
             (entry.name, entry.shape, entry.dtype, entry.placements, entry.trainable, entry.tied)
             for entry in parameters.get(index, ())
         )
@@ -103,38 +99,38 @@ def _likeness(
             replace(unit, modules=(), parameters=(), forward_prefetch=(), backward_prefetch=())
             for unit in units.get(index, ())
         )
-        looks = (node.class_name, node.wrappers, node.alias_of, own, below, policies)
-        likeness[index] = numbers.setdefault(looks, len(numbers))
-    return likeness
+        drawn = (node.class_name, node.wrappers, node.alias_of, entries, below, policies)
+        content[index] = numbers.setdefault(drawn, len(numbers))
+    return content
 
 
 def summary_words(tree: ShardTree) -> str:
-    """``4 ranks, dp=4; 33 units; 33 parameters, 128.0 KiB in all, 32.0 KiB of it on rank 0``."""
+    """Return ``4 ranks, dp=4; 33 units; 33 parameters, 128.0 KiB in all, 32.0 KiB on rank 0``."""
     nbytes = sum(parameter.nbytes for parameter in tree.parameters)
-    kept = sum(parameter.local_numel * parameter.itemsize for parameter in tree.parameters)
+    local_nbytes = sum(parameter.local_numel * parameter.itemsize for parameter in tree.parameters)
     axes = ", ".join(f"{axis.name}={axis.size}" for axis in tree.mesh_axes) or "no mesh"
     return (
         f"{tree.world_size} ranks, {axes}; {len(tree.units)} units; {len(tree.parameters)} "
-        f"parameters, {show_nbytes(nbytes)} in all, {show_nbytes(kept)} of it on rank {tree.rank}"
+        f"parameters, {show_nbytes(nbytes)} in all, {show_nbytes(local_nbytes)} on rank {tree.rank}"
     )
 
 
 def relation_words(row: TreeRow) -> str:
-    """`` is layers.0``, to follow the class; empty for most."""
-    return f" is {row.same_as}" if row.same_as else ""
+    """Return `` same as layers.0``, which follows the class; empty for most."""
+    return f" same as {row.same_as}" if row.same_as else ""
 
 
 def mark(unit: ShardUnit) -> str:
-    """Say in capitals whether a unit is sharded at all."""
+    """Return in capitals whether a unit is sharded."""
     return "FULLY SHARDED" if unit.is_fully_sharded else "REPLICATED"
 
 
 def policy_words(unit: ShardUnit) -> str:
-    """Word a unit's policy: ``dp=4, stays unsharded after forward, bfloat16``."""
+    """Describe a unit's policy: ``dp=4, stays unsharded after forward, bfloat16``."""
     words = [f"{axis.name}={axis.size}" for axis in (unit.shard_axis,) if axis is not None]
     if unit.replicate_axis is not None:
         copies = f"{unit.replicate_axis.name}={unit.replicate_axis.size}"
-        # A unit that is not sharded is marked as replicated already.
+        # `mark` already says that an unsharded unit is replicated.
         words.append(f"replicated {copies}" if unit.is_fully_sharded else copies)
     after = unit.reshard_after_forward
     if isinstance(after, bool):
@@ -145,39 +141,39 @@ def policy_words(unit: ShardUnit) -> str:
     if precision.param_dtype or precision.reduce_dtype:
         dtypes = dict.fromkeys(filter(None, (precision.param_dtype, precision.reduce_dtype)))
         words.append("/".join(dtypes))
-    words += ["on host"] if unit.offload else []
+    words += ["offloaded to host"] if unit.offload else []
     factor = unit.gradient_divide_factor
     words += [] if factor is None else [f"gradients divided by {factor:g}"]
-    words += ["gradients summed only"] if unit.force_sum_reduction else []
+    words += ["gradients summed, not averaged"] if unit.force_sum_reduction else []
     words += ["root"] if unit.is_root else []
     return ", ".join(words)
 
 
 def placement_words(parameter: ParameterNode) -> str:
-    """Word where a parameter's parts are: ``Shard(0)@dp``, or ``whole on each rank``."""
+    """Describe a parameter's placements: ``Shard(0)@dp``, or ``full copy on each rank``."""
     parts = ", ".join(f"{entry.text}@{entry.axis}" for entry in parameter.placements)
-    return parts or "whole on each rank"
+    return parts or "full copy on each rank"
 
 
 def parameter_words(parameter: ParameterNode) -> str:
-    """``weight [64, 64] float32``, with ``frozen`` where it is."""
+    """Describe a parameter: ``weight [64, 64] float32 frozen``."""
     frozen = "" if parameter.trainable else " frozen"
     return f"{escape(parameter.name)} {list(parameter.shape)} {parameter.dtype}{frozen}"
 
 
-# Module or parameter, policy or placement, gathered, kept.
+# Columns as in `_HEADINGS`.
 _Line = tuple[str, str, str, str]
 
 _HEADINGS: Final[_Line] = ("module", "policy or placement", "gathered", "kept")
 
 
 def render_tree(tree: ShardTree) -> str:
-    """Draw modules and parameters in columns: policy or placement, bytes of each unit."""
+    """Draw modules and parameters as a table, with policies, placements and bytes of units."""
     lines = [_HEADINGS, *(line for row in tree_rows(tree) for line in _row_lines(row))]
     first, second, third, fourth = (max(len(line[at]) for line in lines) for at in range(4))
     drawn = []
-    for module, policy, gathered, kept in lines:
-        row = f"{module:{first}}  {policy:{second}}  {gathered:>{third}}  {kept:>{fourth}}"
+    for module, policy, gathered, sharded in lines:
+        row = f"{module:{first}}  {policy:{second}}  {gathered:>{third}}  {sharded:>{fourth}}"
         drawn.append(row.rstrip())
     for finding in tree.findings:
         drawn += ["", str(finding)]

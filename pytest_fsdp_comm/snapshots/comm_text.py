@@ -1,4 +1,4 @@
-"""The text of a communication snapshot: one record per line, for people and for ``git diff``."""
+"""Write and read the snapshot of a recording: one row per line, to review with ``git diff``."""
 
 from __future__ import annotations
 
@@ -46,23 +46,22 @@ from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 #     total all_gather[dp] x8 4_194_304 B
 #     end
 #
-# Siblings with equal content share a line, with the numbers of one of them; the bytes after ``of``
-# are those of each call, and those of a total are all bytes together. No line depends on the width
-# of another, so that a change touches the lines that changed and no others. A line that not all
-# recorded ranks share ends with ``ranks 0,2-3``; such a line below the world's size says which were
-# recorded, if not all were. If ranks differ, totals are sums over all of them and say so:
-# ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``. Below a line ``activation sizes not
-# compared``, calls that carry activations have no bytes. Totals tell how many calls have
-# none. ``answered 1.0 to train:step (item)`` is what code of a simulated rank was told where nobody
-# knows.
+# Siblings with equal content share a line, which counts one of them. ``of`` precedes the bytes of
+# each call; a total has the bytes of all calls. Columns are not aligned, so that a change touches
+# no other lines. A line that only some recorded ranks have ends with ``ranks 0,2-3``. Such a line
+# below ``world_size`` lists the recorded ranks, if not all were recorded. If ranks differ, totals
+# are sums over ranks: ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``. In a snapshot with
+# the line ``activation sizes not compared``, calls that carry activations have no bytes. Totals
+# count the calls without bytes. ``answered 1.0 to train:step (item)``: a simulated rank returned
+# the assumed value 1.0 to ``item`` in the function ``step`` of ``train``.
 
-# The line of a recording in which torch did not say which calls are asynchronous.
+# This line marks a recording whose asynchronous calls are unknown, as torch does not report them.
 _ASYNC_UNKNOWN: Final = "async unknown"
-# The line of a recording whose calls that carry activations have no bytes.
+# This line marks a recording whose calls that carry activations have no bytes.
 _UNSIZED: Final = "activation sizes not compared"
 _PEAK: Final = "peak gathered "
 _ANSWER: Final = "answered "
-# The first words of lines below all records.
+# Total lines come last.
 _TOTAL: Final = "total "
 
 _NBYTES: Final = r"(?P<nbytes>[0-9_]{1,23}) B"
@@ -89,17 +88,17 @@ _PEAK_LINE: Final = re.compile(rf"{_PEAK}{_NBYTES}{_OF_RANKS}")
 
 
 def format_profile(profile: CommProfile) -> str:
-    """Write a profile as a snapshot, which `read_comm` reads."""
+    """Write a profile as the text of a snapshot, which `read_comm` reads."""
     first = header("comm", torch_version=profile.torch_version, backend=profile.backend)
     return "\n".join([first, *_comm_lines(profile)]) + "\n"
 
 
 def _comm_lines(profile: CommProfile) -> list[str]:
-    """All lines but the first."""
+    """Write all lines but the first."""
     names_of: defaultdict[tuple[Phase, Subject], defaultdict[str, list[str | None]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    written = cache(write_ranks)  # rows share long lists of ranks
+    written = cache(write_ranks)  # many rows have the same long list of ranks
     for row in profile.rows:
         content = with_ranks(_row_content(row), written(row.ranks))
         names_of[row.phase, row.subject][content].append(row.owner)
@@ -114,11 +113,15 @@ def _comm_lines(profile: CommProfile) -> list[str]:
             for subject in SUBJECTS
             for line in folded_lines(names_of[phase, subject])
         ),
-        *(with_ranks(f"{_PEAK}{one.nbytes:_} B", write_ranks(one.ranks)) for one in profile.peaks),
-        # So that a lost line is noticed.
+        *map(_peak_line, profile.peaks),
+        # Totals reveal a line that was lost in a merge.
         *map(_total_line, profile.totals()),
         END,
     ]
+
+
+def _peak_line(peak: GatheredPeak) -> str:
+    return with_ranks(f"{_PEAK}{peak.nbytes:_} B", write_ranks(peak.ranks))
 
 
 def _answer_line(answer: Answer) -> str:
@@ -127,35 +130,34 @@ def _answer_line(answer: Answer) -> str:
 
 
 def _row_content(row: Row) -> str:
-    what = {
+    operation = {
         "collective": _kind_and_axis(row.what, row.axis),
         "reshard": row.what,
         "redistribution": f"redistribute {write_word(row.what)}",
     }[row.subject]
-    return f"{what} {', '.join(map(str, row.calls))}"
+    return f"{operation} {', '.join(map(str, row.calls))}"
 
 
 def _total_line(total: Total) -> str:
     of_ranks = f", sum of {total.num_ranks} ranks" if total.num_ranks > 1 else ""
-    what = _kind_and_axis(total.kind, total.axis)
+    operation = _kind_and_axis(total.kind, total.axis)
     size = f"{total.nbytes:_} B"
     if total.unsized:
         some = f"{size} and {total.unsized} of unknown size"
         size = some if total.unsized < total.count else "of unknown size"
-    return f"{_TOTAL}{what} x{total.count} {size}{of_ranks}"
+    return f"{_TOTAL}{operation} x{total.count} {size}{of_ranks}"
 
 
 def _kind_and_axis(kind: str, axis: str) -> str:
-    # An operation that shows no group has no axis; `escape` would write its empty name as the root.
+    # Operations without a known group have no axis; `escape` would write "" as the root module.
     return f"{escape(kind)}[{escape(axis) if axis else ''}]"
 
 
 def read_comm(lines: SnapshotLines) -> CommProfile:
     """Read the snapshot of a recording (see Note [Strict reading])."""
     world = read_world(lines)
-    # Rows share the lists of ranks that are written alike.
-    ranks_of = cache(world.read_ranks)
-    known, used = {axis.name for axis in world.mesh_axes}, set[str]()
+    ranks_of = cache(world.read_ranks)  # many rows have the same long list of ranks
+    axes, used = {axis.name for axis in world.mesh_axes}, set[str]()
     shows_async = sizes_activations = True
     answers: list[Answer] = []
     rows: list[Row] = []
@@ -178,15 +180,15 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
                 ranks = ranks_of(match["ranks"] or "")
                 row = _read_row(match, ranks, sizes_activations=sizes_activations)
                 used.add(row.axis)
-                if row.axis and row.axis not in known:
+                if row.axis and row.axis not in axes:
                     raise ValueError("expected an axis that has a 'mesh' line above")
                 pattern = match["names"]
                 names = (None,) if pattern == NO_MODULE else expand(pattern)
                 rows += [replace(row, owner=name) for name in names]
             else:
                 raise ValueError(
-                    "expected '<phase> <module> <collective>[<axis>] x<count> of <bytes> B "
-                    f"<dtype>' or the like, with one of the phases {', '.join(Phase)}"
+                    "expected something like '<phase> <module> <collective>[<axis>] x<count> of "
+                    f"<bytes> B <dtype>', with one of the phases {', '.join(Phase)}"
                 )
     profile = CommProfile(
         world_size=world.size,
@@ -233,10 +235,10 @@ def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
         )
         if match is None:
             raise ValueError(
-                f"bad calls {quoted_part(part)}: expected such as 'x2 of 64 B float32 parameters', "
-                "with 'ahead 1', 'async', 'peer +1', 'root 0' or 'by max' after it"
+                f"bad calls {quoted_part(part)}: expected something like 'x2 of 64 B float32 "
+                "parameters', which 'ahead 1', 'async', 'peer +1', 'root 0' or 'by max' may follow"
             )
-        given = {name: word for name, word in CALL_WORDS.items() if match[name] is not None}
+        words = {name: word for name, word in CALL_WORDS.items() if match[name] is not None}
         calls.append(
             Calls(
                 nbytes=_read_nbytes(match) if match["nbytes"] and not is_unsized else 0,
@@ -245,7 +247,7 @@ def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
                 is_object=match["objects"] is not None,
                 is_unsized=is_unsized,
                 count=int(match["count"]),
-                **{name: word.read(match[name]) for name, word in given.items()},
+                **{name: word.read(match[name]) for name, word in words.items()},
             )
         )
     return tuple(sorted(calls))

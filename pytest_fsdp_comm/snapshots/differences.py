@@ -1,4 +1,4 @@
-"""What differs between two snapshots, in words: for a failed test, the command line and reviews."""
+"""Explain how two snapshots differ, for failed tests, the command line and reviews."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class Difference:
 
     explanation: FailureText
     changes: tuple[Change, ...] | tuple[TreeChange, ...] = ()
-    """Empty if nothing that is compared differs, or nothing was compared."""
+    """Empty if the compared facts are equal, or nothing was compared."""
     text: str = ""
-    """The difference in one line, where no single change says it; or why nothing was compared."""
+    """The model-wide change in one line, or why nothing was compared; empty if `changes` suffice.
+    """
 
 
 def explain_profiles(
@@ -49,25 +50,25 @@ def explain_profiles(
     old, new = sides
     match sides:
         case CommProfile() as old, CommProfile() as new:
-            found = comm_diff.compare(old, new, evidence)
-            explanation = render_comparison(found, snapshot=where, notes=new.notes)
+            comparison = comm_diff.compare(old, new, evidence)
+            explanation = render_comparison(comparison, snapshot=where, notes=new.notes)
             return Difference(
                 explanation=_within_scope(explanation, old, new),
-                changes=found.changes,
-                text=headline_of_steps(found),
+                changes=comparison.changes,
+                text=headline_of_steps(comparison),
             )
         case TreeProfile() as old, TreeProfile() as new:
             changes = tree_diff.compare(old, new)
             explanation = render_tree_changes(changes, snapshot=where)
             return Difference(explanation=_within_scope(explanation, old, new), changes=changes)
-    text = f"a snapshot of kind {kind_of(old)!r}, not {kind_of(new)!r}"
+    text = f"the snapshot's kind is {kind_of(old)!r}, but {kind_of(new)!r} was recorded"
     return Difference(explanation=replace(head_of(sides, where=where), changes=(text,)), text=text)
 
 
 def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
-    """The first line of what `explain_profiles` says, and how to compare as the file was written.
+    """Return the first line of `explain_profiles`, and how to compare as the file was written.
 
-    Ranks that do not explain raise it, so that their failures are known to be the same.
+    Ranks that do not explain a failure report only this, which identifies it as the same failure.
     """
     old, new = sides
     compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
@@ -76,21 +77,21 @@ def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
 
 
 def kind_of(profile: Profile) -> Literal["comm", "tree"]:
-    """``comm`` or ``tree``, as the first line of a snapshot has it."""
+    """Return the kind that the first line of a snapshot names."""
     return "comm" if isinstance(profile, CommProfile) else "tree"
 
 
 def headline_of_values(differences: Mapping[str, Difference]) -> str:
-    """The differences of values, by name, in one line; then those that could not be compared."""
-    # What breaks training says more than anything else, then a story of the whole change.
-    for one in sorted(differences.values(), key=lambda one: not one.text):
-        if one.explanation.training:
-            return one.text or headline(one.changes)
-    changes = [change for one in differences.values() for change in one.changes]
-    stories = [one.text for one in differences.values() if one.text and one.changes]
-    texts = {name: one.text for name, one in differences.items() if one.text}
-    if stories:
-        return stories[0]
+    """Return the most important of the differences in one line, and why others have no diff."""
+    # Changes that break training come first, then model-wide changes.
+    for diff in sorted(differences.values(), key=lambda diff: not diff.text):
+        if diff.explanation.training:
+            return diff.text or headline(diff.changes)
+    changes = [change for diff in differences.values() for change in diff.changes]
+    model_wide = [diff.text for diff in differences.values() if diff.text and diff.changes]
+    texts = {name: diff.text for name, diff in differences.items() if diff.text}
+    if model_wide:
+        return model_wide[0]
     if not changes and len({*texts.values()}) == 1:
         return next(iter(texts.values()))
     first = [headline(changes)] if changes else []
@@ -98,7 +99,7 @@ def headline_of_values(differences: Mapping[str, Difference]) -> str:
 
 
 def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
-    """What the trees say that belong to the same comparison, from old and new of each value."""
+    """Return the evidence of the first pair of trees among compared values, if there is one."""
     for old, new in pairs:
         match old, new:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
@@ -107,12 +108,12 @@ def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
 
 
 def _within_scope(explanation: FailureText, was: Profile, now: Profile) -> FailureText:
-    """Say in the first line what limits the comparison: another torch, sizes left out."""
+    """Add to the first line that another torch recorded the file, or sizes are not compared."""
     if kind_of(was) != kind_of(now):
         return explanation
     if isinstance(was, CommProfile) and isinstance(now, CommProfile):
         explanation = _within_sizes(explanation, was, now)
-    old, new = (one.torch_version.partition("+")[0] for one in (was, now))
+    old, new = (profile.torch_version.partition("+")[0] for profile in (was, now))
     if not old or not new or old == new:
         return explanation
     return explanation.within(f"recorded with torch {old}, this is {new}")
@@ -127,20 +128,20 @@ def _within_sizes(explanation: FailureText, was: CommProfile, now: CommProfile) 
     written, compared = ("with", "without") if now.sizes_activations else ("without", "with")
     cure = f"comm_snapshot({option})" if now.sizes_activations else f"without {option}"
     return explanation.within(
-        f"which was written {written} {option} and is compared {compared} it",
-        f"compare as the file was written: {cure}",
+        f"which was recorded {written} {option} and is compared {compared} it",
+        f"compare the way the file was recorded: {cure}",
     )
 
 
 def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
-    """Compare the units that the snapshot's tree and the recorded one have in common."""
+    """Compare the units that exist in both the snapshot's tree and the recorded tree."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     units = frozenset(before) & frozenset(after)
-    held = _parameters_of(units, old.parameters, new.parameters)
+    parameters = _parameters_of(units, old.parameters, new.parameters)
     frozen: set[str] = set()
     partly_frozen: set[str] = set()
     thawed: set[str] = set()
-    for unit, pairs in held.items():
+    for unit, pairs in parameters.items():
         if any(was.trainable and not now.trainable for was, now in pairs):
             still_trains = any(now.trainable for _, now in pairs)
             (partly_frozen if still_trains else frozen).add(unit)
@@ -166,7 +167,9 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
             for unit in units
             if getattr(before[unit], name) != getattr(after[unit], name)
         ),
-        is_other_dtype=any(was.dtype != now.dtype for pairs in held.values() for was, now in pairs),
+        is_other_dtype=any(
+            was.dtype != now.dtype for pairs in parameters.values() for was, now in pairs
+        ),
         is_other_policy=any(before[unit].precision != after[unit].precision for unit in units),
         is_other_shape={name: facts.shape for name, facts in old.parameters.items()}
         != {name: facts.shape for name, facts in new.parameters.items()},
@@ -180,7 +183,7 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
 
 
 def _trainable(units: set[str], parameters: Mapping[str, ParameterFacts]) -> Iterator[str]:
-    """Name the unit and the module of each trainable parameter."""
+    """Yield the module and the unit of each trainable parameter."""
     unit_of = {module: unit for unit in units for module in unit.split("+")}
     for name in (name for name, facts in parameters.items() if facts.trainable):
         yield name.rpartition(".")[0]
@@ -188,7 +191,7 @@ def _trainable(units: set[str], parameters: Mapping[str, ParameterFacts]) -> Ite
 
 
 def _unit_around(name: str, unit_of: Mapping[str, str]) -> str | None:
-    """The unit that a parameter is in, by those of modules; None if it is in none."""
+    """Return the unit of the nearest module around a parameter; None if there is none."""
     while name and name not in unit_of:
         name = name.rpartition(".")[0]
     return unit_of.get(name)
@@ -198,8 +201,8 @@ def _parameters_of(
     units: frozenset[str], old: Mapping[str, ParameterFacts], new: Mapping[str, ParameterFacts]
 ) -> dict[str, list[tuple[ParameterFacts, ParameterFacts]]]:
     unit_of = {module: unit for unit in units for module in unit.split("+")}
-    found: defaultdict[str, list[tuple[ParameterFacts, ParameterFacts]]] = defaultdict(list)
+    pairs: defaultdict[str, list[tuple[ParameterFacts, ParameterFacts]]] = defaultdict(list)
     for name in old.keys() & new.keys():
         unit = _unit_around(name, unit_of)
-        found[name.rpartition(".")[0] if unit is None else unit].append((old[name], new[name]))
-    return found
+        pairs[name.rpartition(".")[0] if unit is None else unit].append((old[name], new[name]))
+    return pairs

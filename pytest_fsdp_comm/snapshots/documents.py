@@ -1,4 +1,4 @@
-"""A snapshot of either kind: its text and what it says; and the files that hold snapshots."""
+"""Read, write and compare snapshots of recordings and trees."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Profile: TypeAlias = CommProfile | TreeProfile
 
 
 class SnapshotText(str):
-    """The text of a snapshot, and what it says, in the one value that syrupy passes on as text."""
+    """A snapshot's text together with its profile, as syrupy passes on a single string."""
 
     __slots__ = ("__dict__", "lines")
 
     lines: SnapshotLines
 
     def __new__(cls, text: str, *, where: str) -> Self:
-        """Check the frame of a text, or raise SnapshotFormatError; `profile` checks the rest."""
-        # git or an editor may have made LF into CRLF.
+        """Check first and last line, or raise SnapshotFormatError; `profile` checks the others."""
+        # git or an editor may have converted LF to CRLF.
         snapshot = super().__new__(cls, text.replace("\r\n", "\n"))
         snapshot.lines = SnapshotLines(str(snapshot), where=where)
         return snapshot
 
     @classmethod
     def of(cls, profile: Profile, *, where: str) -> Self:
-        """Write a profile, which the text holds with what is not written; refuse a large one."""
+        """Write a profile, and keep all its facts, written or not; raise if it is too large."""
         if isinstance(profile, CommProfile):
             snapshot = cls(comm_text.format_profile(profile), where=where)
         else:
@@ -43,24 +43,24 @@ class SnapshotText(str):
 
     @cached_property
     def profile(self) -> Profile:
-        """What the text says, read on first use: most texts are equal to the one beside them."""
+        """The parsed text. It is parsed on first use, as most texts equal their snapshot."""
         read = comm_text.read_comm if self.lines.kind == "comm" else tree_text.read_tree
         return read(self.lines)
 
 
-def has_further_ranks(profile: Profile, other: Profile) -> bool:
-    """Whether a profile has ranks that another one lacks, which thus must not replace it."""
-    one, two = (set(side.recorded_ranks or range(side.world_size)) for side in (profile, other))
-    return not one <= two
+def has_further_ranks(old: Profile, new: Profile) -> bool:
+    """Whether the old profile has ranks that the new one lacks, which an update would lose."""
+    before, after = (set(side.recorded_ranks or range(side.world_size)) for side in (old, new))
+    return not before <= after
 
 
 def body(text: str) -> str:
-    """All of a snapshot but its first line, which names versions and is not compared."""
+    """Return a snapshot without its first line, which names versions and is not compared."""
     return text.partition("\n")[2]
 
 
 def differs(old: SnapshotText, new: SnapshotText) -> bool:
-    """Decide whether anything that is compared differs, without asking why."""
+    """Return whether any compared fact differs, without the cost of an explanation."""
     if body(old) == body(new):
         return False
     match old.profile, new.profile:
@@ -74,7 +74,7 @@ def differs(old: SnapshotText, new: SnapshotText) -> bool:
 
 
 def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
-    """Read a snapshot, or raise SnapshotFormatError for its frame; None if there is no file."""
+    """Read a snapshot, or raise SnapshotFormatError as `SnapshotText` does; None without a file."""
     try:
         # Opening a FIFO would wait for its other end.
         if path.exists() and not path.is_file():
@@ -86,19 +86,19 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        came = f"it cannot be read ({error.strerror or error})"
-        raise line_error(where, 1, came, "a regular file") from None
+        problem = f"it cannot be read ({error.strerror or error})"
+        raise line_error(where, 1, problem, "a regular file") from None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = 1 + raw.count(b"\n", 0, error.start)
-        came = f"it cannot be read as UTF-8 text ({error.reason})"
-        raise line_error(where, line, came, "a snapshot") from None
+        problem = f"it cannot be read as UTF-8 text ({error.reason})"
+        raise line_error(where, line, problem, "a snapshot") from None
     return SnapshotText(text, where=where)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by a whole one: at any time, the old or the new is there; or raise OSError."""
+    """Replace a file, or raise OSError; readers always see the complete old or new text."""
     unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8", newline="\n")
@@ -107,7 +107,7 @@ def write_atomically(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-# Directories of ``--comm-artifacts``, each laid out like that of the snapshots: what was recorded,
-# and what it was compared with, which is missing for a new file.
+# Subdirectories of ``--comm-artifacts`` with the paths of the snapshot directory: texts that this
+# run recorded, and the snapshots that they were compared with, except for new files.
 RECEIVED: Final = "received"
 EXPECTED: Final = "expected"

@@ -1,4 +1,4 @@
-"""Says why a comparison with a snapshot failed, and how to accept it."""
+"""Explain why a comparison with a snapshot failed, and how to accept the difference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_fsdp_comm.reports.explanation import (
     RECORD,
     FailureText,
     failure_lines,
-    told_lines,
+    summary_lines,
 )
 from pytest_fsdp_comm.snapshots.differences import (
     Difference,
@@ -40,12 +40,12 @@ from pytest_fsdp_comm.snapshots.failed_comparison import (
 from pytest_fsdp_comm.snapshots.unused import describe_neighbour
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
-# Options without which an update would record something else.
-_REPEATED: Final = ("--world-size", "--comm-backend")
+# Options that change the recording, and so belong into the command that accepts it.
+_OPTIONS: Final = ("--world-size", "--comm-backend")
 
 
 def explain_comparison(left: object, right: object) -> list[str] | None:
-    """Explain a failed assertion, most important line first; None if it passed or is not ours."""
+    """Explain a failed assertion; return None if it passed or has no ``comm_snapshot``."""
     assertion = right if isinstance(right, CommSnapshot) else left
     if not isinstance(assertion, CommSnapshot):
         return None
@@ -63,34 +63,34 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
                 received=str(result.asserted_data),
                 expected=None if result.recalled_data is None else str(result.recalled_data),
             )
-    texts = {name: one.explanation for name, one in differences.items()}
+    texts = {name: difference.explanation for name, difference in differences.items()}
     accept = _accept_command(item, list(results.values()))
     everything = failure_lines(texts, accept=accept, everything=True)
     is_ci = any(os.environ.get(name) for name in ("CI", "BUILD_NUMBER"))
     is_verbose = is_ci or item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS) > 1
-    shown = everything if is_verbose else failure_lines(texts, accept=accept)
+    lines = everything if is_verbose else failure_lines(texts, accept=accept)
     item.stash[FAILED_COMPARISON] = FailedComparison(
-        first_line=shown[0],
+        first_line=lines[0],
         below="\n".join(_file_lines(assertion, results)) if is_verbose else "",
         comparisons=Comparisons(
             files=(),
             headline=headline_of_values(differences) if assertion.explains else "",
-            story=tuple(line for line in everything if not line.startswith(ACCEPT)),
-            told=told_lines(texts.values()),
-            sent=tuple(change for one in texts.values() for change in one.sent),
-            cost=tuple(line for one in texts.values() for line in one.cost),
-            # Where there is no snapshot yet, the story has the command.
+            explanation=tuple(line for line in everything if not line.startswith(ACCEPT)),
+            summaries=summary_lines(texts.values()),
+            sent=tuple(change for text in texts.values() for change in text.sent),
+            cost=tuple(line for text in texts.values() for line in text.cost),
+            # If there is no snapshot yet, the lines contain the command.
             accept="" if any(line.startswith(RECORD) for line in everything) else accept,
             test=_quoted_id(item),
         ),
     )
-    return list(shown)
+    return list(lines)
 
 
 def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:
     """Explain a failed comparison whose assertion pytest did not rewrite."""
-    # As in a module that is neither a test module nor registered for it, with --assert=plain, or
-    # where the result was kept in a variable. Any message of its own is about something else.
+    # pytest rewrites only test modules and registered modules, nothing with --assert=plain, and
+    # does not see a comparison stored in a variable. An error with a message has another reason.
     bare = {"", "assert False", "False is not true"}
     if not isinstance(error, AssertionError) or str(error) not in bare:
         return
@@ -100,10 +100,10 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
 
 
 def fail_unasserted(item: pytest.Item) -> None:
-    """Fail a test that went on after a failed comparison, as if it had been asserted."""
+    """Fail a test that ignored a failed comparison, with the text of a failed assertion."""
     assertion = item.stash[UNEXPLAINED]
     lines = explain_comparison(None, assertion) or []
-    at = f"  compared at {assertion.compared_at}, where the test went on: assert the result"
+    at = f"  compared at {assertion.compared_at}, where the test ignored the result: assert it"
     below = item.stash[FAILED_COMPARISON].below
     pytest.fail("\n".join([*lines, at, *filter(None, [below])]), pytrace=False)
 
@@ -111,17 +111,17 @@ def fail_unasserted(item: pytest.Item) -> None:
 def explain_result(
     assertion: CommSnapshot, name: str, result: AssertionResult
 ) -> tuple[FailureText, str, str]:
-    """Return the explanation, even if the whole passed, the command that accepts, the headline."""
+    """Return the explanation of one value, the command that accepts it, and the headline."""
     difference = _explain(assertion, {name: result})[name]
     explanation = difference.explanation
-    headline = "\n".join(explanation.told) or headline_of_values({name: difference})
+    headline = "\n".join(explanation.summaries) or headline_of_values({name: difference})
     return explanation, _accept_command(assertion.test_location.item, [result]), headline
 
 
 def _explain(
     assertion: CommSnapshot, results: Mapping[str, AssertionResult]
 ) -> dict[str, Difference]:
-    """How these values of the last comparison differ, by name."""
+    """Return the differences of these values of the last comparison, by name."""
     root = assertion.test_location.item.config.rootpath
     differences = {}
     for name, result in results.items():
@@ -132,7 +132,7 @@ def _explain(
             text = describe_problem(result.exception, where=where)
             differences[name] = Difference(explanation=explanation, text=text)
         elif result.recalled_data is None:
-            # The file that a renamed test left, or that of another world size.
+            # Probably the test was renamed, or was recorded for another world size.
             neighbour = assertion.explains and describe_neighbour(
                 assertion.test_location.item,
                 Path(result.snapshot_location),
@@ -152,25 +152,27 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Why a value of the last comparison differs; found once, and by one rank."""
+    """Explain a value of the last comparison, once and on one rank; others get the first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:
-        # Trees of the same comparison are evidence for each of these values.
-        trees = [found for _, one in assertion.last_results for found in _compared_profiles(one)]
+        # Trees compared together with a recording help to explain it.
+        pairs = [
+            pair for _, result in assertion.last_results for pair in _compared_profiles(result)
+        ]
         assertion.differences[name] = explain_profiles(
-            sides, where=where, evidence=evidence_of(trees)
+            sides, where=where, evidence=evidence_of(pairs)
         )
     return assertion.differences[name]
 
 
 def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
-    """Yield the lines of the files that differ, below the name of each if there are several."""
+    """Yield the diffs of the files, each below its name and path if there are several."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
         if _compared_profiles(result):
-            shown = show_path(Path(result.snapshot_location), root)
-            yield from [f"{name}: {shown}"] if len(results) > 1 else []
+            where = show_path(Path(result.snapshot_location), root)
+            yield from [f"{name}: {where}"] if len(results) > 1 else []
             with disable_color():
                 yield from assertion.extension.diff_lines(
                     result.asserted_data, result.recalled_data
@@ -178,27 +180,27 @@ def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult])
 
 
 def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str:
-    """The command that accepts what failed; empty if an update would refuse it."""
+    """Return the command that accepts failed comparisons; empty if an update would raise."""
     if any(result.exception is not None for result in failed):
         return ""
-    # An update refuses to replace files of ranks that do not run now, so these are removed first.
+    # An update refuses to replace a recording that has more ranks, so remove such files first.
     wider = [
         shlex.quote(show_path(Path(result.snapshot_location), item.config.rootpath))
         for result in failed
         for old, new in _compared_profiles(result)
         if has_further_ranks(old, new)
     ]
-    options = {name: item.config.getoption(name) for name in _REPEATED}
-    # Without the fake backend, the update records all ranks that the file has.
+    options = {name: item.config.getoption(name) for name in _OPTIONS}
+    # Without the fake backend, the update records all ranks of the file, and removes nothing.
     if wider and options["--comm-backend"] == "fake":
         wider, options["--comm-backend"] = [], None
     remove = f"rm {' '.join(wider)} && " if wider else ""
-    given = [f"{name}={value}" for name, value in options.items() if value is not None]
-    return " ".join([f"{remove}pytest --snapshot-update", *given, _quoted_id(item)])
+    args = [f"{name}={value}" for name, value in options.items() if value is not None]
+    return " ".join([f"{remove}pytest --snapshot-update", *args, _quoted_id(item)])
 
 
 def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
-    """What was reviewed and what was recorded; empty if they were not compared."""
+    """Return the profiles of snapshot and recording as one pair; empty if nothing was compared."""
     old, new = result.recalled_data, result.asserted_data
     if result.exception is not None or old is None or new is None:
         return []
@@ -206,20 +208,20 @@ def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]
 
 
 def describe_problem(error: BaseException, *, where: str) -> str:
-    """The same in a few words, for the headline; `where` is the path as errors have it."""
+    """Shorten an error for the headline; `where` is the file's path in the error's text."""
     lines = str(error).splitlines() or [type(error).__name__]
     if isinstance(error, SnapshotFormatError):
         return f"snapshot {lines[0].removeprefix(where).lstrip(', ').partition('; expected')[0]}"
-    # The first gap; the line above is the same for all of them.
+    # Line 1 lists the first gap; line 0 is the same for all gaps of its kind.
     return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
 
 
 def _quoted_id(item: pytest.Item) -> str:
     module = os.path.relpath(item.path, item.config.invocation_params.dir)
-    # So that it is not read as an option, or as a file of arguments.
+    # pytest would read a leading "-" as an option, and "@" as a file of arguments.
     module = f"./{module}" if module[0] in "-@" else module
     _, separator, names = item.nodeid.partition("::")
     name = f"{module}{separator}{names}"
-    # Brackets, which most names of tests have, need no escape in double quotes.
+    # Double quotes need no escapes for brackets, which the ids of most parametrized tests have.
     is_plain = name.isprintable() and not re.search(r'["$`\\!]', name)
     return f'"{name}"' if is_plain else shell_word(name)

@@ -1,4 +1,4 @@
-"""What both kinds of snapshot files share: first and last line, world and mesh, names, errors."""
+"""Lines common to both kinds of snapshot files: first and last, world and mesh; their errors."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from pytest_fsdp_comm.text.fqn import (
 )
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, read_ranks, write_ranks
 
-# Note [Strict reading]: a reader takes a file apart without much checking, writes what it read and
-# compares the lines. So it accepts exactly what the writer writes: no two texts mean the same, and
-# an error names the first line that differs. Line ends may be CRLF, and anything may follow the
-# kind in the first line.
+# Note [Strict reading]: a reader parses a file with few checks, writes the result again, and
+# compares the lines. So it accepts exactly the texts that the writer writes: no two texts have the
+# same meaning, and an error names the first line that differs. Exceptions: line ends may be CRLF,
+# and the first line may continue with anything after the kind.
 
 FORMAT_VERSION: Final = 2
-"""Rises when an older reader would misread a snapshot."""
+"""Increase it if older readers would misread a new snapshot."""
 
 MAX_BYTES: Final = 4 << 20
-"""The largest snapshot file: eight times what GitHub shows of one file's changes."""
+"""The largest snapshot file: eight times the limit of GitHub's diff of one file."""
 MAX_WORLD_SIZE: Final = 131_072
-"""As `pytest_fsdp_comm.options.MAX_SIMULATED`."""
+"""Equal to `pytest_fsdp_comm.options.MAX_SIMULATED`, which this module must not import."""
 
 END: Final = "end"
 INDENT: Final = "  "
-"""Before the lines of ranks that differ."""
+"""Precedes each line of a tree that only some ranks have."""
 RANKS: Final = "ranks "
 _WORLD_SIZE: Final = "world_size "
 _MESH: Final = "mesh "
@@ -48,8 +48,8 @@ REMEDY: Final = (
     "Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
     "again with --snapshot-update"
 )
-# Of what two long lines have in common, half of this length is shown.
-_SHOWN: Final = 60
+# Errors print half this many characters of the common beginning of two long lines.
+_MAX_COMMON: Final = 60
 
 _HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|(.*))?")
 _TORCH: Final = re.compile(r" torch ([0-9][0-9A-Za-z.+-]{0,39}),")
@@ -57,32 +57,32 @@ _CONFLICT: Final = re.compile(r"^(?:<{7}|\|{7}|={7}|>{7})", re.MULTILINE)
 
 
 def header(kind: str, *, torch_version: str, backend: str) -> str:
-    """The first line of a snapshot of a kind, ``comm`` or ``tree``."""
+    """Return the first line of a snapshot; `kind` is ``comm`` or ``tree``."""
     return (
         f"# pytest-fsdp-comm {FORMAT_VERSION} {kind} | torch {torch_version}, {backend} "
         "(not compared)"
     )
 
 
-def line_error(where: str, number: int, came: str, expected: str) -> SnapshotFormatError:
-    """The error of a line of a file, with the remedy."""
-    return SnapshotFormatError(f"{where}, line {number}: {came}; expected {expected}. {REMEDY}")
+def line_error(where: str, number: int, problem: str, expected: str) -> SnapshotFormatError:
+    """Return the error about a line of a file, with the remedy."""
+    return SnapshotFormatError(f"{where}, line {number}: {problem}; expected {expected}. {REMEDY}")
 
 
 def too_large(where: str, nbytes: int) -> SnapshotFormatError:
-    """The error of a file that nobody wrote as a snapshot."""
+    """Return the error about a file that is larger than any snapshot."""
     expected = f"a snapshot of at most {MAX_BYTES} bytes"
     return line_error(where, 1, f"the file has {nbytes} bytes", expected)
 
 
 class SnapshotLines:
-    """The lines of one snapshot, with the frame checked, and their errors."""
+    """The lines of one snapshot, and errors about them."""
 
     def __init__(self, text: str, *, where: str) -> None:
-        """Check the frame of a whole file: size, markers of conflicts, first line and last."""
+        """Check a file's size, its first and last line, and that it has no merge conflict."""
         self.where = where
         self.before = 0
-        """Lines of the file above these."""
+        """Number of lines of the file above these."""
         if not text.strip():
             raise self.error(1, "the file is empty", "a snapshot")
         if len(text) > MAX_BYTES:
@@ -92,17 +92,17 @@ class SnapshotLines:
             number = 1 + text.count("\n", 0, conflict.start())
             line = text[conflict.start() :].partition("\n")[0]
             raise SnapshotFormatError(
-                f"{where}, line {number}: it reads {quoted(line)}, a marker of a merge "
-                "conflict; expected one side of the conflict. Nothing was overwritten: take either "
-                f"side with `git checkout --ours {where}` or `git checkout --theirs {where}` (if "
-                "the markers were committed, from the commit that had it right: "
-                f"`git checkout COMMIT -- {where}`), then run the test; --snapshot-update if "
-                "the change is intended"
+                f"{where}, line {number}: it reads {quoted(line)}, a merge conflict marker; "
+                "expected one side of the conflict. Nothing was overwritten: choose a side with "
+                f"`git checkout --ours {where}` or `git checkout --theirs {where}` (if the markers "
+                "are already committed, restore the file from an earlier commit: "
+                f"`git checkout COMMIT -- {where}`), then run the test; if it fails and the "
+                "change is intended, add --snapshot-update"
             )
         self.lines: list[str] = text.split("\n")
-        """From the first, whose number is 1, to the last, which is `END`."""
+        """All lines up to `END`; errors number them from 1."""
         self.torch_version = ""
-        """That of the recording, as ``torch.__version__``; empty where the first line has none."""
+        """The ``torch.__version__`` that recorded it; empty if the first line does not name it."""
         self.kind = self._read_first(self.lines[0])
         """``comm`` or ``tree``."""
         if self.lines[-2:] != [END, ""]:
@@ -127,11 +127,11 @@ class SnapshotLines:
         return match[2]
 
     def line(self, number: int) -> str:
-        """One line; empty beyond the last."""
+        """Return a line by its number; empty beyond the last."""
         return self.lines[number - 1] if number <= len(self.lines) else ""
 
     def section(self, first: int, last: int) -> SnapshotLines:
-        """The indented lines from one to another as lines of their own, below the one before."""
+        """Return indented lines, preceded by the line above them, as a snapshot without indents."""
         section = copy(self)
         section.lines = [line.removeprefix(INDENT) for line in self.lines[first - 2 : last]]
         section.before = self.before + first - 2
@@ -139,22 +139,22 @@ class SnapshotLines:
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Turn a ValueError ``[<what came>: ]expected <what>`` into a SnapshotFormatError."""
+        """Turn a ValueError ``[<problem>: ]expected <text>`` into a SnapshotFormatError."""
         try:
             yield
         except ValueError as error:
-            came, is_ours, expected = f": {error}".partition(": expected ")
-            if not is_ours:  # of Python, such as int()
-                came, expected = "", "a line as the plugin writes it"
+            problem, is_ours, expected = f": {error}".partition(": expected ")
+            if not is_ours:  # raised by Python, for example by int()
+                problem, expected = "", "a line as the plugin writes it"
             line = quoted(self.line(number))
-            raise self.error(number, f"it reads {line}{came}", expected) from None
+            raise self.error(number, f"it reads {line}{problem}", expected) from None
 
-    def error(self, number: int, came: str, expected: str) -> SnapshotFormatError:
-        """As `line_error`."""
-        return line_error(self.where, self.before + number, came, expected)
+    def error(self, number: int, problem: str, expected: str) -> SnapshotFormatError:
+        """Return the `line_error` about a line of this snapshot."""
+        return line_error(self.where, self.before + number, problem, expected)
 
     def check(self, written: Sequence[str]) -> None:
-        """Check that all lines but the first are those that the writer writes."""
+        """Raise if any line but the first differs from the written one."""
         if self.lines[1:] == [*written]:
             return
         pairs = enumerate(zip_longest(self.lines[1:], written, fillvalue=""), start=2)
@@ -163,33 +163,33 @@ class SnapshotLines:
         lost = "; the totals do not match the records: a line was lost or edited by hand"
         letters = enumerate(zip_longest(read, line))
         same = next(place for place, pair in letters if pair[0] != pair[1])
-        cut = same - _SHOWN // 2 if same > _SHOWN else 0
-        shown = [("..." if cut else "") + text[cut:] for text in (read, line)]
-        came = f"it reads {quoted(shown[0])}{lost if is_total else ''}"
-        raise self.error(number, came, quoted(shown[1]))
+        cut = same - _MAX_COMMON // 2 if same > _MAX_COMMON else 0
+        read, line = (("..." if cut else "") + text[cut:] for text in (read, line))
+        problem = f"it reads {quoted(read)}{lost if is_total else ''}"
+        raise self.error(number, problem, quoted(line))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What both kinds of snapshots say first."""
+    """The first lines of both kinds of snapshots."""
 
     size: int
-    """Ranks of the default group."""
+    """The world size."""
     ranks: tuple[int, ...]
-    """Those that were recorded, ascending; empty for all ranks."""
+    """The recorded ranks, ascending; empty for all ranks."""
     mesh_axes: tuple[MeshAxis, ...]
     """Sorted by name."""
     end: int
-    """Number of the first line below."""
+    """Number of the first line that follows."""
 
     def read_ranks(self, text: str) -> tuple[int, ...]:
-        """Read some of the recorded ranks; empty for all of them, as the text may be."""
+        """Read a list of recorded ranks; text and result are empty for all of them."""
         ranks = read_ranks(text, self.size) if text else ()
         return ranks_or_empty_if_all(ranks, len(self.ranks) or self.size)
 
 
 def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis]) -> list[str]:
-    """Write world, ranks and mesh; arguments as the fields of `World`."""
+    """Write world, ranks and mesh, from values as in the fields of `World`."""
     return [
         f"{_WORLD_SIZE}{world_size}",
         *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
@@ -223,26 +223,28 @@ def _read_axis(text: str, world_size: int) -> tuple[MeshAxis, ...]:
     escaped, _, layout = text.rpartition("=")
     name = unescape(escaped)
     shape, _, how = layout.partition(" ")
-    kind, _, rest = how.partition(" ")
+    kind, _, numbers = how.partition(" ")
     if kind == "ranks":
-        return merge_axes(axis_of(name, read_ranks(one, world_size)) for one in rest.split(" | "))
+        groups = numbers.split(" | ")
+        return merge_axes(axis_of(name, read_ranks(group, world_size)) for group in groups)
     sizes = [*map(int, shape.split("x"))]
-    strides = [*map(int, rest.split("x"))] if rest else [1]
+    strides = [*map(int, numbers.split("x"))] if numbers else [1]
     if min(*sizes, *strides) < 1 or math.prod(sizes) > world_size:
         raise ValueError(
-            f"expected '<axis>=<size> stride <stride>' or the like, with sizes up to {world_size}"
+            "expected something like '<axis>=<size> stride <stride>', with sizes up to "
+            f"{world_size}"
         )
     dims = [dim for dim in zip(sizes, strides, strict=True) if dim[0] > 1]
     return (MeshAxis(name=name, size=math.prod(sizes), dims=tuple(reversed(dims))),)
 
 
 def with_ranks(content: str, ranks: str) -> str:
-    """A line's content with the ranks that share it, as they are written; empty for all ranks."""
+    """Append a written list of ranks to a line's content; the list is empty for all ranks."""
     return f"{content} {RANKS}{ranks}" if ranks else content
 
 
 def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Fold the names of each content, sorted naturally; None, for no module, comes last."""
+    """Write each content once per pattern of its names, in natural order; no module comes last."""
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):

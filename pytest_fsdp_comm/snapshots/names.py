@@ -1,4 +1,4 @@
-"""Names of snapshot files: readable, without collisions, and readable back."""
+"""Convert between tests and the names of their snapshot files, without collisions."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ from typing import Final
 SUFFIX: Final = ".comm"
 
 PART: Final = "\x1f"
-"""Joins the parts of an assertion's name where it has several: no name holds a unit separator."""
+"""Joins the parts of an assertion's name, which cannot contain this unit separator."""
 
-# File systems allow 255 bytes for a name; the suffix and an unfinished write need some of them.
+# File systems allow 255 bytes for a name. Variant, suffix and temporary names need some of them.
 _MAX_TEST: Final = 140
 _MAX_INDEX: Final = 60
 _DIGEST: Final = 16
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_\-\[\]=+,@ ]")
 _VARIANT: Final = re.compile(r"\.(ws[0-9]+)(?=\.|$)")
 ABOVE: Final = "%2E%2E"
-"""Written for ``..`` in the directory of a module."""
+"""Stands for ``..`` in the snapshot directory of a module outside pytest's root."""
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
-    """``<test>.<variant>[.<index>]``; `PART` separates what the index has, and 0 is left out."""
+    """Return ``<test>.<variant>[.<index>]``; `PART` separates parts of the index, 0 is omitted."""
     name = f"{written_test(test_name)}.{variant}"
-    given = str(index) if index != 0 else ""
-    if not given:
+    label = str(index) if index != 0 else ""
+    if not label:
         return name
-    return f"{name}.{_bounded('.'.join(map(_escape, given.split(PART))), _MAX_INDEX)}"
+    return f"{name}.{_bounded('.'.join(map(_escape, label.split(PART))), _MAX_INDEX)}"
 
 
 def written_test(test_name: str) -> str:
-    """The part of a file name that names the test, without a number of ranks."""
-    # Dots separate the parts, so those of parameters are escaped; those of classes may stay.
+    """Return the part of a file name that names the test, without the variant."""
+    # Dots separate the parts of a file name, so escape those of parameters; those of classes may
+    # stay.
     head, bracket, params = test_name.partition("[")
     written = ".".join(map(_escape, head.split("."))) + _escape(bracket + params)
     return _bounded(written, _MAX_TEST)
 
 
 def read_basename(name: str) -> tuple[str, str] | None:
-    """Test (as `written_test` has it) and variant of a name without suffix; None if not ours."""
-    found = _VARIANT.search(name)
-    return None if found is None else (name[: found.start()], found[1])
+    """Split a file name without suffix into `written_test` and variant; None if it has none."""
+    match = _VARIANT.search(name)
+    return None if match is None else (name[: match.start()], match[1])
 
 
 def function_of(name: str) -> str:
-    """``TestClass.test_name`` of a test as `written_test` writes it: without parameters."""
+    """Return ``TestClass.test_name``, without parameters, of a name from `written_test`."""
     return name.partition("[")[0]
 
 
 def written_module(module: Path, root: Path) -> Path:
-    """The directory of a module's snapshots below that of all; `root` is pytest's root."""
+    """Return a test module's directory in the snapshot directory; `root` is pytest's root."""
     if not module.is_relative_to(root):
-        # A link may have led to the project, or to its tests; links below have names of their own.
+        # A symlink may lead to the project or its tests. Symlinks below `root` are not resolved.
         module, root = module.resolve(), root.resolve()
     plain = module.with_suffix("") if module.suffix == ".py" else module
     parts = Path(os.path.relpath(plain, root)).parts
@@ -62,10 +63,10 @@ def written_module(module: Path, root: Path) -> Path:
 
 
 def named_module(directory: Path, root: Path) -> Path:
-    """The inverse of `written_module`."""
+    """Return the test module of a directory from `written_module`."""
     parts = (os.pardir if part == ABOVE else part for part in directory.parts)
     path = Path(os.path.normpath(root.joinpath(*parts)))
-    # Of what is not Python, such as a notebook, the name is whole.
+    # A test file that is not Python, such as a notebook, keeps its suffix in the directory's name.
     return path if path.is_file() else path.with_name(f"{path.name}.py")
 
 

@@ -1,4 +1,4 @@
-"""Keeps recordings and trees out of syrupy's own ``snapshot``."""
+"""Refuse comparisons of recordings and trees with syrupy's plain ``snapshot``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from syrupy.assertion import SnapshotAssertion
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# How deep recordings are looked for: values may contain themselves.
+# Search containers only so deep, as they may contain themselves.
 _DEPTH: Final = 4
 
-# How a test writes a value of each class.
+# Refused classes, and how a test writes a value of each.
 _REFUSED: Final = {
     "pytest_fsdp_comm.recording.comm_mode.CommMode": "comm_mode",
     "pytest_fsdp_comm.tree.model.ShardTree": "fsdp_tree(model)",
@@ -22,21 +22,21 @@ _REFUSED: Final = {
 
 
 def refuse_recordings(config: pytest.Config) -> None:
-    """Make every comparison of the session with a plain ``snapshot`` look for what is refused."""
-    # syrupy would write one line of a recording, and all fields of one rank's tree with torch's
-    # version. Its fixture may be overridden, wrapped and given any extension, so this replaces the
-    # method with which all of them compare.
+    """Make comparisons of this session with a plain ``snapshot`` raise for recordings and trees."""
+    # syrupy would write one line for a recording, and for a tree all fields of one rank, torch's
+    # version included. Users may override or wrap its fixture and use any extension, so patch the
+    # one method that compares for all of them.
     compare = SnapshotAssertion.__eq__
 
-    def refuse_or_compare(snapshot: SnapshotAssertion, other: object) -> bool:
+    def refuse_or_compare(snapshot: SnapshotAssertion, value: object) -> bool:
         __tracebackhide__ = True
-        if name := _refused_in(other):
+        if name := _refused_in(value):
             raise FsdpCommError(
-                f"syrupy's `snapshot` does not know what counts in {name}, so nothing was "
-                "compared or written; take the fixture comm_snapshot: "
-                f"assert {name} == comm_snapshot"
+                f"syrupy's `snapshot` does not know which parts of {name} to compare, so nothing "
+                f"was compared or written; use the fixture comm_snapshot: assert {name} == "
+                "comm_snapshot"
             )
-        return compare(snapshot, other)
+        return compare(snapshot, value)
 
     session_patch = pytest.MonkeyPatch()
     session_patch.setattr(SnapshotAssertion, "__eq__", refuse_or_compare)
@@ -44,14 +44,14 @@ def refuse_recordings(config: pytest.Config) -> None:
 
 
 def _refused_in(value: object, depth: int = _DEPTH) -> str:
-    """How a test writes what is refused in a value, or in a dict or list of values; else empty."""
-    # By type(), since isinstance() runs the code of proxies.
+    """Return how a test writes a refused value, also within dicts and lists; else empty."""
+    # Use type(), since isinstance() runs the code of proxies.
     kind = type(value)
     if name := _REFUSED.get(f"{kind.__module__}.{kind.__qualname__}"):
         return name
-    within: Iterable[object] = ()
+    elements: Iterable[object] = ()
     if depth and issubclass(kind, dict):
-        within = cast("dict[object, object]", value).values()
+        elements = cast("dict[object, object]", value).values()
     elif depth and issubclass(kind, (list, tuple)):
-        within = cast("list[object]", value)
-    return next(filter(None, (_refused_in(one, depth - 1) for one in within)), "")
+        elements = cast("list[object]", value)
+    return next(filter(None, (_refused_in(element, depth - 1) for element in elements)), "")

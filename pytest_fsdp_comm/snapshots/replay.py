@@ -1,4 +1,4 @@
-"""Ranks read snapshots and never write them: the parent asserts again what rank 0 asserted."""
+"""Repeat rank 0's snapshot assertions in the pytest process, which alone writes files."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ from pytest_fsdp_comm.snapshots.extension import (
 )
 from pytest_fsdp_comm.text.words import show_path
 
-# Note [Replay]: syrupy decides in one process what is written, counted and removed. So in a rank
-# its session is read-only, and notes the extension and index of each assertion; the serialized
-# values travel to the pytest process, which asserts them once more on the real session. Private
-# names of syrupy 7.0 are used here and nowhere else: ``config._syrupy``,
+# Note [Replay]: one syrupy session must decide which files to write, count and remove. So the
+# session in a rank is read-only and remembers the extension and index of each assertion. The rank
+# sends the serialized values to the pytest process, which asserts them again on its session.
+# Only this module uses private names of syrupy 7.0: ``config._syrupy``,
 # ``SnapshotSession._assertions`` and ``_worker_reports``, and ``SnapshotAssertion._executions``;
-# tests/unit/snapshots/test_replay.py fails when one moves.
+# tests/unit/snapshots/test_replay.py fails if one of them is renamed.
 
 _USE: Final = "snapshots in ranks rely on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssertion:
-    """One snapshot assertion of a rank."""
+    """A snapshot assertion that a rank made."""
 
     module: str
-    """The module of its extension's class."""
+    """Of the extension's class."""
     qualname: str
+    """Of the extension's class."""
     index: int | str
     """The assertion's number in the test, or its name."""
     data: str
-    """What was asserted, serialized; a character for each byte if it is bytes."""
+    """The serialized value; if `is_bytes`, decoded as latin-1."""
     is_bytes: bool
 
 
@@ -56,21 +57,20 @@ class RankAssertions:
 
     assertions: tuple[RankAssertion, ...]
     is_unused: bool
-    """Whether the test had ``comm_snapshot`` and compared nothing with it."""
+    """Whether the test requested ``comm_snapshot`` and never compared it."""
 
 
 class RankSnapshots:
-    """Carries a test's snapshot assertions from rank 0 to the pytest process."""
+    """Collects a test's snapshot assertions in a rank, and repeats them in the pytest process."""
 
     payload_type: Final = RankAssertions
 
     def __init__(self) -> None:
-        """Begin before the first test."""
-        # The extension and index of each snapshot that syrupy looked up, by file and name.
+        # Extension and index of each snapshot that syrupy read, by file and snapshot name.
         self._recalls: dict[tuple[str, str], tuple[type, int | str]] = {}
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Make the session in a rank read-only, and note what syrupy recalls."""
+        """Make syrupy's session in a rank read-only, and record which snapshots it reads."""
         session = _session(config)
         config.pluginmanager.unregister(name="fsdp-comm-unused")
         recall = session.recall_snapshot
@@ -85,9 +85,9 @@ class RankSnapshots:
         session.queue_snapshot_write = lambda **_: None
 
     def rank_payload(self, item: pytest.Item) -> RankAssertions:
-        """The assertions that the test made in this rank."""
+        """Return the assertions that the test made in this rank."""
         session = _session(item.config)
-        made = []
+        assertions = []
         for assertion in _get(session, "_assertions"):
             for _, result in sorted(assertion.executions.items()):
                 recall = self._recalls.get((result.snapshot_location, result.snapshot_name))
@@ -96,7 +96,7 @@ class RankSnapshots:
                     continue
                 extension, index = recall
                 is_bytes = isinstance(data, bytes)
-                made.append(
+                assertions.append(
                     RankAssertion(
                         module=extension.__module__,
                         qualname=extension.__qualname__,
@@ -105,10 +105,10 @@ class RankSnapshots:
                         is_bytes=is_bytes,
                     )
                 )
-        # A rank that runs several tests begins each with none.
+        # The rank may run another test next.
         _get(session, "_assertions").clear()
         self._recalls.clear()
-        return RankAssertions(assertions=tuple(made), is_unused=end_comparisons(item))
+        return RankAssertions(assertions=tuple(assertions), is_unused=end_comparisons(item))
 
     def merge(
         self,
@@ -118,19 +118,19 @@ class RankSnapshots:
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Assert again what the lowest rank did; return why it fails, unless the ranks failed."""
-        # Nothing is updated that does not belong to a test that passed on all ranks.
+        """Repeat the lowest rank's assertions; return why they fail, unless the ranks failed."""
+        # Update only the snapshots of a test that passed on all ranks.
         if not payloads or (item.config.option.update_snapshots and not has_passed):
             return []
-        failures = [_assert_again(item, made) for made in payloads[min(payloads)].assertions]
+        failures = [_assert_again(item, source) for source in payloads[min(payloads)].assertions]
         problems = [] if has_failed else [failure for failure in failures if failure]
-        if has_passed and any(made.is_unused for made in payloads.values()):
+        if has_passed and any(payload.is_unused for payload in payloads.values()):
             problems.append(UNUSED)
         return problems + settle_updates(item, has_passed=has_passed and not problems)
 
 
 def compared_files(config: pytest.Config) -> list[str]:
-    """The snapshot files that this process's assertions compared or wrote."""
+    """List the snapshot files that this process's assertions compared or wrote."""
     return sorted(
         {
             result.snapshot_location
@@ -141,13 +141,13 @@ def compared_files(config: pytest.Config) -> list[str]:
 
 
 def end_test(item: pytest.Item, *, has_passed: bool) -> list[str]:
-    """End a test without ranks: `settle_updates`, and report a snapshot that was not compared."""
+    """End a test without ranks: write its updates; return why the test fails, if it does."""
     problems = settle_updates(item, has_passed=has_passed)
     return [*problems, UNUSED] if end_comparisons(item) and has_passed else problems
 
 
 def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
-    """Write what a test recorded if it has passed; return why something cannot be written."""
+    """Write a test's updates if it has passed; return an error for each file that cannot be."""
     problems = []
     for location, result in item.stash.get(UNWRITTEN, {}).items():
         if has_passed:
@@ -159,49 +159,49 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
             except OSError as error:
                 problems.append(
                     f"cannot write the snapshot {show_path(path, item.config.rootpath)} "
-                    f"({error.strerror or error}); the old one, if any, is unchanged. Make the "
+                    f"({error.strerror or error}); an existing file is unchanged. Make the "
                     "directory writable, or choose another with ini fsdp_comm_snapshot_dir"
                 )
-        # So that syrupy does not count it among the files that it wrote.
+        # syrupy must not count the file as written.
         result.created = result.updated = result.success = False
     item.stash[UNWRITTEN] = {}
     return problems
 
 
 def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> None:
-    """Keep what plain ``snapshot`` assertions of tests that did not pass wrote."""
-    # For syrupy 7.0 the snapshots of a test that failed early, or never ran, are unused, and
-    # --snapshot-update deletes them; those of a skipped test are not. The session is that of
-    # xdist's controller, or of the only process.
+    """Keep an update from deleting plain ``snapshot`` files of tests that did not pass."""
+    # syrupy 7.0 regards the snapshots of a test that failed early, or never ran, as unused, and
+    # --snapshot-update deletes them. It does not delete those of a skipped test. The session is
+    # that of xdist's controller, or of the only process.
     session = _session(config)
     for nodeid in nodeids:
         session.ran_item(nodeid, "skipped")
-    kept = set(nodeids)
+    skipped = set(nodeids)
     for report in _get(session, "_worker_reports"):
-        for nodeid in kept.intersection(report["selected"]):
+        for nodeid in skipped.intersection(report["selected"]):
             report["selected"][nodeid] = "skipped"
 
 
-def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
-    """Assert as a rank did; return why it failed, empty if it did not."""
+def _assert_again(item: pytest.Item, source: RankAssertion) -> str:
+    """Repeat a rank's assertion; return why it failed, or an empty string."""
     config = item.config
     assertion = SnapshotAssertion(
         session=_session(config),
-        extension_class=_extension_class(item, made),
+        extension_class=_extension_class(item, source),
         test_location=PyTestLocation(item),
         update_snapshots=bool(config.option.update_snapshots),
         update_new_snapshots_only=bool(getattr(config.option, "update_new_snapshots_only", False)),
     )
-    # Only this instance is changed, and not its class: syrupy tells extensions apart by class, and
-    # writes together what is for one file of one class.
+    # Patch this instance, not the class: syrupy identifies extensions by class, and batches the
+    # writes to one file by class.
     assertion.extension.serialize = lambda data, **_: data  # type: ignore[method-assign]  # see above
-    if isinstance(made.index, str):
-        assertion(name=made.index)
+    if isinstance(source.index, str):
+        assertion(name=source.index)
     else:
         if not hasattr(assertion, "_executions"):
             raise upstream.moved_error("syrupy", "SnapshotAssertion._executions", _USE)
-        assertion._executions = made.index
-    is_same = assertion == (made.data.encode("latin-1") if made.is_bytes else made.data)
+        assertion._executions = source.index
+    is_same = assertion == (source.data.encode("latin-1") if source.is_bytes else source.data)
     result = assertion.executions[assertion.num_executions - 1]
     if isinstance(assertion.extension, CommSnapshotExtension):
         note_update(item, result)
@@ -211,23 +211,23 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
         return str(result.exception) or type(result.exception).__name__
     where = show_path(Path(result.snapshot_location), config.rootpath)
     return (
-        f"a comparison with {where} failed and the test went on: it was caught, or its result not "
-        "asserted (or the file changed while the test ran)"
+        f"a comparison with {where} failed, but the test continued: the failure was caught, or the "
+        "result was not asserted (or the file changed while the test ran)"
     )
 
 
-def _extension_class(item: pytest.Item, made: RankAssertion) -> type[AbstractSyrupyExtension]:
-    found: Any = importlib.import_module(made.module)
-    for name in made.qualname.split("."):
-        found = getattr(found, name, None)
-    if not isinstance(found, type):
+def _extension_class(item: pytest.Item, source: RankAssertion) -> type[AbstractSyrupyExtension]:
+    extension: Any = importlib.import_module(source.module)
+    for name in source.qualname.split("."):
+        extension = getattr(extension, name, None)
+    if not isinstance(extension, type):
         raise FsdpCommError(
-            f"the snapshot extension {made.module}.{made.qualname} cannot be imported by name, so "
-            "the ranks' snapshots cannot be written; define it at module level"
+            f"the snapshot extension {source.module}.{source.qualname} cannot be imported by name, "
+            "so the snapshots of the ranks cannot be written; define it at module level"
         )
-    if found is CommSnapshotExtension:
+    if extension is CommSnapshotExtension:
         return bind_extension(item)
-    return cast("type[AbstractSyrupyExtension]", found)
+    return cast("type[AbstractSyrupyExtension]", extension)
 
 
 def _session(config: pytest.Config) -> Any:

@@ -1,4 +1,4 @@
-"""The snapshot of a sharded tree: one record a line, siblings of equal content folded."""
+"""Write and read the snapshot of a sharded tree: one unit or parameter per line."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile
 #     total 5 units, 5 parameters
 #     end
 #
-# Bytes are not written: they follow from shapes, element types and policies. Where the ranks' trees
-# differ, each tree is indented below a line ``ranks 0,2-3``; where they do not, such a line below
-# the world's size says which were recorded, if not all were.
+# Siblings with equal content share a line. Bytes are not written, as they follow from shapes,
+# dtypes and policies. If the trees of ranks differ, each tree is indented below its line
+# ``ranks 0,2-3``. Otherwise such a line below ``world_size`` lists the recorded ranks, if not all
+# were recorded.
 
 _Facts = TypeVar("_Facts")
 
@@ -57,8 +58,9 @@ def _read_names(text: str) -> tuple[str, ...]:
 def _read_reshard(text: str) -> bool | int:
     if text in {"true", "false"}:
         return text == "true"
-    if not text.isdecimal() or int(text) <= 1:  # one rank is no group, and 1 equals True
-        raise ValueError("expected reshard_after_forward=true, =false or a number of ranks")
+    # One rank cannot form a group, and 1 would equal True.
+    if not text.isdecimal() or int(text) <= 1:
+        raise ValueError("expected reshard_after_forward=true, =false or =<number of ranks>")
     return int(text)
 
 
@@ -66,8 +68,8 @@ _PRECISION: Final[dict[str, Callable[[str], Any] | None]] = {
     **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), unescape),
     "cast_forward_inputs": lambda _: False,
 }
-# The facts of a unit in the order in which they are written, as ``<word>=<value>`` where they are
-# not the default, and how each value is read; None for a flag, which is written without a value.
+# How to read each fact of a unit, in the order of writing: ``<word>=<value>`` if it is not the
+# default. None for a flag, which has no value.
 _UNIT_WORDS: Final[dict[str, Callable[[str], Any] | None]] = {
     "group": int,
     "root": None,
@@ -80,18 +82,20 @@ _UNIT_WORDS: Final[dict[str, Callable[[str], Any] | None]] = {
     "force_sum_reduction": None,
     **dict.fromkeys(("forward_prefetch", "backward_prefetch", "prefetch"), _read_names),
 }
-# The fields of `UnitFacts` whose names are not their words.
+# The fields of `UnitFacts` whose names differ from their words.
 _FIELDS: Final = {"root": "is_root", "shard": "shard_axis", "replicate": "replicate_axis"}
 _DEFAULT: Final = UnitFacts(kind="fsdp2")
 
 
 def _unit_content(unit: UnitFacts, group: int) -> str:
-    """What a line says of a unit, the given one of those of its modules."""
+    """Write a unit's facts; `group` numbers the units of a module from 1."""
     words: list[str] = [unit.kind]
     for name, read in _UNIT_WORDS.items():
         value, default = (
-            getattr(one.precision if name in _PRECISION else one, _FIELDS.get(name, name), group)
-            for one in (unit, _DEFAULT)
+            getattr(
+                facts.precision if name in _PRECISION else facts, _FIELDS.get(name, name), group
+            )
+            for facts in (unit, _DEFAULT)
         )
         if value != (1 if name == "group" else default):
             words.append(name if read is None else f"{name}={_write(value)}")
@@ -99,21 +103,21 @@ def _unit_content(unit: UnitFacts, group: int) -> str:
 
 
 def _read_unit(content: str) -> tuple[UnitFacts, int]:
-    """Read what `_unit_content` wrote; the caller checks it by writing it again."""
+    """Read a unit and its number as `_unit_content` writes them (see Note [Strict reading])."""
     kind, *words = content.split(" ")
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in words:
         name, equals, value = text.partition("=")
         read = _UNIT_WORDS.get(name)
         if name not in _UNIT_WORDS or (read is None) is bool(equals):
             raise ValueError(
-                f"unknown policy {quoted_part(text)}: expected a unit's policy such as "
+                f"unknown policy {quoted_part(text)}: expected something like "
                 "reshard_after_forward=true"
             )
-        given[name] = read is None or read(value)
-    group = given.pop("group", 1)
-    precision = Precision(**{name: given.pop(name) for name in _PRECISION if name in given})
-    facts = {_FIELDS.get(name, name): value for name, value in given.items()}
+        values[name] = read is None or read(value)
+    group = values.pop("group", 1)
+    precision = Precision(**{name: values.pop(name) for name in _PRECISION if name in values})
+    facts = {_FIELDS.get(name, name): value for name, value in values.items()}
     return UnitFacts(kind=cast("UnitKind", kind), precision=precision, **facts), group
 
 
@@ -145,13 +149,13 @@ def _read_parameter(content: str) -> ParameterFacts:
 
 
 def format_profile(profile: TreeProfile) -> str:
-    """Write a profile as a snapshot, which `read_tree` reads."""
+    """Write a profile as the text of a snapshot, which `read_tree` reads."""
     first = header("tree", torch_version=profile.torch_version, backend=profile.backend)
     return "\n".join([first, *_lines(profile)]) + "\n"
 
 
 def _lines(profile: TreeProfile) -> list[str]:
-    """All lines but the first."""
+    """Write all lines but the first."""
     lines = []
     for ranks, facts in profile.trees.items():
         if not ranks:
@@ -162,14 +166,14 @@ def _lines(profile: TreeProfile) -> list[str]:
 
 
 def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
-    """All lines of one tree but the first; ranks only where trees do not stand below theirs."""
+    """Write all lines of one tree but the first; `recorded` is empty for a tree below its ranks."""
     units = (
         line
-        for group, held in sorted(facts.units.items())
-        for line in _folded(held, partial(_unit_content, group=group))
+        for group, units_of_group in sorted(facts.units.items())
+        for line in _folded(units_of_group, partial(_unit_content, group=group))
     )
     parameters = _folded(facts.parameters, _parameter_content)
-    # So that a lost line is noticed.
+    # Totals reveal a line that was lost in a merge.
     totals = sum(map(len, facts.units.values())), len(facts.parameters)
     return [
         *world_lines(facts.world_size, recorded, facts.mesh_axes),
@@ -182,13 +186,13 @@ def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
 
 def _folded(facts: Mapping[str, _Facts], content: Callable[[_Facts], str]) -> list[str]:
     names_of: defaultdict[str, list[str | None]] = defaultdict(list)
-    for name, one in facts.items():
-        names_of[content(one)].append(name)
+    for name, fact in facts.items():
+        names_of[content(fact)].append(name)
     return folded_lines(names_of)
 
 
 def read_tree(lines: SnapshotLines) -> TreeProfile:
-    """Read the snapshot of a sharded tree, or of several (see Note [Strict reading])."""
+    """Read the snapshot of a tree, or of one tree per set of ranks (see Note [Strict reading])."""
     if lines.line(2).startswith(RANKS):
         trees = {}
         starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
@@ -212,8 +216,8 @@ def _read_facts(lines: SnapshotLines) -> tuple[TreeFacts, World]:
     units: defaultdict[int, dict[str, UnitFacts]] = defaultdict(dict)
     parameters: dict[str, ParameterFacts] = {}
     for number, line in enumerate(lines.lines[world.end - 1 : -1], start=world.end):
-        word, _, rest = line.partition(" ")
-        pattern, _, content = rest.partition(" ")
+        word, _, record = line.partition(" ")
+        pattern, _, content = record.partition(" ")
         if word == "total":
             break
         with lines.at(number):

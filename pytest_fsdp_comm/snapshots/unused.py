@@ -1,4 +1,4 @@
-"""Snapshot files that no test compares: listed after a run, and offered where one is missing."""
+"""Find snapshot files that no test compared, and suggest them where a snapshot is missing."""
 
 from __future__ import annotations
 
@@ -30,44 +30,45 @@ from pytest_fsdp_comm.text.words import counted, shell_word, show_path
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
-# Note [Unused files]: a file is unused if no test compared it, its module was collected whole, and
-# either no test has its function's name, or all tests that have it passed, one of them at this
-# world size. So are the files of a module that no longer exists, below a directory that was given.
-# A run that selects or deselects tests, or ends early, reports nothing, and nothing is ever
-# deleted: syrupy does not see these files (`discover_snapshots` finds none).
+# Note [Unused files]: a file is unused if no test compared it, all tests of its module were
+# collected, and either no test has the file's function, or all tests of that function passed, one
+# of them at the file's world size. The files of a deleted module are unused if the module was in a
+# directory that pytest's arguments name. A run that selects or deselects tests, or ends early,
+# reports no unused files. The plugin never deletes a file, and hides its files from syrupy, which
+# would (`discover_snapshots` returns none).
 
-# The first words of each file.
+# Each file starts with this.
 _HEADER: Final = "# pytest-fsdp-comm "
-# A comparison imports this module, which takes longer than a short session.
+# Imported by the first comparison. Do not import it before: that takes longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-# On the config's stash: whether the session has all tests of the modules that it collected.
+# Stash key of the config: whether the session has all tests of the modules that it collected.
 _IS_WHOLE: Final = pytest.StashKey[bool]()
-# The name under which an xdist worker hands its controller what it collected and compared.
+# Key of an xdist worker's output to its controller: the collected tests and the compared files.
 _OUTPUT: Final = "fsdp_comm_collected"
 
 
 class UnusedSnapshots:
-    """Registered once in each pytest process."""
+    """Plugin that finds and prints unused snapshot files; one for each pytest process."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.found: Sequence[Path] = ()
-        """The unused files, known from the end of the session on."""
+        self.files: Sequence[Path] = ()
+        """The unused files; empty until the session ends."""
         self._config = config
         self._options = config.stash[OPTIONS]
-        # Whether a module was collected without an error.
+        # By module: whether it was collected without an error.
         self._modules: dict[Path, bool] = {}
         self._num_collected = 0
-        # By the directory of its snapshots, the tests of each whole module: function
-        # (`names.function_of`), variant (``ws4``) and node id. None if tests were left out.
+        # By snapshot directory of a module: function (`names.function_of`), variant (``ws4``) and
+        # node id of all its tests. None if the session selects tests.
         self._whole: dict[str, list[tuple[str, str, str]]] | None = None
-        # The selected tests that run on ranks, record or show a tree.
+        # The selected tests that run on ranks, or request a fixture of this plugin.
         self._ours: set[str] = set()
         self._called: set[str] = set()
         self._unpassed: set[str] = set()
-        # Whether each phase of the test that runs here has passed so far, and its subtests.
+        # Whether the phases and subtests so far of the test that runs in this process passed.
         self._phases: list[bool] = []
         self._started_workers = 0
-        self._of_workers: list[dict[str, Any]] = []
+        self._worker_outputs: list[dict[str, Any]] = []
 
     # Collection.
 
@@ -75,7 +76,7 @@ class UnusedSnapshots:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Note which modules are collected, and whether that failed or was skipped."""
+        """Record which modules are collected, and whether one of them failed or was skipped."""
         report = yield
         module = collector.getparent(pytest.Module)
         if module is not None:
@@ -90,7 +91,7 @@ class UnusedSnapshots:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._ours = {item.nodeid for item in session.items if may_record(item)}
-        # Not by `pytest_deselected`: plugins that split a run may not call it.
+        # Compare numbers: plugins that split a run may not call `pytest_deselected`.
         is_whole = len(session.items) >= self._num_collected and not _selects_tests(self._config)
         self._config.stash[_IS_WHOLE] = is_whole
         if not is_whole:
@@ -107,15 +108,13 @@ class UnusedSnapshots:
                 function = function_of(written_test(snapshot_test_name(item)))
                 tests.append((function, snapshot_variant(item), item.nodeid))
 
-    # The run.
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note which tests passed; in xdist's controller, too."""
+        """Record which tests passed; in xdist's controller, too."""
         if report.when == "setup":
-            # Another attempt at the same test counts by itself.
+            # The test may run again: then the last run counts.
             self._called.discard(report.nodeid)
             self._unpassed.discard(report.nodeid)
-        # A skipped subtest, say, may be the one that compares.
+        # Not `report.failed`: a skipped subtest may be the part that compares.
         if not report.passed:
             self._unpassed.add(report.nodeid)
         elif report.when == "call":
@@ -125,9 +124,9 @@ class UnusedSnapshots:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Write the updates of a test without ranks that has passed; an error fails it."""
+        """Write the updates of a test without ranks if it passed, or fail it."""
         report = yield
-        # Not by `pytest_runtest_logreport`, which plugins that run tests again call too late.
+        # Not in `pytest_runtest_logreport`, which plugins that rerun tests call too late.
         self._phases = [*([] if report.when == "setup" else self._phases), report.passed]
         is_over = report.when == "teardown" and _EXTENSION in sys.modules
         if is_over and (problems := _replay().end_test(item, has_passed=all(self._phases))):
@@ -137,26 +136,26 @@ class UnusedSnapshots:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: WorkerController) -> None:
-        """Count xdist's workers: if one dies, nobody knows what it compared."""
+        """Count started xdist workers, to notice one that crashes and sends no output."""
         del node
         self._started_workers += 1
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: WorkerController, error: object) -> None:
-        """Read what a worker collected and compared."""
+        """Read a worker's collected tests and compared files."""
         del error
         data = getattr(node, "workeroutput", {}).get(_OUTPUT)
         if data is not None:
-            self._of_workers.append(data)
+            self._worker_outputs.append(data)
 
     # The end.
 
-    # Before syrupy's own hook, which writes, and removes what plain assertions did not ask for.
+    # Runs before syrupy's hook, which writes plain snapshots and removes unused ones.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(
         self, session: pytest.Session, exitstatus: int
     ) -> Generator[None, None, None]:
-        """Find unused files, which fail a session that passed."""
+        """Find unused files, and fail a session that has passed if there are some."""
         if self._options.launched and not self._options.launched.is_leader:
             return (yield)
         passed = self._called - self._unpassed
@@ -167,23 +166,23 @@ class UnusedSnapshots:
             output = {"whole": self._whole, "ours": [*self._ours], "compared": [*compared]}
             self._config.workeroutput[_OUTPUT] = output
             return (yield)
-        for data in self._of_workers:
-            # Each worker of xdist collected the same, and compared what it ran.
+        for data in self._worker_outputs:
+            # All xdist workers collect the same tests, but each runs only some of them.
             self._whole, self._ours = data["whole"], {*data["ours"]}
             compared.update(data["compared"])
-        has_lost = len(self._of_workers) < self._started_workers
-        if kept := [nodeid for nodeid in self._ours if has_lost or nodeid not in passed]:
-            _replay().keep_plain_snapshots(self._config, kept)
+        has_lost = len(self._worker_outputs) < self._started_workers
+        if nodeids := [nodeid for nodeid in self._ours if has_lost or nodeid not in passed]:
+            _replay().keep_plain_snapshots(self._config, nodeids)
         has_ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not (
             session.shouldstop or session.shouldfail or has_lost
         )
         option = self._config.option
-        # A run such as --setup-plan runs none.
-        is_told = (passed or self._unpassed) and not option.disable_unused_snapshots
-        if has_ended and is_told and self._whole is not None:
-            self.found = [*self._find(self._whole, passed, compared)]
-        # As syrupy has it.
-        if self.found and not (option.update_snapshots or option.warn_unused_snapshots):
+        # No test runs with an option such as --setup-plan.
+        is_reported = (passed or self._unpassed) and not option.disable_unused_snapshots
+        if has_ended and is_reported and self._whole is not None:
+            self.files = [*self._find(self._whole, passed, compared)]
+        # As in syrupy, unused files only fail a run without these options.
+        if self.files and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
@@ -193,7 +192,7 @@ class UnusedSnapshots:
         passed: AbstractSet[str],
         compared: AbstractSet[str],
     ) -> Iterator[Path]:
-        """Apply Note [Unused files]."""
+        """Yield the unused files (see Note [Unused files])."""
         root = self._options.snapshot_dir
         here = self._config.invocation_params.dir
         arguments = [Path(here, str(argument)).resolve() for argument in self._config.args]
@@ -210,25 +209,25 @@ class UnusedSnapshots:
                 continue
             module = named_module(place, self._config.rootpath)
             if not module.exists() and any(
-                one.is_dir() and module.resolve().is_relative_to(one) for one in arguments
+                top.is_dir() and module.resolve().is_relative_to(top) for top in arguments
             ):
                 yield path
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Name shared changes and every unused file, and print what accepts or removes them."""
+        """Print changes that failed several tests, and unused files, with commands for both."""
         print_shared_changes(terminalreporter)
-        if not self.found:
+        if not self.files:
             return
         write = terminalreporter.write_line
         terminalreporter.write_sep("-", "unused communication snapshots")
-        write(f"{counted(len(self.found), 'snapshot file')} that no test compared:", yellow=True)
-        for path in self.found:
+        write(f"{counted(len(self.files), 'snapshot file')} that no test compared:", yellow=True)
+        for path in self.files:
             write(f"  {show_path(path, self._config.rootpath)}")
-        paths = [_from(self._config, path) for path in self.found]
-        # To git, the brackets of parameters match other names too.
+        paths = [_from(self._config, path) for path in self.files]
+        # git reads brackets, which ids of parametrized tests have, as patterns.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
-        write(f"If they are not needed: git {literal}rm {' '.join(map(shell_word, paths))}")
+        write(f"To remove them: git {literal}rm {' '.join(map(shell_word, paths))}")
 
 
 def _replay() -> ModuleType:
@@ -238,7 +237,7 @@ def _replay() -> ModuleType:
 
 
 def _selects_tests(config: pytest.Config) -> bool:
-    """Whether the command line leaves out tests of a module before they are collected."""
+    """Whether options or arguments exclude tests of a module before they are collected."""
     option = config.option
     names_tests = any("::" in str(argument) for argument in config.args)
     return (
@@ -253,15 +252,15 @@ def _snapshot_files(root: Path) -> list[Path]:
 
 
 def _from(config: pytest.Config, path: Path) -> str:
-    """A path as the user types it where pytest was started."""
+    """Return a path relative to the directory in which pytest was started."""
     return os.path.relpath(path, config.invocation_params.dir)
 
 
-# Beside a snapshot that is missing.
-
-
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
-    """Name what may be the snapshot that is missing, recorded as `text`; empty if nothing is."""
+    """Suggest a file for a missing snapshot, which would have `text`; empty if none fits.
+
+    It was recorded for another world size, or for a test that was renamed since.
+    """
     name, variant = read_basename(missing.stem) or ("", "")
     index = missing.stem.removeprefix(f"{name}.{variant}")
     orphans: list[Path] = []
@@ -271,37 +270,36 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
             continue
         if path.parent == missing.parent and test == name:
             ranks = counted(int(size.removeprefix("ws")), "rank")
-            return f"there is one for {ranks}: {show_path(path, item.config.rootpath)}"
+            return f"there is a snapshot for {ranks}: {show_path(path, item.config.rootpath)}"
         if size == variant and _is_gone(item, path, test):
             orphans.append(path)
-    # First those of a test of this name, then those of this module.
+    # Prefer a test of the same name in another module, then a test of the same module.
     orphans.sort(key=lambda path: (path.name != missing.name, path.parent != missing.parent))
     content = text.partition("\n")[2]
     same = [path for path in orphans if _text(path).partition("\n")[2] == content]
     near = [path for path in orphans if missing.name == path.name or missing.parent == path.parent]
     if not same and len(near) != 1:
         return ""
-    lead = "the same, of a test that is gone:" if same else "was the test renamed?"
-    directory, old, new = (
-        shell_word(_from(item.config, one)) for one in (missing.parent, (same or near)[0], missing)
-    )
-    # git makes no directories.
-    make = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
-    return f"{lead} {make}git mv {old} {new}"
+    lead = "the snapshot of a removed test is identical:" if same else "was the test renamed?"
+    paths = (missing.parent, (same or near)[0], missing)
+    directory, old, new = (shell_word(_from(item.config, path)) for path in paths)
+    # git mv does not create directories.
+    mkdir = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
+    return f"{lead} {mkdir}git mv {old} {new}"
 
 
-def _is_gone(item: pytest.Item, path: Path, test: str) -> bool:
-    """Whether the test of a file does not exist any more, as far as that is known."""
+def _is_gone(item: pytest.Item, path: Path, name: str) -> bool:
+    """Whether a file's test no longer exists; a guess from the module's text if not collected."""
     directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
     module = named_module(directory, item.config.rootpath)
     if module == item.path and item.config.stash.get(_IS_WHOLE, False):
-        names = {snapshot_test_name(one) for one in item.session.items if one.path == module}
-        return test not in map(written_test, names)
-    return unquote(function_of(test)).rpartition(".")[2] not in _text(module)
+        tests = [test for test in item.session.items if test.path == module]
+        return name not in {written_test(snapshot_test_name(test)) for test in tests}
+    return unquote(function_of(name)).rpartition(".")[2] not in _text(module)
 
 
 def _text(path: Path) -> str:
-    """Empty if it cannot be read."""
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -172,7 +172,7 @@ def test_a_cause_of_several_tests_is_one_annotation(repository):
 
 def test_a_change_of_several_tests_is_printed_once(repository):
     _, _, out, _ = repository
-    shared = out.partition("the same change of communication in several tests")[2]
+    shared = out.partition("communication changes that failed several tests")[2]
     lines = shared.partition("\n")[2].splitlines()[:5]
     change = "other sizes of parameters: a_b 100 -> 163 B in each gather, at train.py:7"
     assert lines[0] == f"3 tests: {change}"

@@ -98,7 +98,7 @@ def test_the_index_lists_each_test_once_failures_first(reported, directory):
     assert {name: result for name, (result, _) in rows.items()} == {
         HOSTILE: "differs",
         "test_dies": "failed",
-        "test_step[same]": "as reviewed",
+        "test_step[same]": "matches snapshot",
         "test_uncompared": "not compared",
         "test_in_this_process": "no snapshot",
     }
@@ -133,7 +133,7 @@ def test_each_kind_of_test_has_a_page_of_its_own(reported, directory):
     for page in (recorded, tree, died):
         check_page(page)
     assert "<figure" in recorded
-    assert "What it sends" in recorded
+    assert "Calls and bytes" in recorded
     assert "Units and parameters" in tree
     assert "Rank 1 ended without sending a recording" in died
     assert "exit status 3" in died

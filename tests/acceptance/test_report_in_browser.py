@@ -225,7 +225,7 @@ def test_what_was_gathered_before_the_block_counts_from_its_beginning(draw):
     late = replace(recording, reshards=recording.reshards[1:], peak_gathered_nbytes=20 * KIB)
     evaluate = draw(recording, late)
     (caption,) = evaluate(TEXTS.format("figcaption"))
-    assert "peak 20.0 KiB; the highest drawn is 12.0 KiB at entry " in caption
+    assert "peak 20.0 KiB; the highest drawn value is 12.0 KiB at entry " in caption
     assert "the peak also counts what was gathered before the block" in caption
     assert ["\N{NOT EQUAL TO} (root), 8.0 KiB", "outside", 0] in evaluate(BARS)
 

@@ -1,4 +1,4 @@
-"""What a session did with snapshots, test by test, and which commit it ran on."""
+"""Results of a session for reviewers: compared snapshots, failed tests, and the commit."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from pytest_fsdp_comm.text.words import without_amounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparisons:
-    """What one test compared; goes along with its report, from ranks and workers."""
+    """The comparisons of one test; ranks and xdist workers send it with the test's report."""
 
     files: tuple[str, ...] = ()
     """The snapshot files, relative to pytest's root directory; each once."""
     headline: str = ""
     """The difference in one line; empty if nothing differs."""
-    story: tuple[str, ...] = ()
-    """All of it, without the command that accepts it; empty as above."""
-    told: tuple[str, ...] = ()
-    """Each change of the whole in a line, regressions first; empty if only modules changed."""
+    explanation: tuple[str, ...] = ()
+    """All lines of the failure text but `accept`; empty if nothing differs."""
+    summaries: tuple[str, ...] = ()
+    """Each model-wide change in a line, regressions first; empty without such changes."""
     cost: tuple[str, ...] = ()
-    """What the difference costs, the whole first; empty if that is unchanged or not known."""
+    """The cost of the difference, the total first; empty if it is unchanged or unknown."""
     sent: tuple[tuple[str, str], ...] = ()
-    """Each change whose call site is known, as ``path:line`` and the text of the change."""
+    """Each change whose call site is known: ``path:line`` and the text of the change."""
     accept: str = ""
-    """The command that accepts the difference; empty if none does."""
+    """The command that accepts the difference; empty if there is none."""
     test: str = ""
-    """The test as a word of that command."""
+    """The last word of `accept`, which names the test."""
 
     @property
     def summary(self) -> str:
-        """The first change with the line that sends, but without its cause."""
-        text = self.told[0].partition("; likely: ")[0] if self.told else self.headline
-        site = next((site for site, told in self.sent if told in self.told[:1]), "")
+        """The first change with its call site, but without its cause."""
+        text = self.summaries[0].partition("; likely: ")[0] if self.summaries else self.headline
+        site = next((site for site, change in self.sent if change in self.summaries[:1]), "")
         return f"{text}, at {site}" if site else text
 
     @property
@@ -47,31 +47,31 @@ class Comparisons:
         return self.accept.removesuffix(self.test)
 
     def change(self, nodeid: str) -> tuple[str, ...]:
-        """What differs, without amounts and what names this test: files, lines of its module."""
+        """Return a key that is equal for tests with the same change: no amounts, files or lines."""
         module = re.escape(Path(nodeid.partition("::")[0]).name)
-        lines = [line for line in self.story[1:] if not line.startswith((CURE, NOTE))]
-        # The cost is amounts, which count where nothing else differs.
+        lines = [line for line in self.explanation[1:] if not line.startswith((CURE, NOTE))]
+        # The cost is only amounts; compare it if there are no other lines.
         changes = [line for line in lines if not line.endswith(self.cost)] or lines
         site = rf"(?<![^ ,])[^ ,]*\b{module}:\d+"
         return (self.command, *(without_amounts(re.sub(site, "", line)) for line in changes))
 
 
 def group_changes(tests: Mapping[str, Comparisons]) -> list[list[str]]:
-    """Put the node ids of tests together in which the same changed, whatever the amounts."""
-    alike: dict[object, list[str]] = {}
-    for nodeid, one in tests.items():
-        alike.setdefault(one.change(nodeid) if one.accept else nodeid, []).append(nodeid)
-    return list(alike.values())
+    """Group the node ids of tests that have the same change, regardless of amounts."""
+    groups: dict[object, list[str]] = {}
+    for nodeid, test in tests.items():
+        groups.setdefault(test.change(nodeid) if test.accept else nodeid, []).append(nodeid)
+    return list(groups.values())
 
 
 def has_other_amounts(tests: Iterable[Comparisons]) -> bool:
-    """Whether what the first of some tests with the same change tells is not true of all."""
-    return len({(one.told, one.cost) for one in tests}) > 1
+    """Whether tests with the same change differ in amounts."""
+    return len({(test.summaries, test.cost) for test in tests}) > 1
 
 
 def accept_all(tests: Sequence[Comparisons]) -> str:
-    """Join the commands that accept the same change of some tests."""
-    return tests[0].command + " ".join(one.test for one in tests)
+    """Join the accept commands of tests with the same change into one."""
+    return tests[0].command + " ".join(test.test for test in tests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,71 +81,72 @@ class Place:
     path: str
     """Relative to the top of the checkout, with ``/``."""
     line: int
-    """From 1."""
+    """Number of the line, from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedTest:
-    """A test that failed, by a comparison or on its ranks."""
+    """A failed test that compares snapshots or runs on ranks."""
 
     nodeid: str
     reason: str
-    """The headline, or the first line of the error; of a hang the first lines."""
+    """The headline, or the first line of the error; for a hang, the first lines."""
     place: Place | None
-    """Where it failed; None if that is outside of the checkout."""
+    """The line that failed; None outside of the checkout."""
     sent: tuple[tuple[Place, str], ...] = ()
-    """The changes of `comparisons.sent`, or where a test hangs, as far as in the checkout."""
+    """The changes of `comparisons.sent`, or the line where a test hangs, within the checkout."""
     comparisons: Comparisons = Comparisons()
-    """Empty if it failed before it compared anything, or for another reason."""
+    """Empty if the test failed before its first comparison, or for another reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """All that is reported of a session."""
+    """The results of a session."""
 
     compared_tests: int
-    """How many tests compared something and passed, or failed by it."""
+    """Number of tests with comparisons that passed, or that a comparison failed."""
     compared_files: int
+    """Number of snapshot files that these tests compared."""
     failed: tuple[FailedTest, ...] = ()
-    """In the order in which they were reported."""
+    """In the order of pytest's reports."""
     unused: tuple[str, ...] = ()
-    """Snapshot files that no test compared, as the user would type each path."""
+    """Paths of snapshot files that no test compared, relative to pytest's root."""
     ended_early: str = ""
     """Why not all tests ran; empty if all did."""
     annotates_all: bool = True
-    """Whether failed comparisons without a known call site are annotated too."""
+    """Whether to annotate failed comparisons without a known call site, too."""
 
     @property
     def changes(self) -> list[list[FailedTest]]:
-        """The failed tests, together those in which the same changed."""
+        """The failed tests, grouped by their change."""
         tests = {test.nodeid: test for test in self.failed}
         groups = group_changes({nodeid: test.comparisons for nodeid, test in tests.items()})
         return [[tests[nodeid] for nodeid in group] for group in groups]
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything to say."""
+        """Whether the session has results for reviewers."""
         return bool(self.compared_tests or self.failed or self.unused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What is not known is empty."""
+    """The commit that a session ran on; unknown values are empty."""
 
     commit: str = ""
     branch: str = ""
     address: str = ""
-    """Of the repository's pages."""
+    """URL of the repository."""
     top: str = ""
     """Directory of the checkout."""
 
     @property
     def commit_address(self) -> str:
-        """Where the commit is shown."""
+        """The URL of the commit; empty if unknown."""
         return f"{self.address}/commit/{quote(self.commit)}" if self.address else ""
 
     def line_address(self, place: Place | None) -> str:
-        """Where a line of the checkout is shown; empty if unknown."""
+        """Return the URL of a line of the checkout; empty if unknown."""
         if place is None or not self.address:
             return ""
         return f"{self.address}/blob/{quote(self.commit)}/{quote(place.path)}#L{place.line}"
@@ -153,7 +154,7 @@ class Origin:
     def place(self, path: Path, line: int, *, root: Path) -> Place | None:
         """Find a line in the checkout, or below `root` if its directory is unknown."""
         top = Path(self.top or root)
-        # Links stay where the path as it is lies in the checkout.
+        # Resolve symlinks only if the path is not in the checkout without that.
         for at, below in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above
             if at.is_relative_to(below):
                 return Place(path=at.relative_to(below).as_posix(), line=line)
@@ -161,7 +162,7 @@ class Origin:
 
 
 def read_origin(environment: Mapping[str, str]) -> Origin:
-    """Read what GitHub, or GitLab, sets; nothing in a session that a test runs."""
+    """Read the variables of GitHub or GitLab; empty in a session that a test starts."""
     if "PYTEST_CURRENT_TEST" in environment:
         return Origin()
 
@@ -174,7 +175,7 @@ def read_origin(environment: Mapping[str, str]) -> Origin:
     return Origin(
         commit=commit,
         branch=first("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
-        # Anything else would be a link that runs.
+        # A link with another scheme, such as javascript:, could run code.
         address=address if commit and address.startswith(("https://", "http://")) else "",
         top=first("GITHUB_WORKSPACE", "CI_PROJECT_DIR"),
     )

@@ -1,4 +1,4 @@
-"""A session as reviewers read it: a summary in Markdown, and annotations of GitHub."""
+"""Write a session's Markdown summary, and annotations for GitHub."""
 
 from __future__ import annotations
 
@@ -18,50 +18,51 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
 )
 from pytest_fsdp_comm.text.words import counted, cut, first_of, shorten, without_amounts
 
-# GitHub drops all summaries of a step beyond 1 MiB together.
+# GitHub drops the summary of a step if it is larger than 1 MiB.
 _MAX_ROWS: Final = 200
-_MAX_STORIES: Final = 40
+_MAX_DETAILS: Final = 40
 _MAX_NAMES: Final = 3
-_MAX_STORY_NAMES: Final = 100
+_MAX_DETAIL_NAMES: Final = 100
 _MAX_CELL: Final = 400
-_MAX_STORY: Final = 8_000
+_MAX_DETAIL: Final = 8_000
 _MAX_UNUSED: Final = 50
-# GitHub shows 10 annotations of a step: the last one says how many there are besides.
+# GitHub shows 10 annotations of a step: the last one counts further ones.
 _MAX_ANNOTATIONS: Final = 9
 _MAX_MESSAGE: Final = 4_000
 _MAX_TITLE: Final = 200
-# Links, mentions, numbers of issues, emoji and mathematics are GitHub's; in a word, "_" is none.
+# Markdown and GitHub's extensions: links, mentions, issue numbers, emoji and mathematics. An "_"
+# within a word is not markup.
 _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
 )
 
-# After which a long id may be broken.
+# A browser may break a long id after these characters.
 _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
-_AMOUNTS: Final = "Amounts of the first test; the others have other amounts"
+_AMOUNTS: Final = "Numbers of the first test; those of the other tests differ"
 _ACCEPT: Final = (
-    "`fsdp-comm accept DIRECTORY` accepts all of it without running the tests, from what "
-    "`--comm-artifacts=DIRECTORY` kept.\n\n"
+    "`fsdp-comm accept DIRECTORY` accepts all changes without running the tests, from the files "
+    "that `--comm-artifacts=DIRECTORY` wrote.\n\n"
 )
 
 
 def render_summary(outcomes: Outcomes, origin: Origin) -> str:
-    """Write the summary of a session, with as much as GitHub shows."""
+    """Write the summary of a session, within GitHub's size limit."""
     parts = [f"{_headline(outcomes)}\n\n"]
     if outcomes.ended_early:
         parts += [f"{plain(outcomes.ended_early)}\n\n"]
     if outcomes.failed:
         changes = outcomes.changes
         parts += ["| test | what differs | cost |\n| --- | --- | --- |\n"]
-        shown, more = first_of(changes, _MAX_ROWS)
-        parts += [_row(tests, origin) for tests in shown]
+        listed, more = first_of(changes, _MAX_ROWS)
+        parts += [_row(tests, origin) for tests in listed]
         parts += [f"| {more} more | | |\n"] * bool(more) + ["\n"]
-        told = [tests for tests in changes if tests[0].comparisons.story]
-        shown, more = first_of(told, _MAX_STORIES)
-        parts += [_story(tests) for tests in shown]
-        parts += [f"{more} more stories are in the log.\n\n"] * bool(more)
-        if any(tests[0].comparisons.accept for tests in told):
+        explained = [tests for tests in changes if tests[0].comparisons.explanation]
+        listed, more = first_of(explained, _MAX_DETAILS)
+        parts += [_details(tests) for tests in listed]
+        parts += [f"The explanations of {more} more changes are in the log.\n\n"] * bool(more)
+        if any(tests[0].comparisons.accept for tests in explained):
             parts += [_ACCEPT]
     if outcomes.unused:
         files = counted(len(outcomes.unused), "snapshot file")
@@ -73,66 +74,68 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
 
 
 def _headline(outcomes: Outcomes) -> str:
-    told = sum(bool(test.comparisons.headline) for test in outcomes.failed)
-    others = len(outcomes.failed) - told
+    num_differing = sum(bool(test.comparisons.headline) for test in outcomes.failed)
+    num_broken = len(outcomes.failed) - num_differing
     compared = (
         f"{counted(outcomes.compared_files, 'snapshot')} in "
         f"{counted(outcomes.compared_tests, 'test')}"
     )
     if not outcomes.has_news:
-        return "No test compared anything with a communication snapshot."
+        return "No test compared a communication snapshot."
     if not outcomes.failed:
         equal = "all equal" if outcomes.compared_tests else "none compared"
         return f"Communication: {compared} compared, {equal}."
-    differ = f"differs from the reviewed snapshots in {counted(told, 'test')}" if told else ""
-    changes = len(outcomes.changes) - others
-    differ += f" by {counted(changes, 'change')}" if changes < told else ""
-    more = f"{counted(others, 'test')} failed for another reason" if others else ""
-    what = ", ".join(filter(None, (differ, more)))
-    return f"### Communication: {what}\n\n{compared} compared."
+    differ = ""
+    if num_differing:
+        differ = f"differs from the reviewed snapshots in {counted(num_differing, 'test')}"
+    changes = len(outcomes.changes) - num_broken
+    differ += f" by {counted(changes, 'change')}" if changes < num_differing else ""
+    more = f"{counted(num_broken, 'test')} failed for another reason" if num_broken else ""
+    title = ", ".join(filter(None, (differ, more)))
+    return f"### Communication: {title}\n\n{compared} compared."
 
 
 def _row(tests: Sequence[FailedTest], origin: Origin) -> str:
     names = []
-    shown, more = first_of(tests, _MAX_NAMES)
-    for test in shown:
-        # Otherwise the id, which is the longest word, leaves no room for the cost.
+    listed, more = first_of(tests, _MAX_NAMES)
+    for test in listed:
+        # An id without line breaks would leave no room for the cost.
         name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
         address = origin.line_address(test.place)
         names.append(f'<a href="{address}">{name}</a>' if address else name)
     names += [f"and {more} more"] * bool(more)
     comparisons = tests[0].comparisons
-    # The headline has the first of several changes alone.
     costs = [*comparisons.cost, *([_AMOUNTS] if _has_other_amounts(tests) else [])]
-    lines = comparisons.told or tests[0].reason.splitlines()
-    told, cost = ("<br>".join(map(_cell, side)) for side in (lines, costs))
-    return f"| {'<br>'.join(names)} | {told} | {cost} |\n"
+    # The headline in `reason` has only the first of several changes.
+    lines = comparisons.summaries or tests[0].reason.splitlines()
+    changes, cost = ("<br>".join(map(_cell, side)) for side in (lines, costs))
+    return f"| {'<br>'.join(names)} | {changes} | {cost} |\n"
 
 
 def _has_other_amounts(tests: Sequence[FailedTest]) -> bool:
     return has_other_amounts(test.comparisons for test in tests)
 
 
-def _story(tests: Sequence[FailedTest]) -> str:
-    """Tell a change once, with all tests that it failed and one command that accepts it."""
+def _details(tests: Sequence[FailedTest]) -> str:
+    """Write one change, with all tests that it failed and one command that accepts it."""
     comparisons = tests[0].comparisons
-    summary, names, story = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.story
+    summary, names, lines = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.explanation
     if len(tests) > 1:
         summary = f"{len(tests)} tests: {_cell(comparisons.summary)}"
-        shown, more = first_of(tests, _MAX_STORY_NAMES)
-        names = "\n".join(test.nodeid for test in shown) + f"\nand {more} more" * bool(more)
-        names = f"{fenced(cut(names, _MAX_STORY))}\n\n"
-        # The first line names the file of one of them.
-        story = tuple(line.removeprefix("  ") for line in comparisons.story[1:])
+        listed, more = first_of(tests, _MAX_DETAIL_NAMES)
+        names = "\n".join(test.nodeid for test in listed) + f"\nand {more} more" * bool(more)
+        names = f"{fenced(cut(names, _MAX_DETAIL))}\n\n"
+        # Drop the first line, which names the snapshot of the first test.
+        lines = tuple(line.removeprefix("  ") for line in comparisons.explanation[1:])
         names += f"{_AMOUNTS}:\n\n" if _has_other_amounts(tests) else ""
     accept = accept_all([test.comparisons for test in tests])
-    # A part of a long command would accept something else.
-    is_shown = comparisons.accept and len(accept) < _MAX_STORY
-    accept = f"\n\nTo accept it:\n\n{fenced(accept)}" if is_shown else ""
-    # The blank lines make Markdown of what is inside.
+    # A truncated command would accept something else.
+    is_complete = comparisons.accept and len(accept) < _MAX_DETAIL
+    accept = f"\n\nTo accept it:\n\n{fenced(accept)}" if is_complete else ""
+    # GitHub only renders Markdown inside HTML after a blank line.
     return (
         f"<details><summary>{summary}</summary>\n\n"
-        f"{names}{fenced(cut(chr(10).join(story), _MAX_STORY))}{accept}\n\n</details>\n\n"
+        f"{names}{fenced(cut(chr(10).join(lines), _MAX_DETAIL))}{accept}\n\n</details>\n\n"
     )
 
 
@@ -141,22 +144,22 @@ def _cell(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Write a text as one line that Markdown and HTML show as it is, in tables too."""
+    """Escape a text so that Markdown, in tables too, and HTML show it literally, in one line."""
     line = printable(" ".join(text.split()))
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line)
 
 
 def fenced(text: str) -> str:
-    """Write a text as a block of code, whatever backticks it has."""
-    shown = printable(text, "\n\t")
-    longest = max(map(len, re.findall(r"`+", shown)), default=0)
+    """Write a text, which may contain backticks, as a block of code."""
+    content = printable(text, "\n\t")
+    longest = max(map(len, re.findall(r"`+", content)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{shown}\n{fence}"
+    return f"{fence}text\n{content}\n{fence}"
 
 
 def annotate(outcomes: Outcomes) -> list[str]:
-    """Annotate each cause once, at the line that sends, or at an assertion if none is known."""
-    # Each with the text of its first test.
+    """Annotate each cause once, at its call site, or at an assertion if that is unknown."""
+    # The text is that of the first test.
     causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
     for test in outcomes.failed:
         for place, text in test.sent:
@@ -171,20 +174,20 @@ def annotate(outcomes: Outcomes) -> list[str]:
     more = len(commands) - _MAX_ANNOTATIONS
     if more <= 1:
         return commands
-    rest = f"::error title=communication::{more} more in the log and in the summary of the step"
-    return [*commands[:_MAX_ANNOTATIONS], rest]
+    last = f"::error title=communication::{more} more are in the log and in the step summary"
+    return [*commands[:_MAX_ANNOTATIONS], last]
 
 
 def _annotation(place: Place, text: str, tests: Sequence[FailedTest]) -> str:
     first, more = tests[0], len(tests) - 1
     where = f"{first.nodeid} and {counted(more, 'more test')}" if more else first.nodeid
-    # One for all tests, unless they need other options.
+    # Tests that need the same options share a command.
     commands = defaultdict(list)
     for test in tests:
         if test.comparisons.accept:
             commands[test.comparisons.command].append(test.comparisons)
-    accepts = [f"accept: {accept_all(alike)}" for alike in commands.values()]
-    # A part of a long command would accept something else.
+    accepts = [f"accept: {accept_all(group)}" for group in commands.values()]
+    # A truncated command would accept something else.
     is_short = sum(map(len, accepts)) < _MAX_MESSAGE // 2
     message = cut("\n".join((text, f"fails {where}", *accepts * is_short)), _MAX_MESSAGE)
     title = _property(shorten(text.partition("\n")[0], _MAX_TITLE))

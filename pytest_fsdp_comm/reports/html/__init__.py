@@ -1,1 +1,1 @@
-"""A run as pages of HTML; jinja2 is imported when a page is made."""
+"""HTML pages about a run; jinja2 is only imported to render one."""

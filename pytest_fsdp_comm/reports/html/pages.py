@@ -1,4 +1,4 @@
-"""Fill the templates of each page with what the other modules of this room draw."""
+"""Render the pages of the HTML report."""
 
 from __future__ import annotations
 
@@ -43,35 +43,35 @@ from pytest_fsdp_comm.tree.profile import TreeProfile
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# Each bounds a page; what is beyond it is counted.
+# Limits of one page, which counts what it omits.
 _MAX_CHARTS: Final = 4
 _MAX_SECTIONS: Final = 12
 _MAX_TESTS: Final = 1_500
 _MAX_TREE_ROWS: Final = 2_500
 _MAX_SECTION_ROWS: Final = 600
-"""Rows of a tree beside recordings."""
+"""Rows of a tree on a page with recordings."""
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
 _MAX_HEADLINES: Final = 6
-# As `fqn.name_owners` writes several.
+# Several modules as `fqn.name_owners` writes them.
 _NAMES: Final = r"[^\s,]+(?:, [^\s,]+)+(?: and \d+ more)?"
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
-# Levels that are indented: so many classes the style sheet has.
+# Deepest indented level: the style sheet has no class for deeper ones.
 _MAX_DEPTH: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What came of a test, for people."""
+    """The result of a test, as the report shows it."""
 
     rank: int
-    """The lowest comes first, and is the worst."""
+    """The order in the index; the worst result has the lowest."""
     sign: str
     word: str
     tone: str
-    """The class that colours it: ``bad``, ``note``, ``good`` or ``dim``."""
+    """The CSS class: ``bad``, ``note``, ``good`` or ``dim``."""
 
 
 _STATUS: Final = {
@@ -82,22 +82,22 @@ _STATUS: Final = {
     "error": Status(rank=3, sign="✕", word="error", tone="bad"),
     "unfinished": Status(rank=4, sign="…", word="not finished", tone="note"),
     "updated": Status(rank=5, sign="✎", word="snapshot written", tone="note"),
-    "same": Status(rank=6, sign="=", word="as reviewed", tone="good"),
+    "same": Status(rank=6, sign="=", word="matches snapshot", tone="good"),
     "uncompared": Status(rank=7, sign="·", word="not compared", tone="dim"),
     "passed": Status(rank=7, sign="·", word="not compared", tone="dim"),
-    "xfailed": Status(rank=7, sign="~", word="fails as expected", tone="dim"),
+    "xfailed": Status(rank=7, sign="~", word="expected failure", tone="dim"),
     "skipped": Status(rank=8, sign="/", word="skipped", tone="dim"),
 }
 
 
 def status_of(result: Result) -> Status:
-    """Name a test by its worst comparison, or by its failure for another reason."""
+    """Return the status of a test's worst comparison, or of its failure for another reason."""
     if result.outcome == "xfailed":
         return _STATUS["xfailed"]
-    found = [_STATUS[one.verdict] for one in result.record.compared]
-    if result.outcome != "passed" or not found:
-        found.append(_STATUS[result.outcome])
-    return min(found, key=lambda status: status.rank)
+    statuses = [_STATUS[compared.verdict] for compared in result.record.compared]
+    if result.outcome != "passed" or not statuses:
+        statuses.append(_STATUS[result.outcome])
+    return min(statuses, key=lambda status: status.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,19 +108,20 @@ class _TestRow:
     path: str
     headline: str
     site: str
-    """Where calls were issued that are new; empty if unknown."""
+    """The call sites of new calls; empty if unknown."""
     costs: list[CostRow]
-    """Bytes in all and the peak; empty if nothing was recorded."""
+    """Total bytes, and the peak; empty if nothing was recorded."""
 
 
 def render_pages(
     run: Run, read: Callable[[str], CommProfile | TreeProfile]
 ) -> Iterator[tuple[str, str]]:
-    """Yield path and text of each page: the tests one by one, then the index."""
+    """Yield path and text of each page: a page for each test, then the index."""
     rows = []
     for result in run.tests:
         sections = [
-            _section(f"v{number}", one, read) for number, one in enumerate(result.record.compared)
+            _section(f"v{number}", compared, read)
+            for number, compared in enumerate(result.record.compared)
         ]
         row = _test_row(result, sections)
         rows.append(row)
@@ -140,9 +141,9 @@ def _index_page(run: Run, rows: Sequence[_TestRow]) -> str:
 
 def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
     path, _, name = result.nodeid.partition("::")
-    headlines = [one.headline for one in result.record.compared if one.headline]
+    headlines = [value.headline for value in result.record.compared if value.headline]
     cost = next((section["cost"] for section in sections if section["cost"]), None)
-    texts = [one.text for one in result.record.compared if one.text]
+    texts = [value.text for value in result.record.compared if value.text]
     sites = [*dict.fromkeys(site for text in texts for site, _ in text.sent)]
     more = f" and {counted(len(sites) - 1, 'more line')}" if len(sites) > 1 else ""
     return _TestRow(
@@ -157,24 +158,24 @@ def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
 
 
 def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]) -> str:
-    shown = sections[:_MAX_SECTIONS]
+    rendered = sections[:_MAX_SECTIONS]
     return _render(
         "test.html.jinja",
         result=result,
         row=row,
-        sections=shown,
-        data=_data(shown),
-        left_out=len(sections) - len(shown),
-        # A test may make a group itself.
-        world_size=max((section["world_size"] for section in shown), default=0)
+        sections=rendered,
+        data=_data(rendered),
+        left_out=len(sections) - len(rendered),
+        # Prefer the recorded world size, as a test without ranks may create a process group.
+        world_size=max((section["world_size"] for section in rendered), default=0)
         or result.record.world_size,
     )
 
 
 def _section(
-    prefix: str, one: Compared, read: Callable[[str], CommProfile | TreeProfile]
+    prefix: str, value: Compared, read: Callable[[str], CommProfile | TreeProfile]
 ) -> dict[str, Any]:
-    """What the template shows of a value; `prefix` begins each of its ids."""
+    """Return a value's section for the template; `prefix` begins the ids of its elements."""
 
     def profile(text: str) -> CommProfile | TreeProfile | None:
         try:
@@ -182,27 +183,27 @@ def _section(
         except FsdpCommError:
             return None
 
-    old, new = profile(one.old), profile(one.new)
-    named, made_with = _FILE_PART.search(one.file), _MADE_WITH.match(one.new)
-    part = named[1] if named else one.name
-    timelines = [timeline for timeline in one.timelines if timeline.order]
+    old, new = profile(value.old), profile(value.new)
+    named, made_with = _FILE_PART.search(value.file), _MADE_WITH.match(value.new)
+    part = named[1] if named else value.name
+    timelines = [timeline for timeline in value.timelines if timeline.order]
     section: dict[str, Any] = {
         "id": prefix,
-        "title": ("Sharding" if one.kind == "tree" else "Communication")
+        "title": ("Sharding" if value.kind == "tree" else "Communication")
         + (f": {part}" if part not in {"", "comm", "tree"} else ""),
-        "one": one,
-        "status": _STATUS[one.verdict],
+        "value": value,
+        "status": _STATUS[value.verdict],
         "has_old": old is not None,
         "made_with": made_with[1] if made_with else "",
         "world_size": new.world_size if new else 0,
         "rows": [],
         "cost": None,
-        "tree": _tree_view(one.tree, _MAX_SECTION_ROWS) if one.tree else None,
+        "tree": _tree_view(value.tree, _MAX_SECTION_ROWS) if value.tree else None,
         "timelines": timelines[:_MAX_CHARTS],
         "undrawn": [rank for timeline in timelines[_MAX_CHARTS:] for rank in timeline.ranks],
     }
     if isinstance(new, CommProfile):
-        # Without a snapshot, the recording itself.
+        # Without a snapshot, both sides are the recording.
         sides = comparable(old if isinstance(old, CommProfile) else new, new)
         section |= {
             "rows": side_rows(*sides),
@@ -214,12 +215,12 @@ def _section(
 
 
 def tree_page(tree: ShardTree) -> str:
-    """Render a page about one tree alone."""
+    """Render a page about one tree."""
     return _render("tree.html.jinja", view=_tree_view(tree, _MAX_TREE_ROWS))
 
 
 def _tree_view(tree: ShardTree, most: int) -> dict[str, Any]:
-    """What the template shows of a tree, with at most so many rows."""
+    """Return a tree with at most `most` rows for the template."""
     rows = list(tree_rows(tree))
     return {
         "title": tree.modules[0].class_name,
@@ -232,7 +233,7 @@ def _tree_view(tree: ShardTree, most: int) -> dict[str, Any]:
 
 
 def page_name(nodeid: str) -> str:
-    """Name the file of a test's page: the same in each run, and different for each test."""
+    """Return the file name of a test's page: stable across runs, and unique among tests."""
     path, _, name = nodeid.partition("::")
     module = path.rpartition("/")[2].removesuffix(".py")
     slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{module}-{name}")[:_MAX_SLUG].strip("-")
@@ -241,13 +242,13 @@ def page_name(nodeid: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """Shorten a headline to as many lines, each as long, as a table has room for."""
+    """Shorten a headline to the number and length of lines that fit into the table."""
     first = text.splitlines()[:_MAX_HEADLINES]
     return "\n".join(shorten(_with_change_first(line), _MAX_HEADLINE) for line in first)
 
 
 def _with_change_first(line: str) -> str:
-    """Put many modules behind what changed in them, or name one of them, in a line that is cut."""
+    """Move a long list of modules behind the change, or name one of them, in a long line."""
     if len(line) <= _MAX_HEADLINE:
         return line
     if match := re.fullmatch(rf"({_NAMES}(?: \w+)?): (.+)", line):
@@ -260,53 +261,49 @@ def _with_change_first(line: str) -> str:
     return re.sub(rf"^{_NAMES}|(?<=of ){_NAMES}", first_name, line, count=1)
 
 
-# Note [One JSON of a page]
-# Templates list what there is, so that a page can be read without scripts, and `report.js` draws
-# the same entries. A page has them once as JSON, whatever number of ranks and values share them,
-# and an order of indices for each timeline: a step of 126 layers is some thousand entries.
-# Positions, intervals from unshard to reshard and bytes that are gathered are worked out where they
-# are drawn. A timeline keeps its first entries (`values.MAX_ENTRIES`).
-
-
 def _data(sections: Sequence[dict[str, Any]]) -> str:
-    """Write the JSON of a page: see Note [One JSON of a page]."""
+    """Write the JSON that `report.js` draws timelines from."""
+    # A step of 126 layers has some thousand entries, so a page has each entry once, for all ranks
+    # and values, and a list of indices for each timeline. The script computes positions, intervals
+    # from unshard to reshard, and gathered bytes. Templates list the same entries for readers
+    # without scripts.
     entries: dict[tuple[str | int | None, ...], int] = {}
 
-    def place(one: Entry) -> int:
-        values = (one.what, one.module, one.phase, one.axis, one.nbytes)
+    def place(entry: Entry) -> int:
+        values = (entry.operation, entry.module, entry.phase, entry.axis, entry.nbytes)
         return entries.setdefault(values, len(entries))
 
     drawn = {}
     for section in sections:
         timelines = []
-        for one in section["timelines"]:
-            places = [place(entry) for entry in one.entries]
-            order = [places[at] for at in one.order]
-            timelines.append({"order": order, "peak": one.peak, "left_out": one.left_out})
+        for timeline in section["timelines"]:
+            places = [place(entry) for entry in timeline.entries]
+            order = [places[at] for at in timeline.order]
+            timelines.append({"order": order, "peak": timeline.peak, "left_out": timeline.left_out})
         differing = sorted(section["differing"], key=str)
         drawn[section["id"]] = {"differing": differing, "timelines": timelines}
     text = json.dumps({"entries": [*entries], "sections": drawn}, separators=(",", ":"))
-    # See Note [Nothing runs but ours].
+    # See Note [Safe pages].
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
-# Note [Nothing runs but ours]
-# Names of tests, modules and axes can be anything. In the text jinja escapes them (`autoescape`),
-# with control characters written out (`_printable`), and the JSON has no "<" that could end its
-# element. Behind that, the page's policy allows the one style sheet and the one script whose
-# digests it names, and nothing to be loaded. It forbids style attributes too, so the script places
-# what it draws by properties of elements, which the policy leaves alone.
+# Note [Safe pages]
+# Names of tests, modules and axes are arbitrary text. jinja escapes them (`autoescape`),
+# `_printable` writes out control characters, and the JSON has no "<", which could end its element.
+# In addition, the page's content security policy allows only the style sheet and the script with
+# the given digests, and loads nothing. It forbids style attributes, so the script positions
+# elements through their style properties, which the policy allows.
 
 
 def _render(template: str, **values: Any) -> str:
     text = _environment().get_template(template).render(**values)
-    # Half a surrogate pair, which a test's id may have, is no UTF-8.
+    # A test's id may contain a lone surrogate, which UTF-8 cannot encode.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @functools.cache
 def _environment() -> Environment:
-    from jinja2 import (  # noqa: PLC0415  # only for those who want a page
+    from jinja2 import (  # noqa: PLC0415  # only to render a page
         Environment,
         PackageLoader,
         StrictUndefined,
@@ -322,8 +319,8 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     words = (mark, parameter_words, placement_words, policy_words, relation_words, show_nbytes)
-    others = (breakable, cost_rows, name_owners, name_ranks)
-    environment.filters.update({one.__name__: one for one in (*words, *others)})
+    filters = (*words, breakable, cost_rows, name_owners, name_ranks)
+    environment.filters.update({function.__name__: function for function in filters})
     style, script = _asset("report.css"), _asset("report.js")
     environment.globals.update(
         marks=MARKS,
@@ -340,15 +337,15 @@ def _environment() -> Environment:
 
 
 def breakable(text: str) -> Any:
-    """An id that may be broken after its separators, and nowhere else unless it has to be."""
-    from markupsafe import Markup, escape  # noqa: PLC0415  # jinja's own
+    """Escape an id, and allow line breaks after its separators."""
+    from markupsafe import Markup, escape  # noqa: PLC0415  # installed with jinja2
 
     parts = re.split(r"(?<=[/_.:,\[{-])(?=[^:])", _printable(text))
     return Markup("<wbr>").join(map(escape, parts))
 
 
 def _printable(value: Any) -> Any:
-    # What is markup already comes from here alone.
+    # Markup only comes from this module, so it is printable.
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return printable(value, "\n\t") if is_text else value
 
@@ -358,5 +355,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """See Note [Nothing runs but ours]."""
+    """Return the digest of a style sheet or script for the policy: see Note [Safe pages]."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

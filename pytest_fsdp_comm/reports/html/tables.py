@@ -1,4 +1,4 @@
-"""The tables of a page: rows of both sides, and what they cost."""
+"""Compute the tables of a page: rows before and after, their cost, and bytes by module."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ MARKS: Final[dict[Mark, tuple[str, str]]] = {
     "new": ("+", "new"),
     "gone": ("\N{MINUS SIGN}", "gone"),
 }
-"""How marks are shown: a sign, and the word that goes with it."""
+"""The sign and the word of each mark."""
 
 _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRow:
-    """What one side or both have, for all modules that have it alike."""
+    """A row of the snapshot and of the recording, for all modules that share both."""
 
     before: str
-    """Empty if the snapshot has nothing of it."""
+    """The calls in the snapshot; empty if it has none."""
     after: str
-    """Empty if nothing of it was recorded."""
+    """The calls in the recording; empty if it has none."""
     key: RowKey
     owners: tuple[str | None, ...]
     """In natural order."""
 
     @property
     def mark(self) -> Mark:
-        """How the sides differ."""
+        """How before and after differ."""
         if self.before == self.after:
             return "same"
         return "changed" if self.before and self.after else "new" if self.after else "gone"
 
 
 def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
-    """Put the rows of `comparable` profiles side by side, in each phase first those that differ."""
+    """Pair the rows of two `comparable` profiles; within each phase, differing rows come first."""
     places: defaultdict[tuple[str | None, RowKey], tuple[list[str], list[str]]]
     places = defaultdict(lambda: ([], []))
-    # What is gone comes last among its kind.
+    # New rows first: removed rows come last among rows of their kind.
     for side, profile in ((1, new), (0, old)):
         for row in profile.rows:
             places[row.owner, row.key][side].append(_amount(row))
-    # Modules that have the same on both sides share a row.
+    # Modules with equal calls before and after share a row.
     owners_of: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
     for (owner, key), (before, after) in places.items():
         owners_of[key, " / ".join(before), " / ".join(after)].append(owner)
@@ -74,7 +74,7 @@ def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
 
 
 def differing_modules(rows: Iterable[SideRow]) -> set[str | None]:
-    """The modules that do not send and gather what the snapshot says."""
+    """Return the modules whose collectives, unshards or reshards differ from the snapshot."""
     return {
         owner
         for row in rows
@@ -89,7 +89,7 @@ def _amount(row: Row) -> str:
 
 
 def show_calls(calls: Calls) -> str:
-    """As snapshots write it, with bytes for people: ``x2 of 128.0 KiB float32 parameters``."""
+    """Write calls as in a snapshot, but with rounded bytes: ``x2 of 128.0 KiB float32``."""
     exact = f"of {calls.nbytes:_} B"
     return str(calls).replace(exact, f"of {show_nbytes(calls.nbytes)}")
 
@@ -106,7 +106,7 @@ class CostRow:
 
 
 def cost_rows(cost: Cost) -> list[CostRow]:
-    """What a rank sends and holds, before and after."""
+    """Return calls, bytes and peak memory of one rank, before and after."""
 
     def row(label: str, was: int, now: int, before: str, after: str) -> CostRow:
         change = show_growth(was, now) if was != now else ""
@@ -118,32 +118,32 @@ def cost_rows(cost: Cost) -> list[CostRow]:
         rows.append(row(f"{kind.kind}[{kind.axis}] calls", was, now, f"{was:_}", f"{now:_}"))
     volumes: list[tuple[str, PartCost | Cost]] = [("bytes in all", cost)]
     if len(cost.axes) > 1:
-        volumes[:0] = [(f"bytes on {one.axis}", one) for one in cost.axes]
-    for label, one in volumes:
-        sides = (show_nbytes(side.nbytes, side.unsized) for side in (one.before, one.after))
-        rows.append(row(label, one.before.nbytes, one.after.nbytes, *sides))
+        volumes[:0] = [(f"bytes on {axis.axis}", axis) for axis in cost.axes]
+    for label, part in volumes:
+        sides = (show_nbytes(side.nbytes, side.unsized) for side in (part.before, part.after))
+        rows.append(row(label, part.before.nbytes, part.after.nbytes, *sides))
     was, now = cost.peak_before, cost.peak_after
     return [*rows, row("peak gathered", was, now, show_nbytes(was), show_nbytes(now))]
 
 
 # Axis and phase.
 Column: TypeAlias = tuple[str, str]
-# Bytes on one rank before and after, and calls of unknown size.
+# Bytes on one rank before and after, then calls of unknown size before and after.
 Cell: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRow:
-    """A module, or several that are alike."""
+    """The bytes of a module, or of several modules that send the same."""
 
     name: str
-    """Pattern of its name in the row above; ``(root)`` for the root."""
+    """Pattern of the names within the parent row; ``(root)`` for the root."""
     depth: int
     count: int
     is_part: bool
-    """Whether it is what a module with rows below it sends itself."""
+    """Whether the row has only the module's direct calls, without those of its submodules."""
     cells: tuple[Cell | None, ...]
-    """For each column, with what is below; None where nothing is sent."""
+    """One per column, submodules included; None if nothing is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class ModuleTable:
     """By axis, then by phase."""
     rows: tuple[ModuleRow, ...]
     of_rank: str
-    """Whose numbers they are; empty if all ranks have the same."""
+    """The name of the rank with these numbers; empty if all ranks have the same."""
 
 
 def _cells() -> defaultdict[Column, list[int]]:
@@ -163,20 +163,20 @@ def _cells() -> defaultdict[Column, list[int]]:
 
 @dataclass(slots=True)
 class _Node:
-    own: defaultdict[Column, list[int]] = field(default_factory=_cells)
-    """As a `Cell`, what the module sends itself."""
+    direct: defaultdict[Column, list[int]] = field(default_factory=_cells)
+    """A `Cell` for each column, without submodules."""
     total: defaultdict[Column, list[int]] = field(default_factory=_cells)
     children: dict[str, _Node] = field(default_factory=dict)
 
     def key(self) -> object:
-        """Equal for modules that send the same, in all that is below them too."""
-        cells = sorted((column, *sides) for column, sides in self.own.items())
+        """Return a key that is equal for modules that send the same, submodules included."""
+        cells = sorted((column, *sides) for column, sides in self.direct.items())
         below = sorted((name, child.key()) for name, child in self.children.items())
         return tuple(cells), tuple(below)
 
 
 def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
-    """Add up what modules send; `old` is `new` where there is no snapshot."""
+    """Add up the bytes of modules and submodules; pass `new` as `old` without a snapshot."""
     of_rank = ""
     if any(row.ranks for profile in (old, new) for row in profile.collectives):
         rank = (new.recorded_ranks or (0,))[0]
@@ -190,7 +190,7 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
             for name in _path(row.owner):
                 node = node.children.setdefault(name, _Node())
                 cells.append(node.total[column])
-            for cell in (*cells, node.own[column]):
+            for cell in (*cells, node.direct[column]):
                 cell[side] += row.nbytes
                 cell[2 + side] += row.unsized
     columns = tuple(sorted(root.total, key=lambda column: (column[0], _PHASES[Phase(column[1])])))
@@ -200,7 +200,7 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
 def _path(owner: str | None) -> list[str]:
     if owner is None:
         return [NO_MODULE]
-    # Several modules of one unit have no one place in the tree.
+    # A unit of several modules has no single place in the hierarchy.
     return [owner] if "+" in owner else owner.split(".") if owner else []
 
 
@@ -208,12 +208,12 @@ def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow
     pending: list[tuple[str, int, int, _Node, bool]] = [(ROOT_TEXT, 0, 1, root, False)]
     while pending:
         name, depth, count, node, is_part = pending.pop()
-        groups = _alike(node.children)
-        # A module that sends nothing itself, and has a single one below, is no row of its own.
-        while depth and not node.own and len(groups) == 1:
+        groups = _groups(node.children)
+        # Merge a module without direct calls with its only child: ``layers.{0..3}``.
+        while depth and not node.direct and len(groups) == 1:
             ((below, many, node),) = groups
             name, count = f"{name}.{below}", count * many
-            groups = _alike(node.children)
+            groups = _groups(node.children)
         yield ModuleRow(
             name=name,
             depth=depth,
@@ -230,13 +230,13 @@ def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow
             (below, depth + 1, count * many, child, False)
             for below, many, child in reversed(groups)
         ]
-        if groups and node.own:
-            itself = _Node(own=node.own, total=node.own)
+        if groups and node.direct:
+            itself = _Node(direct=node.direct, total=node.direct)
             pending.append(("itself", depth + 1, count, itself, True))
 
 
-def _alike(children: Mapping[str, _Node]) -> list[tuple[str, int, _Node]]:
-    """The children by name, with their number; numbered ones that are alike become one."""
+def _groups(children: Mapping[str, _Node]) -> list[tuple[str, int, _Node]]:
+    """Return name pattern, number and node of children; equal numbered ones form one group."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for name in sorted(children, key=lambda name: (name == NO_MODULE, natural_key(name))):
         groups[children[name].key() if name.isdecimal() else name].append(name)

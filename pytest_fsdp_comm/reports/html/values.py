@@ -1,4 +1,4 @@
-"""What pages are made from: what the tests of a run compared and recorded."""
+"""The data behind the HTML pages: comparisons and recordings of the tests of a run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pytest_fsdp_comm.tree.model import ShardTree
 Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
 Outcome = Literal["failed", "error", "passed", "skipped", "xfailed", "unfinished"]
 
-# Entries that are kept of one rank: 126 layers in two steps have about 6,000.
+# Limit of a rank's entries: 126 layers in two steps have about 6,000.
 MAX_ENTRIES: Final = 8_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A collective, an unshard or a reshard, without its place in the order."""
+    """A collective, an unshard or a reshard, without its position."""
 
-    what: str
+    operation: str
     """The kind of a collective, ``unshard`` or ``reshard``."""
     module: str | None
     """The owner, or the module of the unit; None for no module."""
@@ -43,21 +43,22 @@ class Timeline:
     ranks: tuple[int, ...]
     """Ascending; at least one."""
     entries: tuple[Entry, ...]
-    """Each once, in the order of first appearance."""
+    """The different entries, in the order of first appearance."""
     order: tuple[int, ...]
-    """What happened: places in `entries`."""
+    """The recorded sequence, as indices into `entries`."""
     peak: int
-    """As `events.Recording.peak_gathered_nbytes`, of the whole recording."""
+    """The `events.Recording.peak_gathered_nbytes`, which counts omitted entries too."""
     left_out: int = 0
-    """Later entries that are not kept."""
+    """Number of omitted later entries."""
 
 
 def timeline_of(recording: Recording) -> Timeline:
-    """Put a recording in order; the first `MAX_ENTRIES` are kept."""
+    """Return a rank's recorded entries in order, at most the first `MAX_ENTRIES`."""
     records: list[Collective | Reshard] = [*recording.collectives, *recording.reshards]
     records.sort(key=attrgetter("index"))
     entries: dict[Entry, int] = {}
-    order = tuple(entries.setdefault(_entry(one), len(entries)) for one in records[:MAX_ENTRIES])
+    first = map(_entry, records[:MAX_ENTRIES])
+    order = tuple(entries.setdefault(entry, len(entries)) for entry in first)
     return Timeline(
         ranks=(recording.rank,),
         entries=tuple(entries),
@@ -71,86 +72,86 @@ def _entry(record: Collective | Reshard) -> Entry:
     phase = record.phase.value
     if isinstance(record, Collective):
         return Entry(
-            what=record.kind,
+            operation=record.kind,
             module=record.owner,
             phase=phase,
             nbytes=record.nbytes,
             axis=record.axis,
             site=record.call_site,
         )
-    return Entry(what=record.action, module=record.module, phase=phase, nbytes=record.nbytes)
+    return Entry(operation=record.action, module=record.module, phase=phase, nbytes=record.nbytes)
 
 
 def share_timelines(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
-    """One timeline for all ranks that recorded the same, in the order of their lowest ranks."""
-    ranks: dict[Timeline, tuple[int, ...]] = {}
-    for one in timelines:
-        alike = replace(one, ranks=())
-        ranks[alike] = (*ranks.get(alike, ()), *one.ranks)
-    return tuple(replace(one, ranks=held) for one, held in ranks.items())
+    """Merge equal timelines of several ranks, in the order of their lowest ranks."""
+    ranks_of: dict[Timeline, tuple[int, ...]] = {}
+    for timeline in timelines:
+        content = replace(timeline, ranks=())
+        ranks_of[content] = (*ranks_of.get(content, ()), *timeline.ranks)
+    return tuple(replace(content, ranks=ranks) for content, ranks in ranks_of.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A value that a test compared with a snapshot, or recorded without."""
+    """A value that a test compared with a snapshot, or only recorded."""
 
     name: str
-    """The value's, where a dict was compared; empty otherwise."""
+    """The key, if a dict was compared; otherwise empty."""
     kind: Literal["comm", "tree"]
     verdict: Verdict
     file: str = ""
-    """The snapshot's path, as the user would type it; empty if none was compared."""
+    """The snapshot's path, relative to pytest's root; empty if none was compared."""
     old: str = ""
     """The snapshot's text; empty if there is none."""
     new: str = ""
-    """What was recorded, as a snapshot's text; empty if it could not be written."""
+    """The recording or tree, as a snapshot's text; empty if it could not be written."""
     text: FailureText | None = None
-    """Why it failed; None if it did not."""
+    """The failure; None if the comparison passed."""
     accept: str = ""
-    """The command that accepts what was recorded; empty if none does."""
+    """The command that accepts the difference; empty if there is none."""
     headline: str = ""
     tree: ShardTree | None = None
-    """Of the lowest rank; None for a recording."""
+    """The tree of the lowest rank; None for a recording."""
     timelines: tuple[Timeline, ...] = ()
-    """By their lowest rank; empty for a tree."""
+    """Sorted by their lowest rank; empty for a tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a test compared and recorded, as far as it came."""
+    """The comparisons and recordings of a test, up to its end or failure."""
 
     world_size: int = 1
     backend: str = ""
     """Empty for a test that does not run on ranks."""
     silent_ranks: tuple[int, ...] = ()
-    """Those that ended without saying what they recorded, ascending."""
+    """Ranks that ended without sending their recordings, ascending."""
     compared: tuple[Compared, ...] = ()
-    """In the order of the comparisons, then what was not compared."""
+    """Compared values in order, then values that were only recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of a test."""
+    """The result of a test."""
 
     nodeid: str
     outcome: Outcome
     seconds: float = 0.0
     problem: str = ""
-    """The report of its failure, perhaps without the beginning; empty if it did not fail."""
+    """The end of pytest's failure report; empty if the test did not fail."""
     message: str = ""
     address: str = ""
-    """Where the hosting service shows the test; empty if unknown."""
+    """The test's URL on GitHub or GitLab; empty if unknown."""
     record: Record = Record()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """All that a report is about."""
+    """A pytest run, as the report shows it."""
 
     tests: tuple[Result, ...]
-    """Those that use this plugin, in the order in which they ended."""
+    """The tests that use this plugin, in the order in which they ended."""
     is_interrupted: bool = False
     command: str = ""
     made_at: str = ""
-    """Date and time, as they are shown."""
+    """Formatted date and time."""
     origin: Origin = field(default_factory=Origin)

@@ -33,7 +33,7 @@ class TestStep:
 BROKEN = {
     "conflict": (
         lambda text: text.replace("world_size", "<<<<<<< HEAD\nworld_size"),
-        "line 2: it reads '<<<<<<< HEAD', a marker of a merge conflict; expected one side of the",
+        "line 2: it reads '<<<<<<< HEAD', a merge conflict marker; expected one side of the",
     ),
     "fifo": (None, "line 1: it is not a regular file; expected a regular file"),
 }

@@ -175,7 +175,7 @@ def test_unused_snapshots_of_ranks_are_listed(recorded):
         "1 snapshot passed.",
         "1 snapshot file that no test compared:",
         "  snapshots/test_it/test_step.ws2.tree.comm",
-        "If they are not needed: git rm snapshots/test_it/test_step.ws2.tree.comm",
+        "To remove them: git rm snapshots/test_it/test_step.ws2.tree.comm",
     )
 
 
@@ -306,15 +306,16 @@ def test_a_part_never_replaces_the_whole(project):
     result.assert_outcomes(failed=1)
     explained(
         result,
-        f"{COMM} was recorded on all ranks and differs from what this update recorded on rank 0 "
-        "of 2 alone; a recording never replaces one of further ranks. Nothing was overwritten: "
-        "update with all of these (every rank: gloo or nccl, without --comm-backend fake), or "
-        "delete the file to keep only the ranks of this update from now on",
+        f"{COMM} was recorded on all ranks, and differs from this update, which recorded only "
+        "rank 0 of 2; an update never replaces a recording that has more ranks. Nothing was "
+        "overwritten: update on the same ranks (all ranks run with gloo or nccl, without "
+        "--comm-backend fake), or delete the file to record only the ranks of this update from now "
+        "on",
     )
     project.edit("assert comm_mode == comm_snapshot", "assert True")
     result = project.update("--comm-backend", "fake", "--snapshot-no-cleanup")
     result.assert_outcomes(failed=1)
-    explained(result, f"{TREE} was recorded on all ranks and differs from what this update")
+    explained(result, f"{TREE} was recorded on all ranks, and differs from this update")
     assert {name: project.read(name) for name in project.files()} == before
 
 
@@ -428,9 +429,9 @@ def test_an_update_does_not_write_two_recordings_to_one_file(project):
     result.assert_outcomes(failed=1)
     explained(
         result,
-        "snapshots/test_it/test_step.ws2.step.comm is compared twice in this test with different "
-        "recordings, and an update cannot write both; give each its own name: "
-        'comm_snapshot(name="second")',
+        "this test compares two different recordings with "
+        "snapshots/test_it/test_step.ws2.step.comm, and an update cannot write both: give the "
+        'second one a name, comm_snapshot(name="second")',
     )
 
 
@@ -446,7 +447,7 @@ def test_an_unwritable_directory_keeps_the_old_snapshot(recorded):
         )
         result = recorded.update()
         result.assert_outcomes(failed=1)
-        explained(result, f"cannot write the snapshot {COMM} (Permission denied); the old one")
+        explained(result, f"cannot write the snapshot {COMM} (Permission denied); an existing")
         assert recorded.read(COMM) == before
     finally:
         directory.chmod(stat.S_IRWXU)
@@ -489,7 +490,7 @@ def test_an_empty_recording_refuses_to_become_a_snapshot(project):
         result.assert_outcomes(failed=1)
         explained(
             result,
-            "the recording has no collectives, so a snapshot of it would guard nothing",
+            "the recording has no collectives, so a snapshot of it would check nothing",
             "comm_snapshot(allow_empty=True)",
         )
     assert project.files() == []
@@ -514,7 +515,7 @@ def test_an_unsharded_tree_refuses_to_become_a_snapshot(project):
     project.edit("fsdp_tree(model)", "fsdp_tree(nn.Linear(2, 2))")
     result = project.update()
     result.assert_outcomes(failed=1)
-    explained(result, "the tree has no unit and no DTensor", "is fully_shard(model), or")
+    explained(result, "the tree has no unit and no DTensor", "is fully_shard(model) or")
 
 
 def test_ranks_that_differ_are_named_and_compared(project):
@@ -712,8 +713,8 @@ def test_artifacts_that_cannot_be_kept_cost_no_story(recorded):
     result.stdout.fnmatch_lines(
         [
             "*other sizes of parameters: {0..1} 256 B -> 1.0 KiB in each gather*",
-            "*PytestWarning: --comm-artifacts: cannot keep what differs (*Not a directory: "
-            "'*art/received/test_it'), so that it cannot be accepted from there",
+            "*PytestWarning: --comm-artifacts: cannot write the recording (*Not a directory: "
+            "'*art/received/test_it'), so `fsdp-comm accept` cannot accept it",
             "FAILED test_it.py::test_step - other sizes of parameters: *",
         ],
         consecutive=False,

@@ -201,7 +201,7 @@ def test_a_model_that_did_not_run_fails_and_names_what_did(pytester):
         result.assert_outcomes(failed=len(WRONG))
         assert not list(pytester.path.glob("snapshots/**/*.comm"))
     output = result.stdout.str()
-    head = "comm_mode was given a model that did not run, so nothing was compared or written:"
+    head = "the model passed to comm_mode did not run, so nothing was compared or written:"
     assert output.count(head) == len(WRONG), output
     other = "passed to comm_mode ran, but another model"
     assert (
@@ -212,7 +212,7 @@ def test_a_model_that_did_not_run_fails_and_names_what_did(pytester):
         f"  no module of the ModuleDict {other} (for example, a FSDPLinear) issued 3 coll" in output
     )
     assert (
-        "give it the model that runs, as it is once wrapped; if this one rightly does not run, use "
+        "pass the model that runs, after it is wrapped; if this model is not supposed to run, use "
         "comm_snapshot(allow_idle_model=True)"
     ) in output
 

@@ -83,9 +83,10 @@ def test_what_was_not_seen_fails_a_comparison_and_an_update(project):
         result.assert_outcomes(failed=1, warnings=1)
         said(
             result,
-            "comm_mode lacks something that was sent, so nothing was compared or written:",
+            "comm_mode could not record everything that was sent, so nothing was compared or "
+            "written:",
             MISSING,
-            "to compare the rest, use comm_snapshot(allow_unseen=True)",
+            "to compare the recording without it, use comm_snapshot(allow_unseen=True)",
             "UnseenCollectivesWarning: comm_mode: the recording is incomplete: 1 collective ",
         )
         assert "accept:" not in result.stdout.str()
@@ -137,7 +138,8 @@ def test_code_that_depends_on_values_is_not_compared_on_the_fake_group(project):
     result.assert_outcomes(failed=1)
     said(
         result,
-        "the fake group exchanges no values, so what depends on them may be recorded wrongly",
+        "the fake backend exchanges no values, so calls that depend on values may be recorded "
+        "wrongly",
         "  test_it.py:8 reads the values of a tensor (item)",
         'run the test with backend="gloo"',
         "comm_snapshot(allow_value_dependent=True)",

@@ -71,8 +71,8 @@ class TestOnRanks(Cases):
 """
 COUNT = SOURCE.count("def test_")
 ERROR = (
-    "FsdpCommError: syrupy's `snapshot` does not know what counts in {0}, so nothing was compared "
-    "or written; take the fixture comm_snapshot: assert {0} == comm_snapshot\n"
+    "FsdpCommError: syrupy's `snapshot` does not know which parts of {0} to compare, so nothing "
+    "was compared or written; use the fixture comm_snapshot: assert {0} == comm_snapshot\n"
 )
 RECORDING, TREE = map(ERROR.format, ("comm_mode", "fsdp_tree(model)"))
 

@@ -162,14 +162,14 @@ def test_a_file_is_compared_as_it_was_written_or_fails(recorded):
     result = recorded.run()
     result.assert_outcomes(passed=1, failed=1)
     first = (
-        "comm_mode differs from snapshots/test_it/test_step.ws4.comm, which was written with "
+        "comm_mode differs from snapshots/test_it/test_step.ws4.comm, which was recorded with "
         "activation_nbytes=False and is compared without it"
     )
     shown = [line.removeprefix("E").strip() for line in result.outlines if line.startswith("E ")]
     assert shown == [
         f"assert {first}",
         "activation sizes: not compared -> compared",
-        "or compare as the file was written: comm_snapshot(activation_nbytes=False)",
+        "or compare the way the file was recorded: comm_snapshot(activation_nbytes=False)",
         'accept: pytest --snapshot-update "test_it.py::test_step"',
     ]
     result.stdout.fnmatch_lines(
@@ -184,10 +184,10 @@ def test_a_file_is_compared_as_it_was_written_or_fails(recorded):
     result.assert_outcomes(passed=1, failed=1)
     shown = [line.removeprefix("E").strip() for line in result.outlines if line.startswith("E ")]
     assert shown == [
-        "assert comm_mode differs from snapshots/test_it/test_step.ws4.comm, which was written "
+        "assert comm_mode differs from snapshots/test_it/test_step.ws4.comm, which was recorded "
         "without activation_nbytes=False and is compared with it",
         "activation sizes: compared -> not compared",
-        "or compare as the file was written: without activation_nbytes=False",
+        "or compare the way the file was recorded: without activation_nbytes=False",
         'accept: pytest --snapshot-update "test_it.py::test_step"',
     ]
     recorded.update().assert_outcomes(passed=2)

@@ -128,7 +128,7 @@ def test_each_test_has_the_outcome_in_its_name(session):
 def test_failure_says_what_to_do(session):
     told = "comm_snapshot was requested but never compared, so this test passes whatever is sent:\n"
     assert session.output.count(told) == 6  # once for each, whatever the number of ranks
-    assert "let it call comm_snapshot(allow_unused=True)" in session.output
+    assert "let the fixture call comm_snapshot(allow_unused=True)" in session.output
 
 
 def test_comparison_after_the_test_is_named(session):
@@ -209,7 +209,7 @@ def test_comparison_without_assert_is_explained(pytester):
     first = pytester.runpytest_subprocess("--snapshot-update", *arguments)
     # Nothing is said of equal ones. One expects a difference, and one excludes it.
     first.assert_outcomes(passed=5, failed=2, xpassed=1)
-    assert "where the test went on" not in first.stdout.str()
+    assert "where the test ignored" not in first.stdout.str()
     file.write_text(UNASSERTED.replace("COUNT = 1", "COUNT = 2"))
     again = pytester.runpytest_subprocess(*arguments)
     for outcome, name in re.findall(r"(?m)^([A-Z]+) test_it\.py::(\w+)", again.stdout.str()):
@@ -222,12 +222,12 @@ def test_comparison_without_assert_is_explained(pytester):
             r"  \+100 % bytes in all_reduce\[world\] \(8 -> 16 B per rank and step\)\n"
             r"  \(no-module\) outside: all_reduce\[world\] 1 -> 2 .*, issued at test_it\.py:13\n"
             rf'  accept: pytest --snapshot-update "test_it\.py::test_{name}_FAILED"\n'
-            r"  compared at test_it\.py:\d+, where the test went on: assert the result\n",
+            r"  compared at test_it\.py:\d+, where the test ignored the result: assert it\n",
             failure,
         ), failure
-    assert text.count("where the test went on") == 4
-    assert text.count("test_caught_FAILED.ws2.comm failed and the test went on: it was caught") == 1
-    assert text.count("comm_snapshot was compared with !=, which would pass for any other") >= 1
+    assert text.count("where the test ignored the result") == 4
+    assert text.count("test_caught_FAILED.ws2.comm failed, but the test continued: the") == 1
+    assert text.count("comm_snapshot was compared with !=, which would pass for any different") >= 1
     # Once in the table, in CI too.
     assert (
         "differs from the reviewed snapshots in 4 tests by 1 change"

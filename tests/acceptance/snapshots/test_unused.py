@@ -282,7 +282,7 @@ def test_unused_command_removes_what_is_listed(project, cwd):
     project.edit("tests/test_c.py", "[1, 2]", "[1]")
     commit_all(project)
     result = project.run("../" * cwd.count("/") + "../tests" if cwd != "." else "tests", cwd=cwd)
-    command = re.search(r"^If they are not needed: (git .*)$", result.stdout, re.MULTILINE)
+    command = re.search(r"^To remove them: (git .*)$", result.stdout, re.MULTILINE)
     assert command, result.stdout
     subprocess.run(command[1], shell=True, cwd=project.path / cwd, check=True)  # noqa: S602  # as pasted
     assert every - project.files() == {"tests/test_c/test_x[2].ws1"}
@@ -406,7 +406,7 @@ def test_missing_snapshot_names_the_renamed_file(project, old, new, change):
     move = shlex.join(["git", "mv", f"snapshots/{old}.ws1.comm", f"snapshots/{new}.ws1.comm"])
     if "test_c" in new:
         move = f"mkdir -p snapshots/tests/sub/test_c && {move}"
-    lead = "was the test renamed?" if change else "the same, of a test that is gone:"
+    lead = "was the test renamed?" if change else "the snapshot of a removed test is identical:"
     assert missing(result)[f"{new}.ws1"] == f"{lead} {move}"
     # It is run as it is printed.
     commit_all(project)
@@ -433,7 +433,7 @@ def test_missing_snapshot_names_other_world_sizes(tmp_path):
     project.write("test_n.py", source)
     assert project.run("--snapshot-update").returncode == 0
     project.write("test_n.py", source.replace("=2", "=3"))
-    hint = "there is one for 2 ranks: snapshots/test_n/test_t.ws2.comm"
+    hint = "there is a snapshot for 2 ranks: snapshots/test_n/test_t.ws2.comm"
     assert missing(project.run()) == {"test_n/test_t.ws3": hint}
 
 

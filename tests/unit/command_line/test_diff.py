@@ -59,7 +59,10 @@ def test_diff_of_different_kinds_is_not_explained(write, fsdp_comm):
     write("b.comm", TREE)
     result = fsdp_comm("diff", "a.comm", "b.comm")
     assert result.status == 1
-    assert result.lines == ["a.comm -> b.comm:", "  a snapshot of kind 'comm', not 'tree'"]
+    assert result.lines == [
+        "a.comm -> b.comm:",
+        "  the snapshot's kind is 'comm', but 'tree' was recorded",
+    ]
 
 
 EXAMPLES = Path(__file__).parents[3] / "snapshots/examples/test_llama"

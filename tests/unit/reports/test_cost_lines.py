@@ -125,7 +125,7 @@ def test_what_grows_alike_is_one_line():
     before = [gather((5, 512)), scatter((3, 512)), reduce((1, 64))]
     after = [gather((20, 512)), scatter((12, 512)), reduce((1, 256))]
     assert lines(before, after) == [
-        "x4.0 bytes in all (4.1 -> 16.2 KiB per rank and step), alike in every kind"
+        "x4.0 bytes in all (4.1 -> 16.2 KiB per rank and step), each kind by the same factor"
     ]
     almost = lines(before, [*after[:2], reduce((1, 255))])
     assert almost[0] == "x4.0 bytes in all (4.1 -> 16.2 KiB per rank and step), x4.0 on dp"
@@ -212,19 +212,19 @@ def test_the_peak_is_told_where_it_changes_or_was_expected_to():
 
 def test_a_cost_says_that_calls_of_unknown_size_are_left_out():
     assert lines([gather((1, 8), objects=1)], [gather((1, 8), objects=3)]) == [
-        "calls of unknown size 1 -> 3 per rank and step (left out)"
+        "calls of unknown size 1 -> 3 per rank and step (not included)"
     ]
     assert lines([gather((1, 8), objects=1)], [gather((2, 8), objects=3)]) == [
         "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), calls of unknown size "
-        "1 -> 3 (left out)"
+        "1 -> 3 (not included)"
     ]
     assert lines([gather((1, 8), objects=1)], [gather((2, 8), objects=1)]) == [
         "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), "
-        "calls of unknown size left out"
+        "calls of unknown size not included"
     ]
     assert lines([gather((2, 64))], [gather(objects=2)]) == [
         "unknown bytes in all_gather[dp] (128 B -> 2 of unknown size per rank and step), "
-        "calls of unknown size 0 -> 2 (left out)"
+        "calls of unknown size 0 -> 2 (not included)"
     ]
 
 
@@ -232,7 +232,7 @@ def test_where_ranks_differ_it_says_whose_bytes_these_are():
     same = gather((1, 900), ranks=(0,))
     old, new = gather((1, 100), ranks=(1, 2, 3)), gather((2, 100), ranks=(1, 2, 3))
     assert lines([same, old], [same, new]) == [
-        "+100 % bytes in all_gather[dp] (100 -> 200 B a step on ranks 1-3, where most changes)"
+        "+100 % bytes in all_gather[dp] (100 -> 200 B per step on ranks 1-3, the largest change)"
     ]
     odd = tuple(range(1, 64, 2))
     (line,) = lines(
@@ -240,7 +240,7 @@ def test_where_ranks_differ_it_says_whose_bytes_these_are():
         [gather((2, 100), ranks=odd), gather((1, 100), ranks=tuple(range(0, 64, 2)))],
         world_size=64,
     )
-    assert line.endswith("(100 -> 200 B a step on ranks 1-63/2, where most changes)")
+    assert line.endswith("(100 -> 200 B per step on ranks 1-63/2, the largest change)")
 
 
 def test_nothing_that_costs_is_no_line():

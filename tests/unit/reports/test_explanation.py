@@ -12,7 +12,7 @@ from pytest_fsdp_comm.reports.changes import (
     render_comparison,
     render_tree_changes,
 )
-from pytest_fsdp_comm.reports.explanation import FailureText, failure_lines, told_lines
+from pytest_fsdp_comm.reports.explanation import FailureText, failure_lines, summary_lines
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 ACCEPT = "pytest --snapshot-update x"
@@ -197,21 +197,21 @@ def test_a_regression_comes_first_and_each_change_has_its_cause():
     explained = render_comparison(comparison, snapshot="x")
     reduced = "gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter)"
     assert headline_of_steps(comparison) == f"{reduced}, gathers as before, 1 more"
-    assert [line.partition("; likely: ")[0] for line in explained.told] == [
+    assert [line.partition("; likely: ")[0] for line in explained.summaries] == [
         f"{reduced}, gathers as before",
         "parameters[dp], gradients[dp] float32 -> bfloat16, x1/2 bytes",
     ]
-    causes = [line.partition("; likely: ")[2] for line in explained.told]
+    causes = [line.partition("; likely: ")[2] for line in explained.summaries]
     assert causes[0].startswith("reduced in each micro-batch, or in several backwards of one")
     assert causes[1] == "MixedPrecisionPolicy, or the model's own dtype"
     # The same order on the terminal, before what it costs.
     assert explained.training[0].startswith(reduced)
     assert "bfloat16" in explained.training[1]
-    assert explained.story == (*explained.training, *explained.cost)
+    assert explained.differences == (*explained.training, *explained.cost)
 
 
 def breaking(text, *lines):
-    return replace(text, training=lines, told=(*lines, *text.told))
+    return replace(text, training=lines, summaries=(*lines, *text.summaries))
 
 
 def test_what_breaks_training_comes_before_what_it_costs():
@@ -224,7 +224,11 @@ def test_what_breaks_training_comes_before_what_it_costs():
     whole = failure_lines(texts, accept="", everything=True)
     assert list(whole[1:6]) == [*first, "  comm: +1 % in all", "  comm: more"]
     assert list(failure_lines(texts, accept=ACCEPT)[1:4]) == first
-    assert told_lines(texts.values()) == ("gradients lost", "and late", "lora: no longer managed")
+    assert summary_lines(texts.values()) == (
+        "gradients lost",
+        "and late",
+        "lora: no longer managed",
+    )
     many = {"": breaking(comm(3, cost=("+1 %",)), *(f"lost {n}" for n in range(9)))}
     lines = failure_lines(many, accept=ACCEPT)
     assert lines[1:5] == tuple(f"  lost {n}" for n in range(4))

@@ -28,14 +28,14 @@ FINDING = Finding(
 def test_alike_blocks_share_a_row():
     lines = render_tree(stack(odd=7)).splitlines()
     assert [re.sub(" {2,}", "  ", line.lstrip()) for line in lines] == [
-        "4 ranks, dp=4; 33 units; 33 parameters, 128.0 KiB in all, 32.0 KiB of it on rank 0",
+        "4 ranks, dp=4; 33 units; 33 parameters, 128.0 KiB in all, 32.0 KiB on rank 0",
         "",
         "module  policy or placement  gathered  kept",
         (
             "(root) [Model]  FULLY SHARDED dp=4, stays unsharded after forward, bfloat16, root  "
             "2.0 KiB  1.0 KiB"
         ),
-        ". scale [2] float32  whole on each rank",
+        ". scale [2] float32  full copy on each rank",
         "layers [ModuleList]",
         "{0..6} x7 [Block]  FULLY SHARDED dp=4, reshards after forward, bfloat16  2.0 KiB  1.0 KiB",
         "up [Linear] weight [16, 64] float32  Shard(0)@dp",
@@ -59,13 +59,13 @@ def test_alike_blocks_share_a_row():
     [
         (
             {"replicate_axis": MeshAxis(name="replica", size=2), "offload": True},
-            "dp=4, replicated replica=2, reshards after forward, bfloat16, on host",
+            "dp=4, replicated replica=2, reshards after forward, bfloat16, offloaded to host",
         ),
         (
             {"reshard_after_forward": 2, "gradient_divide_factor": 8.0}
             | {"force_sum_reduction": True},
             "dp=4, reshards to 2 ranks after forward, bfloat16, gradients divided by 8, "
-            "gradients summed only",
+            "gradients summed, not averaged",
         ),
         (
             {"precision": Precision(reduce_dtype="float32"), "is_root": True},
@@ -143,7 +143,7 @@ def test_a_very_deep_tree_is_drawn_flat_below_a_limit_and_cut_on_the_page():
     page = tree_page(tree)
     check_page(page)
     assert page.count('<th role="rowheader"') == 2500
-    assert "2500 more modules are left out" in page
+    assert "2500 more modules are omitted" in page
     assert 'class="d12"' in page
     assert 'class="d13"' not in page
 

@@ -50,10 +50,10 @@ def refused(kind, text):
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("world_size", "<<<<<<< HEAD\nworld_size", "line 2: it reads '<<<<<<< HEAD', a marker"),
-        ("mesh dp", "||||||| base\nmesh dp", "line 3: it reads '||||||| base', a marker of a"),
-        ("end\n", "=======\nend\n", "it reads '=======', a marker of a merge conflict"),
-        ("end\n", "end\n>>>>>>> b\n", "it reads '>>>>>>> b', a marker of a merge"),
+        ("world_size", "<<<<<<< HEAD\nworld_size", "line 2: it reads '<<<<<<< HEAD', a merge"),
+        ("mesh dp", "||||||| base\nmesh dp", "line 3: it reads '||||||| base', a merge con"),
+        ("end\n", "=======\nend\n", "it reads '=======', a merge conflict marker"),
+        ("end\n", "end\n>>>>>>> b\n", "it reads '>>>>>>> b', a merge"),
         ("layers", "la\0yers", "line 5: it reads"),
         ("world_size", "\rworld_size", "line 2: it reads '\\rworld_size 8'; expected"),
         ("# pytest", "\ufeff# pytest", "line 1: it reads '\\ufeff# pytest-fsdp-comm 2"),
@@ -61,8 +61,8 @@ def refused(kind, text):
         ("world_size 8", "world_size 08", "line 2: it reads 'world_size 08'; expected"),
         ("world_size 8", "world_size 131073", "with a number from 1 to 131072"),
         ("mesh tp=2 stride 1", "mesh dp=4 stride 2", "; expected"),
-        ("dp=4", "dp=0", "line 3: it reads 'mesh dp=0 stride 2'; expected '<axis>=<size> stri"),
-        ("dp=4", "dp=9", "stride <stride>' or the like, with sizes up to 8"),
+        ("dp=4", "dp=0", "line 3: it reads 'mesh dp=0 stride 2'; expected something like '<axis>"),
+        ("dp=4", "dp=9", "stride <stride>', with sizes up to 8"),
         ("dp=4 stride 2", "dp=4 stride 02", "expected 'mesh dp=4 stride 2'"),
         ("dp=4 stride 2", "dp=2x2 stride 2", "expected a line as the plugin wri"),
         ("dp=4 stride 2", "dp=4 ranks 0-9", "bad ranks '0-9'; expected ranks from 0 to 7 in asc"),
@@ -91,11 +91,11 @@ def test_recordings_and_trees_refuse_the_same_mistakes(kind, old, new, complaint
 
 def test_a_conflict_says_how_to_take_a_side():
     assert refused("tree", TREE.replace("mesh", "=======\nmesh")) == (
-        "a/b.comm, line 3: it reads '=======', a marker of a merge conflict; expected one side "
-        "of the conflict. Nothing was overwritten: take either side with `git checkout --ours "
-        "a/b.comm` or `git checkout --theirs a/b.comm` (if the markers were committed, from the "
-        "commit that had it right: `git checkout COMMIT -- a/b.comm`), then run the test; "
-        "--snapshot-update if the change is intended"
+        "a/b.comm, line 3: it reads '=======', a merge conflict marker; expected one side of the "
+        "conflict. Nothing was overwritten: choose a side with `git checkout --ours a/b.comm` or "
+        "`git checkout --theirs a/b.comm` (if the markers are already committed, restore the file "
+        "from an earlier commit: `git checkout COMMIT -- a/b.comm`), then run the test; if it "
+        "fails and the change is intended, add --snapshot-update"
     )
 
 

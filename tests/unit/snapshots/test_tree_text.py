@@ -230,15 +230,14 @@ REMEDY = (
             "reshard_after_forward=true",
             "reshard",
             "line 5: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard param_dtype=bfloat16': "
-            "unknown policy 'reshard'; expected a unit's policy such as "
-            "reshard_after_forward=true",
+            "unknown policy 'reshard'; expected something like reshard_after_forward=true",
         ),
         (
             "reshard_after_forward=true",
             "reshard_after_forward=maybe",
             "line 5: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=maybe "
-            "param_dtype=bfloat16'; expected reshard_after_forward=true, =false or a number of "
-            "ranks",
+            "param_dtype=bfloat16'; expected reshard_after_forward=true, =false or =<number of "
+            "ranks>",
         ),
         (
             "float32[512,64]",

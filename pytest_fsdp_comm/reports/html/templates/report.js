@@ -1,8 +1,8 @@
 "use strict";
-// Draws timelines, and adds filters, magnification and a cursor. All else can be read without.
+// Draws timelines, and adds filters, magnification and a cursor. Pages can be read without it.
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
-  // From where to where a stroke goes, on an axis at 20: its direction tells kinds apart.
+  // Start and end of a stroke on an axis at 20: the direction distinguishes kinds.
   const STROKES = [
     ["gather", /^(all_)?gather$/, "20V3"],
     ["scatter", /^(reduce_)?scatter$/, "20V37"],
@@ -41,8 +41,8 @@
   }
 
   const data = JSON.parse(document.getElementById("data")?.textContent ?? '{"sections":{}}');
-  const known = data.entries?.map(([what, module, phase, axis, nbytes]) => ({
-    what, module, phase, axis, nbytes,
+  const allEntries = data.entries?.map(([operation, module, phase, axis, nbytes]) => ({
+    operation, module, phase, axis, nbytes,
   }));
   for (const [id, section] of Object.entries(data.sections)) {
     if (section.timelines.length) begin(document.getElementById(`${id}-time`), section);
@@ -53,7 +53,7 @@
     const hidden = { axis: new Set(), phase: new Set() };
     const longest = Math.max(...section.timelines.map((timeline) => timeline.order.length));
     const walks = section.timelines.map((timeline, at) => {
-      const entries = timeline.order.map((index) => known[index]);
+      const entries = timeline.order.map((index) => allEntries[index]);
       return walk(figures[at], entries, draw(figures[at], entries, timeline, section), hidden);
     });
 
@@ -93,11 +93,11 @@
     apply();
   }
 
-  // Draws a timeline; returns how many bytes are gathered after each entry.
+  // Draws a timeline; returns the gathered bytes after each entry.
   function draw(figure, entries, timeline, section) {
     const count = entries.length;
-    const { units, held, lanes } = gathered(entries);
-    const top = Math.max(...held);
+    const { units, gatheredBytes, lanes } = gathered(entries);
+    const top = Math.max(...gatheredBytes);
     const track = figure.querySelector(".track");
     const drawing = add(track, count > 480 ? "dense" : "");
     drawing.ariaHidden = "true";
@@ -113,10 +113,10 @@
 
     if (top) {
       const height = (nbytes) => 100 - (80 * nbytes) / top;
-      const at = held.indexOf(top);
-      add(drawing, "cap", "gathered parameters of a rank");
+      const at = gatheredBytes.indexOf(top);
+      add(drawing, "cap", "gathered parameters on one rank");
       const memory = add(drawing, "memory");
-      const steps = held.map((nbytes, index) => `H${index}V${height(nbytes)}`).join("");
+      const steps = gatheredBytes.map((nbytes, index) => `H${index}V${height(nbytes)}`).join("");
       path(shape(memory, count, 100), "area", `M0 100${steps}H${count}V100Z`);
       const half = 2 ** Math.floor(Math.log2(top / 2));
       for (const nbytes of [half, 2 * half].filter((one) => one >= 1 && one <= 0.92 * top)) {
@@ -132,11 +132,11 @@
       rows.style.height = `${lanes * lane}px`;
       for (const unit of units) {
         const differs = section.differing.includes(unit.module) ? "≠ " : "";
-        // The end of a name tells units apart.
+        // Units differ in the ends of their names.
         const end = nameOf(unit).replace(/^.*?((?:[^.]+\.)?\d+|[^.]*)$/, "$1");
         const bar = add(rows, `bar ${unit.phase}`);
         if (lane === 22) {
-          // A name that does not fit wraps to a line that is not seen; the sign stays.
+          // A name that does not fit wraps to a hidden line; the sign stays visible.
           add(bar, "sign", differs);
           add(bar, "name", end);
         }
@@ -147,11 +147,11 @@
         bar.style.height = `${lane - (lane > 6 ? 3 : 0)}px`;
       }
 
-      let note = ` at entry ${at + 1} of ${count}, ${entries[at].what} of ${nameOf(entries[at])} in ${entries[at].phase}`;
+      let note = ` at entry ${at + 1} of ${count}, ${entries[at].operation} of ${nameOf(entries[at])} in ${entries[at].phase}`;
       if (timeline.peak !== top) {
         const cut = timeline.left_out && timeline.peak > top;
-        const why = cut ? "comes after the cut" : "also counts what was gathered before the block, and what a partial reshard leaves";
-        note = `; the highest drawn is ${bytes(top)}${note}: the peak ${why}`;
+        const why = cut ? "is in the omitted entries" : "also counts parameters that were gathered before the block, or that a partial reshard leaves gathered";
+        note = `; the highest drawn value is ${bytes(top)}${note}: the peak ${why}`;
       }
       figure.querySelector("[data-peak]").textContent = note;
     }
@@ -167,29 +167,29 @@
       path(strokes, "base", `M0 20H${2 * count}`);
       for (const phase of new Set(sent.map((entry) => entry.phase))) {
         for (const [name, kinds, line] of STROKES) {
-          const alike = sent.filter((entry) => entry.phase === phase && kinds.test(entry.what));
-          const stroke = path(strokes, `stroke ${name}`, alike.map(({ at }) => `M${2 * at + 1} ${line}`).join(""));
+          const calls = sent.filter((entry) => entry.phase === phase && kinds.test(entry.operation));
+          const stroke = path(strokes, `stroke ${name}`, calls.map(({ at }) => `M${2 * at + 1} ${line}`).join(""));
           stroke.dataset.phase = phase;
         }
       }
     }
     add(track, "cursor");
-    return held;
+    return gatheredBytes;
   }
 
-  // When each unit is gathered, in which lane it is drawn, and how many bytes are after each entry.
+  // Computes when each unit is gathered, its lane, and the gathered bytes after each entry.
   function gathered(entries) {
     const count = entries.length;
     const open = new Map();
     const seen = new Set();
     const units = [];
     entries.forEach((entry, at) => {
-      if (entry.what === "unshard") {
+      if (entry.operation === "unshard") {
         if (!open.has(entry.module)) open.set(entry.module, { ...entry, start: at, end: count });
-      } else if (entry.what === "reshard") {
+      } else if (entry.operation === "reshard") {
         let unit = open.get(entry.module);
         open.delete(entry.module);
-        // It was gathered when the recording began.
+        // The unit was gathered before the recording began.
         if (!unit && !seen.has(entry.module)) unit = { ...entry, phase: "outside", start: 0 };
         if (unit) units.push(Object.assign(unit, { end: at }));
       } else return;
@@ -197,30 +197,30 @@
     });
     units.push(...open.values());
     units.sort((one, other) => one.start - other.start || other.end - one.end);
-    const held = new Array(count).fill(0);
+    const gatheredBytes = new Array(count).fill(0);
     const free = [];
     for (const unit of units) {
-      held[unit.start] += unit.nbytes;
-      if (unit.end < count) held[unit.end] -= unit.nbytes;
+      gatheredBytes[unit.start] += unit.nbytes;
+      if (unit.end < count) gatheredBytes[unit.end] -= unit.nbytes;
       const lane = free.findIndex((end) => end <= unit.start);
       unit.lane = lane < 0 ? free.length : lane;
       free[unit.lane] = unit.end;
     }
-    for (let at = 1; at < count; at += 1) held[at] += held[at - 1];
-    return { units, held, lanes: free.length };
+    for (let at = 1; at < count; at += 1) gatheredBytes[at] += gatheredBytes[at - 1];
+    return { units, gatheredBytes, lanes: free.length };
   }
 
-  function walk(figure, entries, held, hidden) {
+  function walk(figure, entries, gatheredBytes, hidden) {
     const range = figure.querySelector("[data-walk]");
     const output = range.parentElement.querySelector("output");
     const cursor = figure.querySelector(".cursor");
     const scroll = figure.querySelector(".scroll");
     const isHidden = (entry) => hidden.axis.has(entry.axis) || hidden.phase.has(entry.phase);
     let last = 0;
-    range.value = held.indexOf(Math.max(...held)) + 1;
+    range.value = gatheredBytes.indexOf(Math.max(...gatheredBytes)) + 1;
 
     const show = () => {
-      // On to the next entry that is not filtered out, in the direction of the walk.
+      // Skip hidden entries, in the direction of the walk.
       let at = range.value - 1;
       const step = at < last ? -1 : 1;
       while (isHidden(entries[at]) && entries[at + step]) at += step;
@@ -228,9 +228,9 @@
       last = at;
       const entry = entries[at];
       const text = isHidden(entry)
-        ? "nothing to show: all entries here are filtered out"
-        : `${at + 1} of ${entries.length}: ${entry.what}${entry.axis && `[${entry.axis}]`} of ${nameOf(entry)}, ` +
-          `${entry.phase}${entry.nbytes ? `, ${bytes(entry.nbytes)}` : ""}; ${bytes(held[at])} gathered`;
+        ? "all entries here are hidden by the filters"
+        : `${at + 1} of ${entries.length}: ${entry.operation}${entry.axis && `[${entry.axis}]`} of ${nameOf(entry)}, ` +
+          `${entry.phase}${entry.nbytes ? `, ${bytes(entry.nbytes)}` : ""}; ${bytes(gatheredBytes[at])} gathered`;
       output.value = text;
       range.setAttribute("aria-valuetext", text);
       place(cursor, at + 0.5, 0, entries.length);
@@ -254,7 +254,7 @@
     return module === null ? "(no-module)" : module || "(root)";
   }
 
-  // As Python writes them, halves to the even digit.
+  // Formats bytes as the Python code does: rounds halves to the even digit.
   function bytes(nbytes) {
     const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let unit = 0;

@@ -22,14 +22,14 @@ ORIGIN = Origin(commit="abc123", address="https://github.com/o/r")
 
 def failed(
     nodeid="tests/test_a.py::test_x",
-    story=("comm_mode differs", "  a: +1"),
+    explanation=("comm_mode differs", "  a: +1"),
     path="tests/test_a.py",
     command="pytest --snapshot-update ",
 ):
     comparisons = Comparisons(
         files=("snapshots/a.comm",),
         headline="a: +1 all_gather",
-        story=tuple(story),
+        explanation=tuple(explanation),
         cost=("+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB)", "peak gathered unchanged"),
         accept=f'{command}"{nodeid}"',
         test=f'"{nodeid}"',
@@ -62,7 +62,7 @@ def test_a_session_that_passed_is_one_line():
         "Communication: 14 snapshots in 9 tests compared, all equal."
     )
     nothing = Outcomes(compared_tests=0, compared_files=0)
-    assert render_summary(nothing, ORIGIN).startswith("No test compared anything")
+    assert render_summary(nothing, ORIGIN).startswith("No test compared a")
 
 
 def test_a_failed_test_gets_a_row_with_change_and_cost_and_its_story():
@@ -75,8 +75,8 @@ def test_a_failed_test_gets_a_row_with_change_and_cost_and_its_story():
         "+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB) peak gathered unchanged "
         "tests/test_a.py::test_x comm_mode differs a: +1 "
         'To accept it: pytest --snapshot-update "tests/test_a.py::test_x" '
-        "fsdp-comm accept DIRECTORY accepts all of it without running the tests, from what "
-        "--comm-artifacts=DIRECTORY kept."
+        "fsdp-comm accept DIRECTORY accepts all changes without running the tests, from the files "
+        "that --comm-artifacts=DIRECTORY wrote."
     )
     address = '<a href="https://github.com/o/r/blob/abc123/tests/test_a.py#L12">'
     assert address in rendered(text)
@@ -107,7 +107,9 @@ def test_other_failures_unused_files_and_an_early_end_are_reported():
 
 def test_names_are_never_rendered_as_markup():
     fence = "a\n````\n<b>b</b>"
-    text = render_summary(outcomes(failed(HOSTILE, story=[fence, HOSTILE, "</details>"])), ORIGIN)
+    text = render_summary(
+        outcomes(failed(HOSTILE, explanation=[fence, HOSTILE, "</details>"])), ORIGIN
+    )
     page = rendered(text)
     assert page.count("<tr>") == 2
     assert len(re.findall("<td", page)) == 3
@@ -124,7 +126,7 @@ def test_names_are_never_rendered_as_markup():
 
 def test_a_summary_is_bounded_and_counts_what_it_drops():
     tests = [
-        failed(f"tests/test_a.py::test_{number}", story=["", f"{number}" + "é" * 30_000])
+        failed(f"tests/test_a.py::test_{number}", explanation=["", f"{number}" + "é" * 30_000])
         for number in range(250)
     ]
     text = render_summary(outcomes(*tests), ORIGIN)
@@ -132,7 +134,7 @@ def test_a_summary_is_bounded_and_counts_what_it_drops():
     assert text.count("\n| <a href") == 200
     assert "| 50 more | | |" in text
     assert text.count("<details>") == 40
-    assert "210 more stories are in the log" in text
+    assert "The explanations of 210 more changes are in the log" in text
     assert text.count("```text") % 2 == 0
 
 
@@ -172,7 +174,7 @@ def test_changes_that_look_alike_are_told_apart(line):
     for nodeid in (SIX[1], SIX[4]):
         assert len(outcomes(one, failed(nodeid, ["", "  +1 %", line])).changes) == 2
         # What is not compared, or to be done, belongs to one test.
-        same = failed(nodeid, [*one.comparisons.story, "  note: x", "  or y"])
+        same = failed(nodeid, [*one.comparisons.explanation, "  note: x", "  or y"])
         assert len(outcomes(one, same).changes) == 1
 
 
@@ -202,7 +204,7 @@ def test_group_of_tests_ignores_their_amounts(before, after, is_same):
     assert len(outcomes(*tests).changes) == 2 - is_same
     said = shown(render_summary(outcomes(*tests), ORIGIN))
     # Once in the table, once above the story.
-    assert said.count("Amounts of the first test; the others have other amounts") == 2 * is_same
+    assert said.count("Numbers of the first test; those of the other tests differ") == 2 * is_same
 
 
 def test_changes_that_other_commands_accept_are_told_apart():
@@ -269,11 +271,11 @@ def test_annotate_many_tests_has_no_part_of_a_command():
 def test_annotate_eleven_causes_counts_the_rest():
     ten = annotate(outcomes(*[sent((line, "a")) for line in range(1, 11)]))
     assert len(ten) == 10
-    assert not any("more in the log" in one for one in ten)
+    assert not any("more are in the log" in one for one in ten)
     many = annotate(outcomes(*[sent((line, "a")) for line in range(1, 26)]))
     assert len(many) == 10
     assert many[-1] == (
-        "::error title=communication::16 more in the log and in the summary of the step"
+        "::error title=communication::16 more are in the log and in the step summary"
     )
 
 
