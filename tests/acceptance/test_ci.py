@@ -132,7 +132,7 @@ LINK = (
 )
 
 
-def test_the_summary_is_appended_once_below_those_of_other_steps(repository):
+def test_summary_is_appended_once_below_other_steps(repository):
     top, _, _, _ = repository
     text = (top / FIRST).read_text()
     assert text.startswith("of a step before\n\n### Communication: ")
@@ -182,7 +182,7 @@ def test_a_change_of_several_tests_is_printed_once(repository):
     assert out.count("pytest --snapshot-update") == 3 + 1 + out.count("%0Aaccept: ")
 
 
-def test_failure_is_annotated_once_with_the_plugin_for_it(repository):
+def test_failure_is_annotated_once_with_other_plugin(repository):
     top, project, distributed_over_workers, github = repository
     alone = {**github, "GITHUB_STEP_SUMMARY": str(top / "other.md")}
     in_one_process = run(project, NBYTES="163", FAILS="1", status=1, **alone)
@@ -192,7 +192,7 @@ def test_failure_is_annotated_once_with_the_plugin_for_it(repository):
         assert sorted(found) == [("", "tests/test_step.py::test_other"), ("7", "")]
 
 
-def test_junit_xml_has_the_headline_cost_and_file_of_each_test(repository):
+def test_junit_xml_has_headline_cost_and_file(repository):
     _, project, _, _ = repository
     properties = {
         case.get("name"): [(one.get("name"), one.get("value")) for one in case.iter("property")]
@@ -208,7 +208,7 @@ def test_junit_xml_has_the_headline_cost_and_file_of_each_test(repository):
     assert properties["test_names[a|b`]"][0][1] == f"{place}/test_names[a%7Cb%60].ws1.comm"
 
 
-def test_a_passing_session_writes_one_line_and_no_annotation(repository):
+def test_passing_session_writes_one_summary_line(repository):
     top, project, _, github = repository
     before = (top / SUMMARY).read_text()
     out = run(project, "-k", "names", NBYTES="100", status=0, **github)
@@ -224,7 +224,7 @@ def test_a_passing_session_writes_one_line_and_no_annotation(repository):
     assert (top / SUMMARY).read_text() == after
 
 
-def test_an_unwritable_summary_is_reported_and_fails_no_test(repository):
+def test_unwritable_summary_is_reported_not_fatal(repository):
     top, project, _, github = repository
     broken = {**github, "GITHUB_STEP_SUMMARY": str(top)}
     arguments = ("-k", "names", f"--comm-summary={top}")
@@ -234,9 +234,7 @@ def test_an_unwritable_summary_is_reported_and_fails_no_test(repository):
     assert "2 passed" in out
 
 
-def test_the_composite_action_runs_in_a_sub_folder_and_keeps_differences_to_accept(
-    repository, tmp_path
-):
+def test_composite_action_in_subfolder_keeps_artifacts(repository, tmp_path):
     top, project, _, github = repository
     action = yaml.safe_load((ROOT / ".github/actions/communication-gate/action.yml").read_text())
     compare, keep = action["runs"]["steps"]

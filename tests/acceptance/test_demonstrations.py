@@ -94,7 +94,7 @@ ACCEPT = (
 # lm_head has 512x64, the root without it the embedding's 512x64 and a norm of 64.
 
 
-def test_a_block_that_stays_gathered_is_named_in_both_comparisons(llama):
+def test_unsharded_block_is_named_in_both_comparisons(llama):
     llama.edit(
         "fully_shard(block, mesh=mesh)",
         "fully_shard(block, mesh=mesh, reshard_after_forward=block.self_attn.layer_idx != 2)",
@@ -111,7 +111,7 @@ def test_a_block_that_stays_gathered_is_named_in_both_comparisons(llama):
     ]
 
 
-def test_an_lm_head_gathered_for_each_loss_chunk_is_explained(llama):
+def test_lm_head_gathered_per_loss_chunk_is_explained(llama):
     llama.edit(
         "    fully_shard(model, mesh=mesh)",
         "    fully_shard(model.lm_head, mesh=mesh)\n    fully_shard(model, mesh=mesh)",
@@ -159,7 +159,7 @@ def test_a_missing_root_unit_is_explained(llama):
     )
 
 
-def test_accepting_a_change_takes_the_command_that_the_failure_names(llama):
+def test_accept_command_of_failure_accepts_change(llama):
     llama.edit(
         "fully_shard(block, mesh=mesh)",
         "fully_shard(block, mesh=mesh, reshard_after_forward=False)",

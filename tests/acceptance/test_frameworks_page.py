@@ -33,7 +33,7 @@ def test_each_framework_has_a_page_and_is_run():
     assert all(f"(frameworks/{framework}.md)" in index for framework in NEEDED)
 
 
-def test_the_tests_of_installed_frameworks_record_the_lines_shown_and_pass_again(pytester):
+def test_framework_tests_record_lines_of_their_pages(pytester):
     # Only looked for: imported here, they would be in this process for the rest of the session.
     installed = [
         framework for framework, packages in NEEDED.items() if all(map(find_spec, packages))

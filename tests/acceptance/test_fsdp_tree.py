@@ -166,7 +166,7 @@ def test_tree(wrap, fsdp_tree, comm_snapshot, tmp_path):
 """
 
 
-def test_the_tree_of_a_replicated_model_is_shown_saved_and_compared(project):
+def test_replicated_tree_is_drawn_saved_and_compared(project):
     pytester = project(REPLICATED_TEST)
     result = run(pytester, "--snapshot-update", "-s")
     result.assert_outcomes(passed=2)
@@ -197,7 +197,7 @@ class TestOther:
 """
 
 
-def test_findings_fail_a_test_once_and_can_be_turned_off(project, monkeypatch):
+def test_findings_fail_once_and_can_be_disabled(project, monkeypatch):
     pytester = project(FINDINGS_TEST)
     monkeypatch.setenv("COLUMNS", "80")
     result = run(pytester)

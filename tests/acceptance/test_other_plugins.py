@@ -87,7 +87,7 @@ def test_it(slow, dist_info):
 
 
 @pytest.mark.parametrize("option", ["--setup-only", "--setup-plan"])
-def test_setup_options_show_fixtures_of_every_rank_and_run_no_test(run, option):
+def test_setup_options_list_fixtures_of_every_rank(run, option):
     result = run(SOURCE, option)
     # The body of one of them would fail.
     result.assert_outcomes()

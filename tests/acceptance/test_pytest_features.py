@@ -80,7 +80,7 @@ def run(pytester):
     return pytester.runpytest_subprocess
 
 
-def test_reports_durations_and_last_failed_work_in_one_session(run, pytester):
+def test_durations_and_last_failed_in_one_session(run, pytester):
     result = run("-v", "--junitxml=report.xml", "--durations=3")
     result.assert_outcomes(passed=6, failed=1, warnings=1)
     shown = result.stdout.str()
@@ -117,7 +117,7 @@ def test_exitfirst_and_maxfail_stop_the_session(run):
     )
 
 
-def test_what_passes_still_passes_with_warnings_as_errors(run):
+def test_warnings_as_errors_fail_no_passing_test(run):
     result = run("-W", "error", "-p", "no:cacheprovider", "-k", "warning or capfd or Class")
     result.assert_outcomes(passed=3, failed=1, deselected=3)
 

@@ -7,7 +7,7 @@ import shutil
 TESTS = pathlib.Path(__file__).parents[1]
 
 
-def test_every_rank_real_simulated_and_of_the_fake_group_records_random_plans_alike(pytester):
+def test_random_plans_record_same_on_all_rank_types(pytester):
     for name in ("oracle.py", "models.py", "texts.py", "torch_facts.py", "conftest.py"):
         shutil.copy(TESTS / name, pytester.path)
     shutil.copy(TESTS / "random_plans.py", pytester.path / "test_random_plans.py")

@@ -12,7 +12,7 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def test_the_first_test_fails_then_records_what_is_shown_then_fails_as_shown(pytester):
+def test_readme_first_test_fails_records_and_fails(pytester):
     (code,) = blocks("python")
     recorded, failed = blocks("text")
     pytester.makepyfile(test_first=code)
@@ -33,7 +33,7 @@ def test_the_first_test_fails_then_records_what_is_shown_then_fails_as_shown(pyt
     assert failed in result.stdout.str()
 
 
-def test_the_two_commands_match_ci_and_the_readme_says_what_they_run():
+def test_readme_commands_match_ci():
     commands = blocks("console")[0].splitlines()
     assert commands == ["$ python3 run.py demo", "$ python3 run.py test"]
     ci = (ROOT / ".ci" / "run").read_text().splitlines()

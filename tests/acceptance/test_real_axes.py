@@ -7,7 +7,7 @@ import shutil
 TESTS = pathlib.Path(__file__).parents[1]
 
 
-def test_ranks_along_a_real_axis_record_what_gloo_ranks_do(pytester):
+def test_real_axis_ranks_record_same_as_gloo(pytester):
     for name in ("oracle.py", "models.py", "texts.py", "torch_facts.py", "conftest.py"):
         shutil.copy(TESTS / name, pytester.path)
     shutil.copy(TESTS / "real_axes.py", pytester.path / "test_real_axes.py")

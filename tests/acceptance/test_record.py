@@ -105,7 +105,7 @@ def recorded(folder):
     return done
 
 
-def test_a_step_is_written_as_a_test_would_and_the_script_ends_there(folder, recorded):
+def test_record_writes_step_like_test_and_ends_script(folder, recorded):
     assert forward_of(folder / "step.comm") == [
         f"forward {{0,2}} all_gather[dp] x2 of {LAYER:_} B float32 parameters"
     ]
@@ -176,7 +176,7 @@ def test_one_simulated_rank_sends_what_thousands_do(folder):
         (["src/beside.py"], "the script ended after 0 optimizer steps in this process, before"),
     ],
 )
-def test_what_cannot_be_recorded_is_an_error_with_the_remedy(folder, arguments, text):
+def test_record_unsupported_is_error_with_remedy(folder, arguments, text):
     group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = run(folder, *RECORD, *arguments, **group)
     assert done.returncode == 2
@@ -195,7 +195,7 @@ def test_a_rank_says_itself_what_failed_on_it(folder):
 @pytest.mark.parametrize(
     "ending", ["os.kill(os.getpid(), signal.SIGINT)", "sys.exit('text')", "1 / 0", "print(2)"]
 )
-def test_a_script_that_does_not_train_ends_as_it_does_without(folder, ending):
+def test_record_script_without_step_keeps_exit_status(folder, ending):
     script = folder / "src" / "ends it.py"
     script.write_text(
         "import atexit, os, signal, sys\natexit.register(print, 'late')\nprint(1, flush=True)\n"
@@ -212,7 +212,7 @@ def test_a_script_that_does_not_train_ends_as_it_does_without(folder, ending):
         assert (ours.returncode, said[:29]) == (2, "fsdp-comm: the script ended a")
 
 
-def test_the_pages_commands_guard_a_script_and_tell_a_regression(tmp_path):
+def test_record_page_commands_detect_regression(tmp_path):
     (tmp_path / "beside.py").write_text("VALUE = 1")
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
     script = tmp_path / "train.py"

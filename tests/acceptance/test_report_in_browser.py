@@ -82,7 +82,7 @@ def browser(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["index", "small", "large"])
-def test_pages_fit_any_width_and_are_readable_in_both_themes(browser, pages, name):
+def test_pages_fit_any_width_in_both_themes(browser, pages, name):
     for dark in (False, True):
         browser.show(pages[name], width=360, dark=dark)
         assert browser.complaints == []
@@ -184,7 +184,7 @@ STROKES = """
 """
 
 
-def test_the_drawing_shows_when_units_are_gathered_what_is_sent_and_the_peak(draw):
+def test_timeline_draws_units_collectives_and_peak(draw):
     evaluate = draw(record_step(3), record_step(3))
     # Before the peak: 2 of the root, 4 of each layer, 2 of the last one in backward.
     assert evaluate(TEXTS.format("figcaption")) == [
@@ -208,7 +208,7 @@ def test_the_drawing_shows_when_units_are_gathered_what_is_sent_and_the_peak(dra
     ]
 
 
-def test_the_drawing_marks_modules_that_differ_from_the_snapshot(draw):
+def test_timeline_marks_modules_that_differ(draw):
     evaluate = draw(record_step(2), record_step(3))
     signs = evaluate("[...document.querySelectorAll('.bar')].filter(one => one.title).map("
         "one => [one.title.split(',')[0], one.firstChild.textContent])")  # fmt: skip
@@ -220,13 +220,13 @@ def test_the_drawing_marks_modules_that_differ_from_the_snapshot(draw):
     }
 
 
-def test_what_was_gathered_before_the_block_counts_from_its_beginning(draw):
+def test_timeline_unit_gathered_earlier_starts_at_0(draw):
     recording = record_step(1)
     late = replace(recording, reshards=recording.reshards[1:], peak_gathered_nbytes=20 * KIB)
     evaluate = draw(recording, late)
     (caption,) = evaluate(TEXTS.format("figcaption"))
     assert "peak 20.0 KiB; the highest drawn value is 12.0 KiB at entry " in caption
-    assert "the peak also counts what was gathered before the block" in caption
+    assert "the peak also counts parameters that were gathered before" in caption
     assert ["\N{NOT EQUAL TO} (root), 8.0 KiB", "outside", 0] in evaluate(BARS)
 
 
@@ -308,7 +308,7 @@ def test_one_timeline_is_shown_at_a_time_and_magnified(browser, pages):
     assert browser.evaluate(OVERFLOW) == 0
 
 
-def test_the_search_finds_tests_by_a_part_of_their_names(browser, pages):
+def test_search_finds_tests_by_part_of_name(browser, pages):
     browser.show(pages["index"])
     browser.evaluate("document.querySelector('[type=search]').focus()")
     for letter in "LARGE":
@@ -318,7 +318,7 @@ def test_the_search_finds_tests_by_a_part_of_their_names(browser, pages):
     assert browser.evaluate("document.querySelector('output').value") == "1 of 3"
 
 
-def test_without_scripts_everything_is_readable_and_no_control_is_shown(browser, pages):
+def test_page_without_scripts_is_readable(browser, pages):
     browser.show(pages["small"], script=False)
     controls = (
         "[...document.querySelectorAll('input, select')].filter(one => one.offsetHeight).length"

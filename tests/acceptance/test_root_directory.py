@@ -97,7 +97,7 @@ def test_report_repeats_path_options_with_equals_sign(project, tmp_path):
     assert f"--comm-report={tmp_path}" in (tmp_path / "new/index.html").read_text()
 
 
-def test_spawned_ranks_resolve_paths_as_their_session_does(project, tmp_path):
+def test_spawned_ranks_resolve_paths_like_session(project, tmp_path):
     """Though it exists by then, and where they look for it the project would not be found."""
     (project / "test_ranks.py").write_text(RANKS)
     conftest = (project / "conftest.py").read_text()

@@ -83,7 +83,7 @@ def installations(environment):
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def test_a_failed_installation_is_repeated_by_the_next_run(project):
+def test_failed_installation_is_repeated_by_next_run(project):
     # Real venv and pip, without an index.
     result = project.run("demo", PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
     made = project.path / ".venv"
@@ -109,7 +109,7 @@ def test_a_failed_installation_is_repeated_by_the_next_run(project):
     assert installations(made) == [INSTALLS]
 
 
-def test_it_reinstalls_when_the_installation_is_outdated(project, environment):
+def test_outdated_installation_is_reinstalled(project, environment):
     def runs(**changed):
         before = len(installations(environment))
         result = project.run("test", VIRTUAL_ENV=str(environment), **changed)
@@ -133,7 +133,7 @@ def test_it_reinstalls_when_the_installation_is_outdated(project, environment):
     assert not (project.path / ".venv").exists()
 
 
-def test_another_clone_does_not_reuse_the_installation_of_this_one(project, environment):
+def test_other_clone_has_separate_installation(project, environment):
     assert project.run("test", python=str(environment / "bin" / "python")).returncode == 3
     other = project.path.with_name("other")
     project.path.rename(other)
@@ -173,7 +173,7 @@ def test_an_unusable_environment_is_refused(project, tmp_path, case):
     assert result.stdout == ""
 
 
-def test_help_and_wrong_arguments_print_the_usage_and_install_nothing(project):
+def test_help_and_wrong_arguments_only_print_usage(project):
     asked = project.run("--help")
     assert (asked.returncode, asked.stderr) == (0, "")
     for words in ("run.py demo", "run.py test", "pytest --world-size 4 examples", "pytest -n 4"):
@@ -184,7 +184,7 @@ def test_help_and_wrong_arguments_print_the_usage_and_install_nothing(project):
     assert not (project.path / ".venv").exists()
 
 
-def test_an_old_python_is_refused_with_the_required_version(project):
+def test_old_python_is_refused_with_required_version(project):
     source = (project.path / "run.py").read_text()
     ast.parse(source, feature_version=(3, 6))
     code = (

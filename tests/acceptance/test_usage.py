@@ -39,7 +39,7 @@ def project(pytester):
     return make
 
 
-def test_bad_markers_stop_the_session_and_name_every_test(project):
+def test_bad_markers_stop_session_and_name_tests(project):
     pytester = project(FAULTY)
     result = pytester.runpytest_subprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -86,7 +86,7 @@ def test_all_bad_options_are_shown_at_once(project):
     ]
 
 
-def test_a_bad_marker_on_a_deselected_test_does_not_stop_the_session(project):
+def test_bad_marker_on_deselected_test_is_ignored(project):
     result = project(FAULTY).runpytest_subprocess("-k", "test_plain")
     result.assert_outcomes(passed=1, deselected=2)
 
@@ -100,7 +100,7 @@ def test_the_command_line_wins_over_ini(project):
     assert "fsdp-comm: world size 4 unless a test sets one, backend gloo" in result.stdout.str()
 
 
-def test_collect_only_lists_each_world_size_last_and_can_select_by_it(project):
+def test_collect_only_lists_and_selects_world_sizes(project):
     pytester = project("""
         import pytest
 
@@ -133,7 +133,7 @@ def test_markers_and_fixtures_are_described(project):
 
 
 @pytest.mark.cold
-def test_torch_is_imported_only_once_a_distributed_test_is_collected(project):
+def test_torch_is_imported_only_for_distributed_test(project):
     pytester = project("""
         import sys
 
@@ -154,7 +154,7 @@ def test_torch_is_imported_only_once_a_distributed_test_is_collected(project):
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there are GPUs")
-def test_nccl_without_gpus_is_refused_unless_the_test_is_skipped(project):
+def test_nccl_without_gpus_is_refused_unless_skipped(project):
     pytester = project("""
         import pytest
 
@@ -207,7 +207,7 @@ def test_usage_without_syrupy_names_plugin_option(project, monkeypatch, is_autol
 
 
 @pytest.mark.cold
-def test_without_torch_tests_that_need_it_name_it_first_and_others_run(project):
+def test_without_torch_only_tests_that_need_it_fail(project):
     pytester = project("""
         import pytest
 

@@ -79,7 +79,7 @@ def no_fork(pytester):
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "2"), ("--comm-report=report",)])
-def test_each_distributed_test_says_what_it_needs_and_others_run(no_fork, pytester, arguments):
+def test_without_fork_only_distributed_tests_fail(no_fork, pytester, arguments):
     result = no_fork("--snapshot-update", *arguments)
     result.assert_outcomes(passed=2, errors=3, skipped=1)
     shown = result.stdout.str() + result.stderr.str()
@@ -92,7 +92,7 @@ def test_each_distributed_test_says_what_it_needs_and_others_run(no_fork, pytest
     ]
 
 
-def test_snapshots_of_tests_that_could_not_run_are_kept(no_fork, pytester):
+def test_without_fork_snapshots_are_kept(no_fork, pytester):
     kept = pytester.mkdir("snapshots") / "test_it" / "test_ranks.ws2.comm"
     kept.parent.mkdir()
     kept.write_text("reviewed")
@@ -100,7 +100,7 @@ def test_snapshots_of_tests_that_could_not_run_are_kept(no_fork, pytester):
     assert kept.read_text() == "reviewed"
 
 
-def test_collecting_and_sessions_without_distributed_tests_are_unaffected(no_fork):
+def test_without_fork_other_sessions_are_unaffected(no_fork):
     result = no_fork("--collect-only", "-q")
     assert result.ret == 0
     assert "6 tests collected" in result.stdout.str()
@@ -127,7 +127,7 @@ def test_commands_run_without_fork(pytester):
         assert "Traceback" not in ended.stderr
 
 
-def test_every_module_that_runs_without_ranks_can_be_imported(pytester):
+def test_without_fork_rankless_modules_import(pytester):
     (pytester.path / "no_fork.py").write_text(NO_FORK)
     names = "comm command_line reports snapshots text tree sharding recording"
     program = (

@@ -173,7 +173,7 @@ def test_it(n, dist_info):
 )
 
 
-def test_a_killed_worker_frees_its_slots_and_its_ranks_die(run):
+def test_killed_worker_frees_slots_and_ends_its_ranks(run):
     result, notes = run(DEATH, "--rank-slots", "2")
     result.assert_outcomes(passed=3, failed=1)
     assert "crashed while running 'test_it.py::test_it[0]'" in result.stdout.str()
@@ -285,7 +285,7 @@ def test_two_workers_never_share_a_gpu(run, pytester, monkeypatch):
     ],
     ids=lambda arguments: arguments[1],
 )
-def test_the_bound_on_ranks_holds_in_each_mode_of_distribution(run, arguments):
+def test_rank_limit_holds_in_each_dist_mode(run, arguments):
     result, notes = run(MANY, *arguments, "--rank-slots", "4", "-k", "not 2-ws")
     times = 2 if "each" in arguments else 1
     result.assert_outcomes(passed=7 * times)

@@ -161,7 +161,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("args", "cwd", "name"), CASES.values(), ids=list(CASES))
-def test_the_printed_command_changes_exactly_the_files_of_its_test(changed, args, cwd, name):
+def test_accept_command_changes_only_files_of_test(changed, args, cwd, name):
     before = changed.files()
     # Whole lines, as in CI.
     result = changed.run(*shlex.split(args), "-vv", cwd=cwd)
@@ -178,7 +178,7 @@ def test_the_printed_command_changes_exactly_the_files_of_its_test(changed, args
     assert changed.run(*shlex.split(args), cwd=cwd).returncode == 0
 
 
-def test_a_broken_file_among_several_is_reported_without_a_command_that_would_fail(changed):
+def test_broken_file_among_several_has_no_accept(changed):
     place = changed.path / "snapshots/tests/test_other"
     (place / "test_step.ws2.comm").write_text("garbage\n")
     result = changed.run("tests/test_other.py", "--comm-artifacts", "kept")
@@ -193,7 +193,7 @@ def test_a_broken_file_among_several_is_reported_without_a_command_that_would_fa
     assert not list((changed.path / "kept").rglob("*.comm"))
 
 
-def test_one_assertion_reports_and_keeps_all_its_comparisons(changed):
+def test_assertion_of_dict_reports_all_comparisons(changed):
     before = changed.files()
     result = changed.run("tests/test_other.py", "--comm-artifacts", "kept")
     assert result.returncode == 1

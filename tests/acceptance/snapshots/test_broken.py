@@ -53,7 +53,7 @@ def project(pytester):
     return pytester
 
 
-def test_either_kind_is_refused_when_broken_and_never_overwritten(project):
+def test_broken_snapshot_is_refused_not_overwritten(project):
     before = {}
     for kind in ("comm", "tree"):
         for case, change in {**{name: entry[0] for name, entry in BROKEN.items()}, **FINE}.items():

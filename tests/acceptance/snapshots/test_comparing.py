@@ -151,7 +151,7 @@ def test_the_fake_backend_compares_with_the_same_file(recorded):
     result.stdout.fnmatch_lines(["2 snapshots passed."])
 
 
-def test_snapshots_are_recorded_and_compared_under_xdist(project):
+def test_snapshots_under_xdist_record_and_compare(project):
     pytest.importorskip("xdist")
     project.append("".join(
         f"\n@pytest.mark.distributed(world_size=2)\ndef test_more_{n}(device_mesh, comm_mode, "
@@ -179,7 +179,7 @@ def test_unused_snapshots_of_ranks_are_listed(recorded):
     )
 
 
-def test_options_of_syrupy_have_the_effect_that_the_page_says(recorded):
+def test_syrupy_options_work_as_documented(recorded):
     """Those without an effect are given together; the others are in test_unused.py too."""
     page = runpy.run_path(str(Path(__file__).parents[3] / "docs/settings_table.py"))
     values = {
@@ -211,7 +211,7 @@ def test_options_of_syrupy_have_the_effect_that_the_page_says(recorded):
     recorded.update("--snapshot-details").stdout.no_fnmatch_line(f"*({COMM})")
 
 
-def test_a_second_world_size_goes_on_with_the_reviewed_file(recorded):
+def test_second_world_size_keeps_reviewed_file(recorded):
     recorded.edit("world_size=2", "world_size=[2, 3]")
     result = recorded.run()
     result.assert_outcomes(passed=1, failed=1)
@@ -269,7 +269,7 @@ def amber(pytester, plain_snapshots):
         ("pass", ("test_it.py::test_plain[2]",)),
     ],
 )
-def test_plain_snapshots_of_distributed_tests_are_kept_as_well(pytester, amber, failing, arguments):
+def test_update_keeps_plain_snapshots_of_failed_test(pytester, amber, failing, arguments):
     before = amber.read_text()
     assert before.count("# name:") == 6
     pytester.makepyfile(test_it=PLAIN.format(failing=failing))
@@ -279,7 +279,7 @@ def test_plain_snapshots_of_distributed_tests_are_kept_as_well(pytester, amber, 
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
-def test_plain_snapshots_that_a_passed_test_did_not_compare_are_removed(pytester, amber, arguments):
+def test_update_removes_unused_plain_snapshots(pytester, amber, arguments):
     source = PLAIN.format(failing="pass").replace('    assert "named" == snapshot(name="x")\n', "")
     pytester.makepyfile(test_it=source)
     result = pytester.runpytest_subprocess("--snapshot-update", *arguments)
@@ -319,7 +319,7 @@ def test_a_part_never_replaces_the_whole(project):
     assert {name: project.read(name) for name in project.files()} == before
 
 
-def test_a_snapshot_of_simulated_ranks_is_updated_by_the_same_ranks(project):
+def test_simulated_snapshot_is_updated_by_same_ranks(project):
     project.edit("world_size=2)", "world_size=8, backend='fake', ranks=(0, 5))")
     project.update().assert_outcomes(passed=1)
     project.edit("WIDTH = 8", "WIDTH = 16")
@@ -349,7 +349,7 @@ def test_ranks(dist_info, device_mesh, comm_mode, fsdp_tree, comm_snapshot):
 """
 
 
-def test_simulated_ranks_that_differ_have_their_own_numbers_in_either_kind(project):
+def test_differing_simulated_ranks_have_own_lines(project):
     (project.path / "test_it.py").write_text(RANKS_DIFFER)
     project.update().assert_outcomes(passed=1)
     comm, tree = (
@@ -419,7 +419,7 @@ def test_a_failed_comparison_parses_each_text_once(recorded):
     assert parsed.count("parsed the recording") == 2
 
 
-def test_an_update_does_not_write_two_recordings_to_one_file(project):
+def test_update_refuses_two_recordings_for_one_file(project):
     once = "    assert comm_mode == comm_snapshot(name='step')\n"
     project.edit("    assert comm_mode == comm_snapshot\n", once + once)
     project.update().assert_outcomes(passed=1)
@@ -436,7 +436,7 @@ def test_an_update_does_not_write_two_recordings_to_one_file(project):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_unwritable_directory_keeps_the_old_snapshot(recorded):
+def test_unwritable_directory_keeps_old_snapshot(recorded):
     directory = (recorded.path / COMM).parent
     directory.chmod(stat.S_IRUSR | stat.S_IXUSR)
     try:
@@ -453,7 +453,7 @@ def test_an_unwritable_directory_keeps_the_old_snapshot(recorded):
         directory.chmod(stat.S_IRWXU)
 
 
-def test_a_directory_that_cannot_be_made_fails_with_a_remedy(project):
+def test_uncreatable_directory_fails_with_remedy(project):
     (project.path / "snapshots").write_text("a file where the directory should be")
     result = project.update()
     result.assert_outcomes(failed=1)
@@ -465,7 +465,7 @@ def test_a_directory_that_cannot_be_made_fails_with_a_remedy(project):
     assert (project.path / "snapshots").is_file()
 
 
-def test_a_recording_without_a_process_group_is_no_snapshot(pytester):
+def test_recording_without_process_group_is_refused(pytester):
     pytester.makepyfile(
         test_plain="""
         def test_step(comm_mode, comm_snapshot):
@@ -484,7 +484,7 @@ def test_a_recording_without_a_process_group_is_no_snapshot(pytester):
     assert not (pytester.path / "snapshots").exists()
 
 
-def test_an_empty_recording_refuses_to_become_a_snapshot(project):
+def test_empty_recording_is_refused(project):
     project.edit("model(torch.randn(2, WIDTH)).sum().backward()", "pass")
     for result in (project.run(), project.update()):
         result.assert_outcomes(failed=1)
@@ -511,7 +511,7 @@ def test_lost_collectives_of_a_snapshot_are_compared(project):
     assert project.read(COMM) == reviewed
 
 
-def test_an_unsharded_tree_refuses_to_become_a_snapshot(project):
+def test_unsharded_tree_is_refused(project):
     project.edit("fsdp_tree(model)", "fsdp_tree(nn.Linear(2, 2))")
     result = project.update()
     result.assert_outcomes(failed=1)
@@ -597,7 +597,7 @@ def test_asked(comm_mode, comm_snapshot):
 """
 
 
-def test_a_block_that_was_never_compared_does_not_pass_with_the_last_one(project):
+def test_uncompared_block_fails_despite_later_one(project):
     (project.path / "test_it.py").write_text(BLOCKS)
     result = project.update()
     result.assert_outcomes(passed=2, failed=1)
@@ -630,7 +630,7 @@ def test_it(comm_mode, comm_snapshot):
 """
 
 
-def test_the_command_of_a_partial_run_is_one_that_works(project):
+def test_accept_command_of_partial_run_works(project):
     (project.path / "test_it.py").write_text(PARTIAL)
     project.update().assert_outcomes(passed=1)
     project.edit("EXTRA = False", "EXTRA = True")
@@ -646,7 +646,7 @@ def test_the_command_of_a_partial_run_is_one_that_works(project):
 
 
 @pytest.mark.parametrize("mark", ["xfail", "xfail(strict=True)", "xfail(raises=AssertionError)"])
-def test_a_comparison_that_is_expected_to_fail_fails_as_expected(recorded, mark):
+def test_xfail_of_comparison_is_xfailed(recorded, mark):
     recorded.edit("WIDTH = 8", "WIDTH = 16")
     recorded.edit("@pytest.mark.distributed", f"@pytest.mark.{mark}\n@pytest.mark.distributed")
     result = recorded.run("-rx")
@@ -661,9 +661,7 @@ def check(value, snapshot):
 
 
 @pytest.mark.parametrize("way", ["helper", "plain", "variable"])
-def test_a_comparison_whose_assertion_pytest_does_not_rewrite_is_explained_all_the_same(
-    recorded, way
-):
+def test_unrewritten_assertion_is_explained(recorded, way):
     """In a module that is no test module and no conftest, say."""
     recorded.pytester.makepyfile(helper=HELPER)
     old = "    assert comm_mode == comm_snapshot\n"
@@ -695,7 +693,7 @@ def test_a_comparison_whose_assertion_pytest_does_not_rewrite_is_explained_all_t
         "assert comm_mode == comm_snapshot; assert not comm_mode",
     ],
 )
-def test_another_failure_is_not_explained_by_a_comparison(recorded, after):
+def test_other_failure_has_no_comparison_text(recorded, after):
     if "is_same" in after:
         recorded.edit("WIDTH = 8", "WIDTH = 16")
     recorded.edit("    assert comm_mode == comm_snapshot\n", f"    {after}\n")
@@ -721,7 +719,7 @@ def test_artifacts_that_cannot_be_kept_cost_no_story(recorded):
     )
 
 
-def test_a_missing_snapshot_is_reported_in_ci_with_the_command_that_records_it(project):
+def test_missing_snapshot_in_ci_prints_record_command(project):
     result = project.run("--comm-summary=s.md")
     result.assert_outcomes(failed=1)
     summary = (project.path / "s.md").read_text()

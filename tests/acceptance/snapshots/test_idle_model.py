@@ -194,7 +194,7 @@ def sessions(cases):
     return {f"test_{number}": HEAD + source for number, source in enumerate(cases.values())}
 
 
-def test_a_model_that_did_not_run_fails_and_names_what_did(pytester):
+def test_idle_model_fails_and_names_running_one(pytester):
     pytester.makepyfile(**sessions(WRONG))
     for arguments in ([], ["--snapshot-update"]):
         result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
@@ -225,7 +225,7 @@ def test_a_model_that_ran_or_need_not_is_compared(pytester):
     assert len(files) == len(RIGHT)
 
 
-def test_ranks_whose_part_of_the_model_did_not_run_are_named(pytester):
+def test_idle_model_names_ranks_with_idle_part(pytester):
     pytester.makepyfile(
         HEAD
         + """

@@ -74,7 +74,7 @@ def said(result, *texts):
         assert text in output, output
 
 
-def test_what_was_not_seen_fails_a_comparison_and_an_update(project):
+def test_unseen_collective_fails_compare_and_update(project):
     project.run("--snapshot-update").assert_outcomes(passed=1)
     reviewed = project.file()
     project.edit("pass  # here", "waiting()")
@@ -132,7 +132,7 @@ def test_it(comm_mode, comm_snapshot):
 """
 
 
-def test_code_that_depends_on_values_is_not_compared_on_the_fake_group(project):
+def test_value_dependent_code_on_fake_group_fails(project):
     project.pytester.makepyfile(test_it=ROUTED)
     result = project.run("--snapshot-update")
     result.assert_outcomes(failed=1)

@@ -131,7 +131,7 @@ def test_what_was_stored_stays_though_it_is_updated(pytester):
         assert stored(pytester) == before
 
 
-def test_what_people_read_and_plain_answers_are_no_recordings(pytester):
+def test_plain_snapshot_accepts_texts_and_answers(pytester):
     pytester.makepyfile(
         test_it="""
         import torch

@@ -93,7 +93,7 @@ def recorded(project, files):
     return project
 
 
-def test_the_file_says_what_is_not_compared_and_a_doubled_batch_passes(recorded):
+def test_unsized_activations_pass_a_doubled_batch(recorded):
     lines = recorded.read()
     assert lines[1:] == [
         "world_size 4",
@@ -141,7 +141,7 @@ STILL = {
 
 
 @pytest.mark.parametrize("what", STILL)
-def test_what_is_more_than_a_size_of_activations_still_fails(recorded, what):
+def test_unsized_activations_other_changes_fail(recorded, what):
     old, new, headline = STILL[what]
     recorded.edit(old, new)
     recorded.edit("BATCH, TWICE, AXIS = 4", "BATCH, TWICE, AXIS = 8")
@@ -225,7 +225,7 @@ def test_named(comm_mode, comm_snapshot, n):
 """
 
 
-def test_the_option_is_for_one_comparison_and_goes_with_others_on_ranks(pytester, monkeypatch):
+def test_unsized_activations_hold_for_one_comparison(pytester, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     project = Project(pytester, GLOO)
     project.update().assert_outcomes(passed=2)

@@ -197,7 +197,7 @@ def test_eight_lines_and_a_headline(changed):
     assert "\x1b[" not in result.stdout.str()
 
 
-def test_verbose_and_ci_show_everything_and_nothing_twice(changed, monkeypatch):
+def test_verbose_and_ci_print_each_line_once(changed, monkeypatch):
     verbose = changed.run("-vv", "-k", "train_step or neighbour")
     shown, below = explained(failure(verbose, "test_train_step"))
     for line in (
@@ -251,7 +251,7 @@ def test_each_style_of_traceback_has_the_headline_once(changed, style):
     assert summary(result)["test_neighbour"] == "assert not True"
 
 
-def test_ranks_that_fail_in_another_way_do_not_hide_the_headline(changed):
+def test_other_failures_of_ranks_keep_the_headline(changed):
     source = changed.file.read_text().replace(
         "    model = make(device_mesh())\n    step(comm_mode, model)\n    assert {",
         "    model = make(device_mesh())\n    step(comm_mode, model)\n"

@@ -473,7 +473,7 @@ def test_update_writes_only_for_tests_that_passed(tmp_path, leave, ranks):
     assert ("snapshot generated" in result.stdout) == written
 
 
-def test_update_writes_no_plain_snapshot_of_failed_ranks(tmp_path):
+def test_update_of_failed_ranks_writes_no_plain_file(tmp_path):
     project = Project(tmp_path)
     source = f"import pytest\n{RANKS}def test_t(snapshot, comm_mode):\n    assert 1 == snapshot\n"
     project.write("test_n.py", source)

@@ -52,7 +52,7 @@ LAYERS = tuple(collective(f"layers.{n}") for n in range(4))
 
 
 @given(st.sets(NUMBERED, min_size=1, max_size=12), NUMBERED)
-def test_a_pattern_matches_the_names_that_it_stands_for(fqns, other):
+def test_owner_pattern_matches_all_its_names(fqns, other):
     for pattern in fold_fqns(fqns):
         matches, meant = matcher(pattern), expand(pattern)
         # A star that belongs to a name also stands for itself.
@@ -90,7 +90,7 @@ def test_what_is_no_pattern_is_refused_as_by_expand(pattern):
         matcher(pattern)
 
 
-def test_an_answer_is_an_int_and_what_is_calculated_from_it_is_plain():
+def test_answer_is_int_and_arithmetic_gives_plain_int():
     count = answer(4, LAYERS)
     assert isinstance(count, int)
     assert (repr(count), str(count), f"{count:03}", f"{count!r}", json.dumps([count])) == (
@@ -112,7 +112,7 @@ def test_a_question_is_shown_as_users_write_it():
     assert str(asked) == "'send', phase='forward', owner='', axis='dp'"
 
 
-def test_siblings_share_a_line_and_each_site_has_its_own():
+def test_explain_answer_folds_siblings_not_call_sites():
     events = (
         collective(None, Phase.OPTIMIZER, "all_reduce", site=""),
         *LAYERS,
@@ -155,7 +155,7 @@ def test_bytes_are_always_those_of_one_call(sizes, shown):
     ]
 
 
-def test_where_nothing_matches_it_says_what_was_recorded():
+def test_explain_answer_no_match_lists_recording():
     assert explain_answer("!=", 0, answer(0, recorded=LAYERS[:1])) == [
         "0 != 0, where 0 is counts('all_gather')",
         "nothing matches; the recording has:",

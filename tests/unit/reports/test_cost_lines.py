@@ -53,7 +53,7 @@ def lines(before, after, *, peaks=(0, 0), width=1000, **changes):
     return list(cost_lines(cost_of_change(*sides), width=width))
 
 
-def test_one_kind_is_one_line_with_its_share_of_the_whole():
+def test_cost_of_one_kind_is_one_line_with_total():
     before = [gather((10, 146_800)), scatter((10, 146_800))]
     assert lines(before, [gather((16, 150_732)), before[1]], peaks=(600, 600)) == [
         "+64 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all, peak "
@@ -65,7 +65,7 @@ def test_one_kind_is_one_line_with_its_share_of_the_whole():
     ]
 
 
-def test_an_axis_is_named_where_neither_the_kind_nor_the_whole_says_it():
+def test_cost_names_axis_unless_implied():
     others = [scatter((1, 100)), reduce((1, 200))]
     assert lines([gather((1, 100)), *others], [gather((2, 100)), *others]) == [
         "+100 % bytes in all_gather[dp] (100 -> 200 B per rank and step), +50 % on dp, +25 % in all"
@@ -75,7 +75,7 @@ def test_an_axis_is_named_where_neither_the_kind_nor_the_whole_says_it():
     ]
 
 
-def test_several_kinds_follow_the_whole_the_largest_first():
+def test_cost_of_several_kinds_largest_first():
     """HSDP: one more gather and reduction, which is reduced again."""
     assert lines(
         [gather((2, MIB)), scatter((1, MIB)), reduce((2, MIB))],
@@ -132,7 +132,7 @@ def test_what_grows_alike_is_one_line():
     assert almost[1].endswith("all_reduce[tp] x4.0 (64 -> 255 B)")
 
 
-def test_what_is_new_has_no_percentage_and_what_is_gone_is_all_of_it():
+def test_cost_percentage_of_new_and_removed_kinds():
     rest = gather((1, MIB))
     assert lines([rest], [rest, reduce((1, MIB))]) == [
         "new bytes in all_reduce[tp] (0 -> 1.0 MiB per rank and step), +100 % in all"
@@ -188,7 +188,7 @@ def test_where_bytes_are_equal_calls_are_counted(before, after, expected):
     assert lines(before, after) == expected
 
 
-def test_the_peak_is_told_where_it_changes_or_was_expected_to():
+def test_peak_is_printed_if_changed_or_more_gathers():
     one, two = [gather((1, MIB)), reduce((1, MIB))], [gather((2, MIB)), reduce((1, MIB))]
     assert lines(one, one, peaks=(MIB, 3 * MIB)) == [
         "bytes unchanged, peak gathered x3.0 (1.0 -> 3.0 MiB per rank)"
@@ -210,7 +210,7 @@ def test_the_peak_is_told_where_it_changes_or_was_expected_to():
     ]
 
 
-def test_a_cost_says_that_calls_of_unknown_size_are_left_out():
+def test_cost_excludes_calls_of_unknown_size():
     assert lines([gather((1, 8), objects=1)], [gather((1, 8), objects=3)]) == [
         "calls of unknown size 1 -> 3 per rank and step (not included)"
     ]
@@ -228,7 +228,7 @@ def test_a_cost_says_that_calls_of_unknown_size_are_left_out():
     ]
 
 
-def test_where_ranks_differ_it_says_whose_bytes_these_are():
+def test_cost_names_ranks_if_they_differ():
     same = gather((1, 900), ranks=(0,))
     old, new = gather((1, 100), ranks=(1, 2, 3)), gather((2, 100), ranks=(1, 2, 3))
     assert lines([same, old], [same, new]) == [

@@ -44,7 +44,7 @@ def missing(name):
     return FailureText(head=f"there is no snapshot a.{name} yet", is_missing=True)
 
 
-def test_one_change_is_shown_with_all_that_belongs_to_it():
+def test_failure_text_of_one_change_has_all_lines():
     text = comm(cost=("+1 % bytes",), notes=("odd",))
     assert failure_lines({"": text}, accept=ACCEPT, everything=True) == (
         "comm_mode differs from a.ws4.comm",
@@ -170,7 +170,7 @@ def test_an_error_is_shown_as_it_is():
     assert failure_lines({"comm": text}, accept="") == ("first", "  second", "third")
 
 
-def test_a_scope_is_in_the_head_and_its_cure_above_the_command():
+def test_scope_is_in_head_and_cure_above_command():
     relaxed = comm().within("sizes apart", "pass the option")
     assert relaxed.head == "comm_mode differs from a.ws4.comm, sizes apart"
     lines = failure_lines({"comm": relaxed, "tree": tree()}, accept=ACCEPT)
@@ -178,7 +178,7 @@ def test_a_scope_is_in_the_head_and_its_cure_above_the_command():
     assert lines[-2:] == ("  or pass the option", COMMAND)
 
 
-def test_changes_of_a_tree_share_a_line_and_causes_come_once():
+def test_tree_changes_share_line_and_causes_come_once():
     changes = [
         TreeChange(subject="layers.{0..3}", what="becomes a root", likely="no root"),
         TreeChange(subject="layers.{0..3}", what="reshard True -> False", likely="no root"),
@@ -190,7 +190,7 @@ def test_changes_of_a_tree_share_a_line_and_causes_come_once():
     )
 
 
-def test_a_regression_comes_first_and_each_change_has_its_cause():
+def test_regression_comes_first_with_its_cause():
     """Other element types, which are the larger change, beside gradients reduced too often."""
     old = profile()
     comparison = compare(old, reduced_often(in_bfloat16(old)))
@@ -214,7 +214,7 @@ def breaking(text, *lines):
     return replace(text, training=lines, summaries=(*lines, *text.summaries))
 
 
-def test_what_breaks_training_comes_before_what_it_costs():
+def test_training_change_comes_before_cost():
     """Trees come after recordings, and costs are cut before what breaks training."""
     texts = {
         "tree": breaking(tree(3), "lora: no longer managed"),

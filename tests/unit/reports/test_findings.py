@@ -50,7 +50,7 @@ def explained(check):
     return text
 
 
-def test_a_finding_is_a_few_lines_and_costs_are_sums_said_as_such():
+def test_finding_text_is_short_and_sums_costs():
     assert str(LOST) == str(Findings([LOST])) == TEXT
     assert LOST.cost == "4 cases, 1.0 KiB each, 4.0 KiB in all"
     one = Finding(code="padding", level="error", fqns=("",), reason="r", cure="c", nbytes=10)
@@ -58,7 +58,7 @@ def test_a_finding_is_a_few_lines_and_costs_are_sums_said_as_such():
     assert str(tree(LOST, one)).endswith(f"[Model]\n{TEXT}\n{one}")
 
 
-def test_a_tree_makes_its_findings_read_well_and_equal_to_tuples():
+def test_findings_are_printable_and_equal_tuples():
     assert tree().findings == ()
     assert repr(tree().findings) == "()"
     assert not str(tree().findings)

@@ -132,7 +132,7 @@ def test_user_names_are_escaped_on_the_page():
     assert page.count("&lt;b\\x20class") == 3
 
 
-def test_a_very_deep_tree_is_drawn_flat_below_a_limit_and_cut_on_the_page():
+def test_draw_very_deep_tree_is_flat_and_truncated():
     modules = [ModuleNode(name="", parent=None, depth=0, class_name="Model")]
     modules += [
         ModuleNode(name="c", parent=depth - 1, depth=depth, class_name="C")

@@ -176,7 +176,7 @@ def test_a_profile_of_different_ranks_survives_text(data, ranks):
 
 
 @given(recordings(rank=0), recordings(rank=1), recordings(rank=2))
-def test_a_profile_of_ranks_with_nothing_in_common_survives_text(first, second, third):
+def test_format_ranks_with_disjoint_rows_round_trips(first, second, third):
     profile = merge([fold(recording) for recording in (first, second, third)])
     assert parse_comm(format_profile(profile)) == profile
 
@@ -262,7 +262,7 @@ end
 """
 
 
-def test_a_total_of_calls_without_a_size_is_not_0_bytes():
+def test_total_of_unsized_calls_is_not_0_bytes():
     profile = profile_of(row(None, calls=CALLS[:1]))
     assert "\ntotal all_gather[dp] x4 of unknown size\n" in format_profile(profile)
     assert parse_comm(format_profile(profile)) == profile

@@ -48,7 +48,7 @@ def test_permissions_are_those_of_a_new_file(tmp_path):
         assert mode == stat.S_IMODE((tmp_path / "mine").stat().st_mode)
 
 
-def test_kept_artifacts_replace_those_of_an_earlier_run(tmp_path):
+def test_artifacts_replace_those_of_earlier_run(tmp_path):
     place = Path("tests/test_a/test_x[é].ws2.tree.comm")
     files = [tmp_path / side / place for side in ("received", "expected")]
     options = SimpleNamespace(artifacts_dir=tmp_path, snapshot_dir=Path("/snapshots"))

@@ -6,7 +6,7 @@ import pytest
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", ["comm", "tree"])
-def test_thousands_of_mutations_are_refused_or_read_as_they_are_written(kind):
+def test_mutated_snapshot_is_refused_or_round_trips(kind):
     found = fuzzing.fuzz(kind, mutations=4_000, seed=1)
     assert sum(found.values()) == 4_000
     # The mutations reach both sides.

@@ -65,5 +65,5 @@ def test_odd_lines_match(rule, lines):
     assert [line for line in lines.strip("\n").splitlines() if not rule.fullmatch(line)] == []
 
 
-def test_wrong_lines_match_neither_the_rule_of_their_kind():
+def test_grammar_wrong_lines_match_no_rule():
     assert [line for line in WRONG.strip().splitlines() if COMM.fullmatch(line)] == []

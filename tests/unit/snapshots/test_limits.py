@@ -128,7 +128,7 @@ def test_a_recording_refuses_bad_rows_and_totals(old, new, complaint):
     assert complaint in refused("comm", COMM.replace(old, new))
 
 
-def test_rows_of_ranks_that_differ_are_no_rows_given_twice():
+def test_rows_of_differing_ranks_are_not_duplicates():
     line = "forward norm all_gather[dp] x1 of 8 B int64 ranks 0,2-3\n"
     text = COMM.replace(line, line + line.replace("x1", "x2").replace("0,2-3", "1"))
     text = text.replace("x35 32_792", "x37 32_808")
@@ -184,7 +184,7 @@ def layers_of_experts(layers, experts):
     )
 
 
-def test_a_hundred_layers_of_hundreds_of_experts_are_read(tmp_path):
+def test_read_100_layers_with_hundreds_of_experts(tmp_path):
     file = tmp_path / "x.comm"
     file.write_text(layers_of_experts(126, 256))
     assert len(read_snapshot(file, where="x").profile.collectives) == 2 * 126 * 256

@@ -56,7 +56,7 @@ def test_long_names_are_cut_and_stay_apart():
 
 
 @given(st.text(max_size=200), st.one_of(st.integers(0, 3), st.text(min_size=1, max_size=80)))
-def test_the_test_and_the_variant_of_a_file_are_read_back(params, index):
+def test_read_basename_returns_test_and_variant(params, index):
     test = f"TestLlama.test_it[{params}]"
     assert read_basename(basename(test, "ws4", index)) == (written_test(test), "ws4")
 

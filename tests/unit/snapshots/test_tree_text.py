@@ -199,7 +199,7 @@ def test_order_of_construction_does_not_show(tree, random):
 
 
 @given(trees(), trees())
-def test_different_texts_have_changes_and_equal_ones_none(first, second):
+def test_diff_is_empty_only_for_equal_texts(first, second):
     old, new = tree_facts(first), tree_facts(second)
     same = format_tree(first) == format_tree(second)
     assert (compare_trees(old, new) == ()) == same
@@ -290,14 +290,14 @@ def changes(old, new):
     ]
 
 
-def test_a_parameter_that_became_replicated_is_one_change():
+def test_diff_replicated_parameter_is_one_change():
     assert changes(
         "layers.{0..3}.weight float32[64,64] dp=Shard(0)",
         "layers.{0..3}.weight float32[64,64] dp=Replicate()",
     ) == ["layers.{0..3}.weight: Shard(0) over dp -> Replicate() over dp"]
 
 
-def test_one_block_that_keeps_its_parameters_is_named_alone():
+def test_diff_names_only_block_that_stays_unsharded():
     document = DOCUMENT.replace(
         "unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16\n",
         "unit layers.{0..1,3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16\n"

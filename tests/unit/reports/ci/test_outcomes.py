@@ -19,7 +19,7 @@ GITLAB = {
 }
 
 
-def test_a_commit_and_its_lines_have_addresses_on_github_and_gitlab():
+def test_origin_addresses_on_github_and_gitlab():
     github = read_origin(GITHUB | {"GITHUB_HEAD_REF": "faster"})
     assert github == Origin(
         commit="abc", branch="faster", address="https://github.com/o/r", top="/checkout"

@@ -65,7 +65,7 @@ def test_a_session_that_passed_is_one_line():
     assert render_summary(nothing, ORIGIN).startswith("No test compared a")
 
 
-def test_a_failed_test_gets_a_row_with_change_and_cost_and_its_story():
+def test_summary_failed_test_has_row_and_explanation():
     text = render_summary(outcomes(failed()), ORIGIN)
     assert shown(text) == (
         "Communication: differs from the reviewed snapshots in 1 test "
@@ -86,7 +86,7 @@ def test_a_failed_test_gets_a_row_with_change_and_cost_and_its_story():
     assert "/blob/abc123/a%20%22b%22%7C.py#L12" in odd
 
 
-def test_other_failures_unused_files_and_an_early_end_are_reported():
+def test_summary_other_failures_unused_and_early_end():
     other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", place=None)
     text = render_summary(
         outcomes(
@@ -207,7 +207,7 @@ def test_group_of_tests_ignores_their_amounts(before, after, is_same):
     assert said.count("Numbers of the first test; those of the other tests differ") == 2 * is_same
 
 
-def test_changes_that_other_commands_accept_are_told_apart():
+def test_groups_differ_if_accept_commands_differ():
     update = "pytest --snapshot-update "
     commands = f"rm a.comm && {update}", f"rm b.comm && {update}", update
     tests = [failed(name, command=command) for name, command in zip("abc", commands, strict=True)]
@@ -232,7 +232,7 @@ def test_annotate_cause_of_tests_is_at_its_line():
     ]
 
 
-def test_annotate_tests_with_other_options_has_two_commands():
+def test_annotate_other_options_need_two_commands():
     other = failed("tests/test_a.py::test_y", command="pytest --snapshot-update --world-size=4 ")
     place = Place(path="train.py", line=7)
     tests = [
@@ -247,7 +247,7 @@ def test_annotate_tests_with_other_options_has_two_commands():
     )
 
 
-def test_annotate_without_a_call_site_is_at_the_assertion():
+def test_annotate_without_call_site_is_at_assertion():
     unsent = failed(), failed("tests/test_a.py::test_y")
     (line,) = annotate(outcomes(*unsent))
     assert line.startswith("::error file=tests/test_a.py,line=12,title=a%3A +1 all_gather::")

@@ -48,7 +48,7 @@ def data_of(page):
 
 
 @pytest.mark.parametrize("layers", [2, 126])
-def test_a_page_is_complete_and_small_for_models_of_any_size(layers):
+def test_page_is_complete_and_small_for_any_model(layers):
     one = compared(record_step(layers), record_step(layers, steps=2, extra=3))
     index, tests = pages_of(result(one, problem="E  assert", message="assert"))
     check_page(index)
@@ -87,7 +87,7 @@ def test_hostile_names_cannot_break_out_of_a_page():
     assert any((entry[1] or "").startswith("</script>") for entry in data["entries"])
 
 
-def test_the_index_lists_failures_first_with_a_word_for_each_result():
+def test_index_lists_failures_first_with_result_words():
     same = compared(record_step(2), record_step(2), verdict="same", text=None, headline="")
     results = (
         result(outcome="skipped", nodeid="t.py::skipped"),
@@ -127,7 +127,7 @@ MODULES = ", ".join(
         ("mesh: " + "y" * 999, "mesh: yyy"),
     ],
 )
-def test_an_index_cell_shows_the_change_of_many_modules(line, shown):
+def test_index_cell_shows_change_of_many_modules(line, shown):
     one = replace(compared(record_step(2), record_step(3)), headline=line)
     index, _ = pages_of(result(one))
     assert f'class="what">{shown.replace(" -> ", " -&gt; ")}' in index
@@ -147,14 +147,14 @@ def test_a_long_index_is_cut_with_a_count_of_the_rest():
     assert len(tests) == 1600
 
 
-def test_an_index_without_tests_of_the_plugin_explains_itself():
+def test_index_without_plugin_tests_has_explanation():
     index, tests = pages_of()
     check_page(index)
     assert not tests
     assert "No test ran that records or compares communication." in index
 
 
-def test_commit_branch_and_line_are_linked_and_ids_break_at_their_separators():
+def test_page_links_commit_and_breaks_long_ids():
     one = replace(
         result(compared(record_step(2), record_step(3))),
         nodeid="tests/test_a.py::test_step[ws-4]",
@@ -188,7 +188,7 @@ def test_a_page_without_a_recording_explains_itself():
     assert "rank 1 died" in page
 
 
-def test_a_timeline_keeps_the_first_entries_and_counts_the_others():
+def test_timeline_keeps_first_entries_counts_others():
     recording = record_step(126, steps=12)
     timeline = timeline_of(recording)
     assert len(timeline.order) == MAX_ENTRIES
@@ -251,7 +251,7 @@ def test_only_modules_that_differ_are_marked():
     assert {name.replace("<wbr>", "") for name in marked} == {"layers.2"}
 
 
-def test_costs_show_growth_only_where_something_changed():
+def test_cost_table_has_growth_only_if_changed():
     cost = cost_of_change(profile_of(record_step(2)), profile_of(record_step(4)))
     rows = {row.label: row for row in cost_rows(cost)}
     assert (rows["bytes on tp"].before, rows["bytes on tp"].after) == ("1.0 KiB", "2.0 KiB")
@@ -259,7 +259,7 @@ def test_costs_show_growth_only_where_something_changed():
     assert rows["peak gathered"].change == ""
 
 
-def test_recording_without_a_snapshot_shows_rows_and_ranks():
+def test_page_without_snapshot_has_rows_and_ranks():
     ranks = [*(record_step(2, rank=rank) for rank in range(3)), record_step(2, extra=1, rank=3)]
     new = format_profile(profile_of(*ranks))
     one = replace(compared(ranks[0], ranks[0]), old="", new=new)
@@ -286,7 +286,7 @@ def test_values_beyond_those_of_a_page_are_counted():
     assert "3 later comparisons are omitted" in page
 
 
-def test_an_unreadable_snapshot_leaves_the_rest_of_the_page_intact():
+def test_page_with_unreadable_snapshot_is_complete():
     broken = {"verdict": "broken", "text": FailureText(head="line 1 is odd")}
     one = compared(record_step(2), record_step(2), **broken)
     _, tests = pages_of(result(replace(one, old="no snapshot")))
