@@ -40,7 +40,7 @@ from pytest_fsdp_comm.snapshots.failed_comparison import (
 from pytest_fsdp_comm.snapshots.unused import describe_neighbour
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
-# Options that change the recording, and so belong into the command that accepts it.
+# Options that change the recording, so the command that accepts it repeats them.
 _OPTIONS: Final = ("--world-size", "--comm-backend")
 
 

@@ -90,7 +90,7 @@ _REFUSED: Final = {
         "do not change what is sent, use comm_snapshot(allow_value_dependent=True)"
     ),
 }
-# With the lines above and below and a line for further gaps, fewer than 8, where pytest truncates.
+# The whole text has at most 8 lines: pytest truncates longer ones.
 _MAX_GAPS: Final = 4
 
 
@@ -185,13 +185,13 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         )
 
     def _had_collectives(self, location: str) -> bool:
-        """Whether a comparison can report the snapshot's collectives as missing; not an update."""
+        """Whether a comparison, not an update, can report the snapshot's collectives as missing."""
         reviewed = read_snapshot(Path(location), where=self._relative(location))
         profile = reviewed.profile if reviewed and not self._updates else None
         return isinstance(profile, CommProfile) and bool(profile.collectives)
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
-        """Ignore facts that are not compared; in an update, compare texts, to rewrite them too."""
+        """Return whether the compared facts are equal; in an update, whether the texts are."""
         old: SnapshotText = snapshot_data
         if body(serialized_data) == body(old):
             return True
@@ -252,7 +252,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     @classmethod
     def matches_test_location(cls, **_: Any) -> bool:
-        """Return True: syrupy's check does not know how `dirname` and the names here are built."""
+        """Return True, as syrupy's check does not know these file names."""
         return True
 
     def discover_snapshots(self, **_: Any) -> SnapshotCollections:
@@ -471,7 +471,7 @@ def bind_snapshot(
 
 
 def end_comparisons(item: pytest.Item) -> bool:
-    """End a test's comparisons; return whether it lacks one, which fails it if it passes."""
+    """End a test's comparisons; return whether it made none, which must fail a passing test."""
     snapshot = item.stash.get(BOUND, None)
     if snapshot is None:
         return False
