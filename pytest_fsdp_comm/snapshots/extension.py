@@ -84,7 +84,7 @@ _REFUSED: Final = {
         "comm_snapshot(allow_idle_model=True)"
     ),
     "value_dependent": (
-        "the fake backend exchanges no values, so calls that depend on values may be recorded "
+        "the fake group exchanges no values, so calls that depend on values may be recorded "
         "wrongly, and nothing was compared or written:\n"
         'run the test with backend="gloo", or replace the values with constants; if these values '
         "do not change what is sent, use comm_snapshot(allow_value_dependent=True)"
@@ -342,7 +342,7 @@ class CommSnapshot(SnapshotAssertion):
         Args:
             allow_empty: Accept a recording without collectives, or a tree without units and
                 DTensors.
-            allow_value_dependent: Accept a recording with the fake backend although the recorded
+            allow_value_dependent: Accept a recording with the fake group although the recorded
                 code reads values of tensors, which may be wrong there.
             allow_idle_model: Accept a recording of ``comm_mode(model)`` in which no module of the
                 model ran, but another model sent something.

@@ -138,7 +138,7 @@ def test_value_dependent_code_on_fake_group_fails(project):
     result.assert_outcomes(failed=1)
     said(
         result,
-        "the fake backend exchanges no values, so calls that depend on values may be recorded "
+        "the fake group exchanges no values, so calls that depend on values may be recorded "
         "wrongly",
         "  test_it.py:8 reads the values of a tensor (item)",
         'run the test with backend="gloo"',
