@@ -1,10 +1,10 @@
-"""What torch's allocator of the CPU gave out and took back, as its profiler was told."""
+"""Measure peak memory from the allocations that torch's CPU allocator reports to its profiler."""
 
 from torch.profiler import ProfilerActivity, profile
 
 
 def peak_allocated_nbytes(run):
-    """The most bytes that were allocated at once while a function ran, beyond those before it."""
+    """Return by how many bytes a function raised the allocated memory at most."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     events = profiled.profiler.kineto_results.events()

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools pipe: no driver and no package are needed."""
+"""Control a headless Chromium through its DevTools pipe, without a driver or a package."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find_browser():
-    """The path of a Chromium; None if there is none."""
+    """Return the path of a Chromium; None if none is installed."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Page:
-    """A page of a browser, with what it complained about."""
+    """A page of a browser, with its errors and requests."""
 
     def __init__(self, to_browser, from_browser):
         self._to, self._from = to_browser, from_browser
@@ -29,7 +29,7 @@ class Page:
         self.complaints = []
         """Messages of the console and of the log, and exceptions."""
         self.requests = []
-        """The addresses that were asked for."""
+        """URLs that the page requested."""
         self._events = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
@@ -38,7 +38,7 @@ class Page:
             self._call(f"{domain}.enable")
 
     def show(self, path, *, width=1000, height=800, dark=False, script=True):
-        """Opens a file; returns when it is loaded."""
+        """Open a file, and wait until it is loaded."""
         self.complaints, self.requests = [], []
         self._call("Emulation.setScriptExecutionDisabled", value=not script)
         self.resize(width, height)
@@ -48,7 +48,7 @@ class Page:
         self._call("Page.navigate", url=path.as_uri())
         while "Page.loadEventFired" not in self._events:
             self._read()
-        # Laid out, and all that was reported meanwhile has been read.
+        # The answer comes after the layout, and after all messages about it.
         self._call("Page.getLayoutMetrics")
 
     def resize(self, width, height=800):
@@ -61,7 +61,7 @@ class Page:
         )
 
     def evaluate(self, expression):
-        """The value of an expression; a promise is waited for."""
+        """Return the value of an expression, or the result of its promise."""
         answer = self._call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -69,7 +69,7 @@ class Page:
         return answer["result"].get("value")
 
     def press(self, key, *, code, text=""):
-        """Presses a key where the focus is."""
+        """Press a key; the focused element receives it."""
         keys = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         typed = {"text": text} if text else {}
         self._call("Input.dispatchKeyEvent", type="keyDown", **keys, **typed)
@@ -110,7 +110,7 @@ class Page:
 
 @contextmanager
 def opened_browser(profile):
-    """Gives a page of a fresh browser, which ends with the block.
+    """Start a browser for the block, and yield a page of it.
 
     Args:
         profile: A directory for the browser's files.
@@ -130,7 +130,7 @@ def opened_browser(profile):
             find_browser(),
             "--headless=new",
             "--remote-debugging-pipe",
-            # Containers have no user namespaces, and the pages are our own.
+            # Containers have no user namespaces; the tests' pages are trusted.
             "--no-sandbox",
             "--disable-gpu",
             "--disable-dev-shm-usage",

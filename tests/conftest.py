@@ -1,10 +1,9 @@
-"""How the tests' examples are drawn, and on what they run."""
+"""Hypothesis profiles, and fixtures of all tests."""
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A runner with two busy cores takes seconds for what takes milliseconds elsewhere: the first draw
-# fills Unicode's tables.
+# No deadline: the first example fills Unicode's tables, which takes seconds on two busy cores.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("suite"), max_examples=15)  # `nox -s check`
 settings.load_profile("suite")
@@ -12,7 +11,7 @@ settings.load_profile("suite")
 
 @pytest.fixture(scope="session", autouse=True)
 def _uncompiled_projects():
-    """Tests change files within a second, which the time stamps of compiled ones cannot tell."""
+    """Write no bytecode: tests change files within a second, which its time stamps do not show."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         yield
@@ -20,5 +19,5 @@ def _uncompiled_projects():
 
 @pytest.fixture
 def backend(request):
-    """Parametrized by `oracle.gloo_and_fake`, which names the tests by it."""
+    """Return the backend that `oracle.gloo_and_fake` parametrizes the test with."""
     return request.param

@@ -1,4 +1,4 @@
-"""What FSDP2 sends, derived from its rules and the sizes of units; as `oracle.owned_lines`."""
+"""Derive from FSDP2's rules and the sizes of units what it sends, as `oracle.owned_lines`."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -6,8 +6,9 @@ from typing import Final
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 REDUCES_IN_OWN_TYPE: Final = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
-"""Whether gradients without a ``reduce_dtype`` are reduced in the sharded parameter's own type, and
-partial ones over other axes are cast before: since torch 2.15, where the other name is new too."""
+"""Whether gradients without a ``reduce_dtype`` are reduced in the dtype of the sharded parameter,
+and partial gradients over other axes are cast first. True since torch 2.15, which also added
+`param_dtype_override_fn`."""
 
 
 def fsdp_lines(
@@ -18,15 +19,14 @@ def fsdp_lines(
     replicate: tuple[str, int] | None = None,
     unreduced_batches: int = 0,
 ) -> list[str]:
-    """Of one step: a gather in each phase, and a reduction.
+    """Return the lines of one step: each unit is gathered in both phases, and reduced once.
 
     Args:
-        units: Bytes of each.
-        axis: Over which they are sharded.
+        units: Bytes by unit.
+        axis: The axis of the shards.
         kept: The unit that stays gathered between forward and backward.
-        replicate: The axis over which reduced gradients are reduced again, and its shards, between
-            which a unit is divided.
-        unreduced_batches: Micro-batches before, whose gradients are only accumulated.
+        replicate: The axis of the replicas, and the number of shards.
+        unreduced_batches: Number of micro-batches whose gradients are only accumulated.
     """
     lines = []
     for unit, nbytes in units.items():

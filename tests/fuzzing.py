@@ -1,9 +1,9 @@
-"""Mutates snapshots of both kinds, and checks what their parsers make of it.
+"""Mutate snapshots of both kinds, and check that readers refuse them or read them exactly.
 
     python tests/fuzzing.py --mutations 1000000 --seed 7
 
-A mutated text is refused by a short error with file, line and remedy; or it is just what is written
-for what it says, and says something else than the original did.
+A reader must either refuse a mutated text, with a short error that has file, line and remedy, or
+return a value that differs from the original and is written as exactly this text.
 """
 
 from __future__ import annotations
@@ -134,15 +134,15 @@ PIECES = [
 ]
 
 
-def mutate(random_: random.Random, text: str, other: str) -> str:
-    """Changes a text in one to three places."""
+def mutate(random_: random.Random, text: str, donor: str) -> str:
+    """Change a text in one to three places, perhaps with lines of another text."""
     for _ in range(random_.choice((1, 1, 1, 2, 3))):
-        text = random_.choice(MUTATIONS)(random_, text, other)
+        text = random_.choice(MUTATIONS)(random_, text, donor)
     return text
 
 
 def on_characters(random_: random.Random, text: str, _: str) -> str:
-    """Removes, doubles, or replaces a few characters, maybe by something odd."""
+    """Remove, double or replace a few characters."""
     start = random_.randrange(len(text) + 1)
     end = min(len(text), start + random_.choice((0, 1, 1, 2, 5)))
     odd = random_.choice(PIECES)
@@ -151,7 +151,7 @@ def on_characters(random_: random.Random, text: str, _: str) -> str:
 
 
 def on_tokens(random_: random.Random, text: str, _: str) -> str:
-    """Replaces a token by another one of the text, or by something odd."""
+    """Replace a token with another token of the text, or with an odd piece."""
     tokens = TOKEN.findall(text)
     if tokens:
         tokens[random_.randrange(len(tokens))] = random_.choice(
@@ -161,17 +161,17 @@ def on_tokens(random_: random.Random, text: str, _: str) -> str:
 
 
 def on_numbers(random_: random.Random, text: str, _: str) -> str:
-    """Changes a number a little."""
-    found = list(re.finditer(r"[0-9]+", text))
-    if not found:
+    """Change a number a little."""
+    matches = list(re.finditer(r"[0-9]+", text))
+    if not matches:
         return text
-    match = random_.choice(found)
+    match = random_.choice(matches)
     number = int(match[0][:18]) + random_.choice((-1, 1, 1, 10))
     return text[: match.start()] + str(max(0, number)) + text[match.end() :]
 
 
-def on_lines(random_: random.Random, text: str, other: str) -> str:
-    """Removes, doubles, moves or splices lines."""
+def on_lines(random_: random.Random, text: str, donor: str) -> str:
+    """Remove, double, swap or replace lines."""
     lines = text.splitlines(keepends=True) or [""]
     place, target = random_.randrange(len(lines)), random_.randrange(len(lines))
     action = random_.randrange(5)
@@ -179,18 +179,18 @@ def on_lines(random_: random.Random, text: str, other: str) -> str:
         del lines[place]
     elif action == 1:
         lines.insert(target, lines[place])
-    elif action == 2:  # the third action
+    elif action == 2:  # swap
         lines[place], lines[target] = lines[target], lines[place]
-    elif action == 3:  # the fourth action
-        lines[place] = random_.choice(other.splitlines(keepends=True))
+    elif action == 3:  # replace
+        lines[place] = random_.choice(donor.splitlines(keepends=True))
     else:
-        cut = other.splitlines(keepends=True)
+        cut = donor.splitlines(keepends=True)
         lines = lines[:place] + cut[random_.randrange(len(cut)) :]
     return "".join(lines)
 
 
 def on_ends(random_: random.Random, text: str, _: str) -> str:
-    """Truncates, or changes line ends."""
+    """Truncate the text, or change line ends."""
     return random_.choice(
         (
             text[: random_.randrange(len(text) + 1)],
@@ -211,69 +211,62 @@ WRITERS = {"comm": comm_text.format_profile, "tree": tree_text.format_profile}
 
 @cache
 def read_original(kind: str, text: str) -> object:
-    """The value of a text that was not mutated."""
+    """Parse a text that was not mutated."""
     return READERS[kind](text)
 
 
 def check(kind: str, original: str, text: str) -> str:
-    """Parses a mutated text.
-
-    Returns:
-        ``refused``, ``same`` or ``other``.
-    """
+    """Parse a mutated text; return ``refused``, ``same`` or ``other``."""
     try:
         value = READERS[kind](text, where="dir/x.comm")
     except SnapshotFormatError as error:
         check_error(str(error))
         return "refused"
     body = text.replace("\r\n", "\n").partition("\n")[2]
-    assert WRITERS[kind](value).partition("\n")[2] == body, "another text is written for it"
+    assert WRITERS[kind](value).partition("\n")[2] == body, "its value is written differently"
     is_same = body == original.partition("\n")[2]
-    assert (value == read_original(kind, original)) == is_same, "it says the same in another way"
+    assert (value == read_original(kind, original)) == is_same, "two texts have the same value"
     return "same" if is_same else "other"
 
 
 def check_error(message: str) -> None:
-    """An error is short, and has file, line and remedy."""
+    """Check that an error is short, and has file, line and remedy."""
     assert re.match(r"dir/x\.comm, line [1-9][0-9]*: ", message), message
     assert "git checkout" in message, message
     assert "--snapshot-update" in message, message
-    assert len(message) < 700, message  # 200 of quotes, and our own words
+    assert len(message) < 700, message  # quotes of 200 characters, and the plugin's words
     assert message.isprintable(), message
 
 
 def fuzz(kind: str, mutations: int, seed: int) -> Counter[str]:
-    """Mutates the documents of a kind.
-
-    Returns:
-        How many texts were refused, and how many said the same or something else.
+    """Mutate the documents of a kind, and count the results of `check`.
 
     Raises:
-        AssertionError: A parser broke its promise; it says for which text.
+        AssertionError: A check failed; the message has the text.
     """
     random_ = random.Random(seed)  # noqa: S311  # not for secrets
     documents = {"comm": COMM, "tree": TREE}[kind]
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     for _ in range(mutations):
         original = random_.choice(documents)
         text = mutate(random_, original, random_.choice((*COMM, *TREE)))
         try:
-            found[check(kind, original, text)] += 1
+            results[check(kind, original, text)] += 1
         except Exception as error:
             raise AssertionError(f"{error!r} for {text!r}") from error
-    return found
+    return results
 
 
 def main() -> None:
-    """Fuzzes both kinds, and prints what came of it."""
+    """Fuzz both kinds, and print the counts of results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     for kind in ("comm", "tree"):
         started = time.process_time()
-        found = fuzz(kind, arguments.mutations, arguments.seed)
-        print(f"{kind}: {dict(found)} in {time.process_time() - started:.1f} s")  # noqa: T201  # its output
+        results = fuzz(kind, arguments.mutations, arguments.seed)
+        print(f"{kind}: {dict(results)} in {time.process_time() - started:.1f} s")  # noqa: T201  # its output
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Runs what newer or older versions may break, with this Python, and writes down what it saw.
+"""Run the tests that other versions may break, with this Python, and write the results to a file.
 
     python tests/matrix.py docs/matrix/torch-2.13.0.json
 
-`nox -s matrix` does so for each of `COMBINATIONS`. docs/limits.md shows what was written, by
-`python docs/matrix_table.py`.
+`nox -s matrix` runs it for each of `COMBINATIONS`. `python docs/matrix_table.py` writes the results
+into docs/limits.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMBINATIONS = {
     "torch-2.13.0": ("3.11", "torch==2.13.0"),
     "torch-2.14.1": ("3.12", "torch==2.14.1"),
     "torch-2.15.0": ("3.13", "torch==2.15.0"),
-    # The oldest of all else that the package installs with; xdist 3.6.0 is withdrawn.
+    # The oldest supported versions of the other dependencies; xdist 3.6.0 was withdrawn.
     "lowest": (
         "3.11",
         "torch==2.13.0",
@@ -40,9 +40,9 @@ COMBINATIONS = {
         "jinja2==3.1.0",
     ),
 }
-"""The name of each file in docs/matrix: the Python, and what is pinned. All else is the newest."""
+"""By name of the file in docs/matrix: the Python version, and pins. All else is the newest."""
 
-# Frameworks have a job of their own: their versions ask for certain ones of torch.
+# Frameworks have a separate job, as they require certain versions of torch.
 RUNS = {
     "upstream": ("-m", "upstream", "-n", "2", "--ignore", "tests/frameworks"),
     "examples": ("--world-size", "4", "examples"),
@@ -52,18 +52,18 @@ TESTED = ("pytest_fsdp_comm", "tests", "examples", "snapshots", "conftest.py", "
 
 
 def main() -> None:
-    """Exits with 1 if a test failed, after the file is written."""
+    """Write the file, then exit with 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     file = parser.parse_args().file
-    # First, for a change that is made while the tests run.
+    # Read the commit first: files may change while the tests run.
     record = {"commit": _commit(), **_environment()}
     cases = {name: _cases(arguments) for name, arguments in RUNS.items()}
     record["runs"] = {
-        name: dict(sorted(Counter(outcome for _, outcome, _ in found).items()))
-        for name, found in cases.items()
+        name: dict(sorted(Counter(outcome for _, outcome, _ in run).items()))
+        for name, run in cases.items()
     }
-    every = [case for found in cases.values() for case in found]
+    every = [case for run in cases.values() for case in run]
     failed = sorted(test for test, outcome, _ in every if outcome == "failed")
     reasons = Counter(reason for _, outcome, reason in every if outcome == "skipped")
     record |= {"failed": failed, "skipped": dict(sorted(reasons.items()))}
@@ -97,12 +97,12 @@ def _environment() -> dict[str, Any]:
 
 
 def _cases(arguments: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """Each test, its outcome, and the reason if it was skipped."""
+    """Run pytest; return each test, its outcome, and the reason if it was skipped."""
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "junit.xml"
         command = (sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments)
         done = subprocess.run(command, cwd=ROOT, check=False)
-        # 0: all passed, 1: some failed. What was interrupted or collected nothing is no run.
+        # 0: all passed, 1: some failed. Other statuses: interrupted, or no tests collected.
         if done.returncode not in {0, 1}:
             sys.exit(f"pytest ended with {done.returncode}, and nothing is written")
         return _read(ET.parse(report).getroot())  # noqa: S314  # pytest wrote it
@@ -112,13 +112,13 @@ def _read(report: ET.Element) -> list[tuple[str, str, str]]:
     outcomes: dict[str, tuple[str, str]] = {}
     for case in report.iter("testcase"):
         test = f"{case.get('classname')}::{case.get('name')}"
-        found = {child.tag: child.get("message") or "" for child in case}
-        if found.get("skipped") == "collection skipped":
-            continue  # a file, of which it is not known what it has
-        if "failure" in found or "error" in found:
+        messages = {child.tag: child.get("message") or "" for child in case}
+        if messages.get("skipped") == "collection skipped":
+            continue  # a whole file, whose tests are unknown
+        if "failure" in messages or "error" in messages:
             outcomes[test] = ("failed", "")
-        elif "skipped" in found:
-            outcomes.setdefault(test, ("skipped", found["skipped"]))
+        elif "skipped" in messages:
+            outcomes.setdefault(test, ("skipped", messages["skipped"]))
         else:
             outcomes.setdefault(test, ("passed", ""))
     return [(test, *outcome) for test, outcome in outcomes.items()]

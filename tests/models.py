@@ -1,4 +1,4 @@
-"""The models of all tests: small, and with sizes that are easy to count by hand."""
+"""Small models for all tests, with sizes that are easy to compute by hand."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ VOCABULARY = 16
 
 
 class Block(nn.Module):
-    """Two linears, the input added to their output."""
+    """Two linears with a residual connection."""
 
     def __init__(self, width=WIDTH, hidden=None, *, bias=False, norm=False):
         super().__init__()
@@ -30,7 +30,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Linears without bias: embed, blocks, head; `reentrant` checkpoints each block."""
+    """Linears without bias: embed, blocks, head.
+
+    Args:
+        blocks: Number of blocks.
+        reentrant: How to checkpoint each block; None for no checkpointing.
+    """
 
     def __init__(self, blocks=2, *, reentrant=None):
         super().__init__()
@@ -52,7 +57,7 @@ class Model(nn.Module):
 
 
 class TokenModel(nn.Module):
-    """Tokens in, logits out; embedding and head may be one parameter."""
+    """Embedding, blocks and head, which may be tied to the embedding."""
 
     def __init__(self, layers=2, width=WIDTH, *, tied=False, norm=False):
         super().__init__()
@@ -72,7 +77,7 @@ class TokenModel(nn.Module):
 
 
 class UnevenModel(nn.Module):
-    """Sizes that 4 ranks cannot share evenly, and two heads with one weight."""
+    """A model with sizes that 4 ranks cannot share evenly, and two heads with a tied weight."""
 
     def __init__(self, hidden=7):
         super().__init__()
@@ -87,10 +92,10 @@ class UnevenModel(nn.Module):
 
 
 def shard(model, mesh, *, root=None, **options):
-    """One unit a layer, and the root; `root` is the root's `reshard_after_forward`."""
+    """Make a unit of each layer and of the root; `root` is the root's `reshard_after_forward`."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
-    # Until torch 2.7 the root took no None.
+    # torch 2.7 does not accept None.
     policy = {} if root is None else {"reshard_after_forward": root}
     return fully_shard(model, mesh=mesh, **policy)
 
@@ -100,7 +105,7 @@ def step(model, *, batch=2, grad_input=False, **options):
 
 
 class Attention(nn.Module):
-    """Heads of 4, as many as the projections that this rank has make."""
+    """Attention with heads of size 4; their number follows from the local projections."""
 
     def __init__(self, width):
         super().__init__()
@@ -118,7 +123,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A gate, as in Llama."""
+    """The gated feed-forward of Llama."""
 
     def __init__(self, width, hidden):
         super().__init__()
@@ -130,7 +135,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm."""
+    """Attention and feed-forward, each with a norm before it."""
 
     def __init__(self, width, hidden):
         super().__init__()
@@ -143,7 +148,11 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Llama in small; `reentrant` checkpoints each layer, `chunks` runs the head in pieces."""
+    """A small Llama.
+
+    `reentrant` says how to checkpoint each layer; None for no checkpointing. `chunks` is the number
+    of parts in which the head runs.
+    """
 
     def __init__(self, layers=3, width=16, *, hidden=32, vocabulary=32, tied=False, reentrant=None):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Independent witnesses of what was sent: the flight recorder and torch.profiler.
+"""Compare recordings with two independent witnesses: the flight recorder and torch.profiler.
 
-The flight recorder watches the very run that is recorded, below the dispatcher, on every thread; it
-knows no point-to-point calls, and nothing of the fake group. The profiler sees those too, but has
-to watch a second run: under any dispatch mode it sees each call twice.
+The flight recorder watches the recorded run itself, below the dispatcher and on every thread, but
+has no point-to-point calls, and nothing of the fake group. The profiler sees these too, but has to
+watch a second run, as it sees each call twice under a dispatch mode.
 """
 
 import json
@@ -23,7 +23,7 @@ from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 
-# Gloo runs these as another collective, and the flight recorder shows what gloo ran.
+# gloo runs these as another collective, which the flight recorder then shows.
 RUN_AS = {
     "reduce_scatter": {"all_reduce", "_reduce_scatter_base", "reduce_scatter"},
     "reduce": {"all_reduce", "reduce"},
@@ -41,7 +41,7 @@ ITEM_SIZES = {
     "Double": 8,
 }
 
-# Sent by one rank to the others: what the flight recorder calls input is the same on all.
+# One rank sends these to the others: the flight recorder has the same input on all ranks.
 FROM_ONE = {"broadcast", "scatter"}
 
 POINT_TO_POINT = {"send", "recv"}
@@ -84,7 +84,7 @@ PROFILED = {
 
 
 def gloo_and_fake(world_size: int) -> Any:
-    """Runs a test on gloo ranks, and again on the fake group."""
+    """Run a test on gloo ranks, and again on the fake group."""
     backends = pytest.mark.parametrize(
         "backend",
         [
@@ -101,20 +101,20 @@ def gloo_and_fake(world_size: int) -> Any:
 
 
 def lines(comm_mode: Any) -> list[str]:
-    """``phase owner kind[axis] nbytes < issued_in`` of each event; ``.`` the root, ``-`` none."""
+    """Write events as ``phase owner kind[axis] nbytes < issued_in``; ``.`` the root, ``-`` none."""
 
-    def shown(name: str | None) -> str:
+    def label(name: str | None) -> str:
         return "-" if name is None else name or "."
 
     return [
-        f"{event.phase.value} {shown(event.owner)} {event.kind}[{event.axis}] {event.nbytes}"
-        f" < {shown(event.issued_in)}"
+        f"{event.phase.value} {label(event.owner)} {event.kind}[{event.axis}] {event.nbytes}"
+        f" < {label(event.issued_in)}"
         for event in comm_mode.events
     ]
 
 
 def owned_lines(comm_mode: Any) -> list[str]:
-    """`lines` in alphabetical order, without the running module: as derived from a model."""
+    """Return sorted `lines` without ``issued_in``, for comparison with lines of `derived`."""
     return sorted(line.partition(" < ")[0] for line in lines(comm_mode))
 
 
@@ -128,11 +128,11 @@ class Flight:
     nbytes_out: int
     thread_id: int
     group: str
-    """What torch calls the process group: ``mesh_tp``, ``default_pg``."""
+    """torch's name of the process group: ``mesh_tp``, ``default_pg``."""
 
 
 def flights(*, after: int = -1) -> list[Flight]:
-    """The collectives that this process issued, on any thread, in order; none if unknown."""
+    """Return the collectives of this process's threads in order; none without a recorder."""
     if not HAS_FLIGHT_RECORDER:
         return []
     dumped = torch._C._distributed_c10d._dump_fr_trace_json(
@@ -164,18 +164,18 @@ def last_flight() -> int:
 
 
 def _profiled_events(step: Callable[[], object]) -> list[Any]:
-    """What the profiler sees in a run of `step`, in the order in which it began."""
+    """Profile a run of `step`; return the events in the order of their starts."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
-        # gloo's thread ends an operation's record after it has woken the waiters. A native thread
-        # crashed a rank here while the profiler's results were read, once in some thousand runs
-        # (torch 2.13); with the profiler still on it can do no harm.
+        # gloo's thread ends an operation's record after it has woken the waiters. Reading the
+        # results at that moment crashed a rank once in some thousand runs (torch 2.13), so wait
+        # while the profiler is still on.
         time.sleep(0.02)
     return sorted(profiler.events(), key=lambda event: event.time_range.start)
 
 
 def profiled(step: Callable[[], object]) -> list[str]:
-    """The kinds of the collectives that the profiler sees in a run of `step`."""
+    """Return the kinds of the collectives that the profiler sees in a run of `step`."""
     return [
         PROFILED[event.name.partition("::")[2]]
         for event in _profiled_events(step)
@@ -184,11 +184,13 @@ def profiled(step: Callable[[], object]) -> list[str]:
 
 
 def profiled_distances(step: Callable[[], object]) -> list[tuple[str, int]]:
-    """How far ahead of its use FSDP2 gathers each unit in a run of `step`, by its own labels.
+    """Read from FSDP2's labels how far ahead of its use it gathers each unit in a run of `step`.
 
     Returns:
-        The unit, as torch names it, and the distance of each gather, in the order of issue. A
-        gather without a use is an error.
+        Unit, as torch names it, and distance of each gather, in the order of issue.
+
+    Raises:
+        ValueError: A gathered unit is not used.
     """
     label = re.compile(r"FSDP::(all_gather|pre_forward|pre_backward)(?: \(([^)]*)\))?(?: \[.*)?")
     slots: list[tuple[str, str | None]] = [("before the first", None)]
@@ -197,11 +199,11 @@ def profiled_distances(step: Callable[[], object]) -> list[tuple[str, int]]:
         match = label.fullmatch(event.name)
         if match is None:
             continue
-        what, unit = match[1], match[2] or ""
-        if what == "all_gather":
+        action, unit = match[1], match[2] or ""
+        if action == "all_gather":
             gathers.append((unit, len(slots) - 1))
-        elif slots[-1] != (what, unit):
-            slots.append((what, unit))
+        elif slots[-1] != (action, unit):
+            slots.append((action, unit))
     users = [user for _, user in slots]
     return [(unit, users.index(unit, issued) - issued) for unit, issued in gathers]
 
@@ -212,7 +214,7 @@ def _is_collective(event: Any) -> bool:
 
 
 def _has_collective_above(event: Any) -> bool:
-    """A functional collective calls a c10d operation in C++, which is the same one."""
+    """Whether a functional collective called this c10d operation, in C++; count it once."""
     above = event.cpu_parent
     while above is not None:
         if _is_collective(above):
@@ -229,21 +231,21 @@ def witnessed(
     warm_up: int = 0,
     profiler: bool = True,
 ) -> None:
-    """Records `step`, and asserts that both witnesses saw the same.
+    """Record `step`, and assert that both witnesses saw the same.
 
     Args:
         comm_mode: The fixture; holds the recording afterwards.
         model: As in ``comm_mode(model)``; None for the bare mode.
-        step: What is recorded; runs ``warm_up`` times before, and once more for the profiler.
+        step: The function to record; also runs ``warm_up`` times before, and once for the profiler.
         warm_up: Runs before the recording.
-        profiler: False where two runs of `step` do not send the same.
+        profiler: False if two runs of `step` do not send the same.
     """
     for _ in range(warm_up):
         step()
     since = last_flight()
     with comm_mode if model is None else comm_mode(model):
         step()
-    assert comm_mode.events, "nothing was recorded, so that the comparison would prove nothing"
+    assert comm_mode.events, "nothing was recorded, so the comparison would prove nothing"
     if HAS_FLIGHT_RECORDER and dist.get_backend() != "fake":
         assert_flown(comm_mode.events, flights(after=since))
     if profiler:
@@ -253,7 +255,7 @@ def witnessed(
 def witnessed_twice(
     comm_mode: Any, model: Any, step: Callable[[], object], *, warm_up: int = 0
 ) -> None:
-    """As `witnessed`; and a second recording gives the same snapshot, which can be read again.
+    """Like `witnessed`; also assert that a second recording has the same, readable snapshot.
 
     Args:
         comm_mode: The fixture; holds the second recording afterwards.
@@ -269,9 +271,9 @@ def witnessed_twice(
     assert parse_comm(format_profile(first)) == first
 
 
-def assert_flown(events: Iterable[Any], seen: Sequence[Flight]) -> None:
-    """Asserts that recorded collectives are those of the flight recorder: kind, size, group."""
-    entries = list(seen)
+def assert_flown(events: Iterable[Any], flown: Sequence[Flight]) -> None:
+    """Assert that recorded collectives equal the flight recorder's: kind, size, group."""
+    entries = list(flown)
     recorded = [event for event in events if event.kind not in POINT_TO_POINT]
     for event in recorded:
         assert entries, f"the flight recorder did not see {event}"
@@ -293,9 +295,9 @@ def assert_flown(events: Iterable[Any], seen: Sequence[Flight]) -> None:
 
 
 def _group_of(event: Any, part: Flight) -> str:
-    """The axis, where torch's name of the group tells it; else what was recorded."""
+    """Return the axis from torch's name of the group; else the recorded axis."""
     if part.group == "default_pg":
-        # torch gives it to an axis of all ranks, whatever the name.
+        # torch uses it for any axis of all ranks.
         assert event.group_size == dist.get_world_size()
     is_named = part.group.startswith("mesh_") and not part.group.startswith("mesh_dim_")
     return part.group.removeprefix("mesh_") if is_named else event.axis

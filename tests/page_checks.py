@@ -1,4 +1,4 @@
-"""What every page of a report has to be: whole, complete in itself, and readable by all."""
+"""Check a page of a report: valid, self-contained and accessible."""
 
 import re
 from html.parser import HTMLParser
@@ -7,7 +7,7 @@ VOID = {"meta", "br", "input", "link", "wbr"}
 
 
 class Page(HTMLParser):
-    """Reads a page, and notes what is wrong with it."""
+    """Parse a page, and collect its problems."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Page(HTMLParser):
         elif tag == "th" and attributes.get("scope") not in {"row", "col", "colgroup"}:
             self.problems.append("a header without scope")
         elif tag == "svg":
-            self.problems.append("a drawing in the page, which the script should make")
+            self.problems.append("a drawing in the page, which the script should create")
         for name in attributes:
             if name.startswith("on") or name == "style":
                 self.problems.append(f"{name} in <{tag}>, which the policy forbids")
@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
 
 def check_page(text, elsewhere=()):
-    """Fails if a page is not as it has to be, with these links alone elsewhere; returns it read."""
+    """Assert that a page has no problems, and only these external links; return it parsed."""
     page = Page()
     page.feed(text)
     page.close()
@@ -75,7 +75,7 @@ def check_page(text, elsewhere=()):
     steps = [
         after - before for before, after in zip(page.headings, page.headings[1:], strict=False)
     ]
-    assert all(step <= 1 for step in steps), f"headings leave out a level: {page.headings}"
+    assert all(step <= 1 for step in steps), f"headings skip a level: {page.headings}"
     assert page.sources == [], "it would load something"
     anchors = [link[1:] for link in page.links if link.startswith("#")]
     assert set(anchors) <= set(page.ids), "a link to nothing"
@@ -85,7 +85,7 @@ def check_page(text, elsewhere=()):
     assert "@import" not in style
     assert page.policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in page.policy
-    # The page's script, after its data, which only JSON parsers read.
+    # The parser must see each script element: the JSON data, and the page's script.
     assert len(page.scripts) == len(re.findall("<script", text))
     assert len(text.encode()) < 1_000_000
     return page

@@ -1,7 +1,7 @@
 """Random models with random parallel plans, for `tests/acceptance/test_random_plans.py`.
 
-Collected there, not here: it is run on gloo ranks, on the fake group and simulated, and what they
-recorded is compared.
+That test runs this file on gloo ranks, on the fake group and on simulated ranks, and compares the
+recordings. pytest does not collect the file itself.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from pytest_fsdp_comm.tree.profile import tree_facts
 
 TIMES = int(os.environ.get("RANDOM_PLANS_TIMES", "1"))
 EXAMPLES = {2: 15 * TIMES, 4: 15 * TIMES, 8: 4 * TIMES}
-"""By world size: eight gloo ranks are slow."""
+"""Number of plans by world size: eight gloo ranks are slow."""
 
 
 class Checkpointed(Block):
@@ -94,14 +94,14 @@ def build(plan, device_mesh, world_size):
 
 
 def clipped(model):
-    """Parameters of one kind, since torch takes no norm of DTensors of different meshes."""
+    """Return parameters of one mesh, as torch computes no norm over DTensors of several."""
     trained = [weight for weight in model.parameters() if weight.grad is not None]
     kinds = [getattr(weight, "device_mesh", None) for weight in trained]
     return [weight for weight, kind in zip(trained, kinds, strict=True) if kind == kinds[0]]
 
 
 def counted_step(model):
-    """A step whose loss is divided by the labels of all ranks."""
+    """Run a step whose loss is divided by the number of labels on all ranks."""
     labels = torch.randint(0, 4, (2, WIDTH))
     count = (labels > 0).sum()
     dist.all_reduce(count)
@@ -110,17 +110,17 @@ def counted_step(model):
         loss.backward()
 
 
-def run(*, plan, comm_mode, device_mesh, dist_info, found, is_simulated):
-    # An axis of one rank sends nothing, and nothing would prove nothing.
+def run(*, plan, comm_mode, device_mesh, dist_info, results, is_simulated):
+    # Skip plans that send nothing: an axis of one rank needs no collectives.
     has_tensor_parallelism = any(block["tensor_parallel"] for block in plan["blocks"])
     assume(dist_info.world_size > 2 or plan["axes"] != "dp,tp" or has_tensor_parallelism)
     model = build(plan, device_mesh, dist_info.world_size)
 
     def train():
-        for rest in reversed(range(plan["micro_batches"])):
+        for num_left in reversed(range(plan["micro_batches"])):
             for unit in model.modules() if plan["accumulated"] else ():
                 if isinstance(unit, FSDPModule):
-                    unit.set_requires_gradient_sync(rest == 0)
+                    unit.set_requires_gradient_sync(num_left == 0)
             if plan["counted"]:
                 counted_step(model)
             else:
@@ -130,7 +130,7 @@ def run(*, plan, comm_mode, device_mesh, dist_info, found, is_simulated):
             if torch.isfinite(norm):
                 dist.barrier()
 
-    # The second step finds roots unsharded or not, as the first does, from the second on.
+    # From the second step on, each step starts in the same state: the first may unshard a root.
     if is_simulated:
         train()
         with comm_mode(model):
@@ -138,12 +138,12 @@ def run(*, plan, comm_mode, device_mesh, dist_info, found, is_simulated):
     else:
         witnessed(comm_mode, model, train, warm_up=1)
     tree = to_json(tree_facts(capture_tree([model])))
-    found.append({"plan": plan, "events": lines(comm_mode), "tree": tree})
+    results.append({"plan": plan, "events": lines(comm_mode), "tree": tree})
 
 
 def check(comm_mode, device_mesh, dist_info, request, *, is_simulated=False):
     assert WIDTH % 4 == 0
-    found = []
+    results = []
     values = {"comm_mode": comm_mode, "device_mesh": device_mesh, "dist_info": dist_info}
     drawn = settings(
         max_examples=EXAMPLES[dist_info.world_size],
@@ -153,10 +153,10 @@ def check(comm_mode, device_mesh, dist_info, request, *, is_simulated=False):
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],  # shrinking would take minutes of gloo ranks
     )(given(plan=PLANS)(run))
-    drawn(**values, found=found, is_simulated=is_simulated)
+    drawn(**values, results=results, is_simulated=is_simulated)
     kind = "simulated" if is_simulated else dist_info.backend
     name = f"{kind}-{dist_info.world_size}-{dist_info.rank}.json"
-    pathlib.Path(request.config.rootpath, name).write_text(json.dumps(found))
+    pathlib.Path(request.config.rootpath, name).write_text(json.dumps(results))
 
 
 @gloo_and_fake(2)

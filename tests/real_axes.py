@@ -1,7 +1,7 @@
 """Pipelines and experts, for `tests/acceptance/test_real_axes.py`.
 
-Collected there, not here: each is run on gloo ranks and simulated with a real axis, and what the
-ranks that run recorded is compared.
+That test runs this file on gloo ranks and on simulated ranks with a real axis, and compares the
+recordings of ranks that run in both. pytest does not collect the file itself.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch_facts import needs_pipelines_on_gloo
 
 MICRO_BATCHES = 8
 
-# torch tells which of its own functions the stages call.
+# torch warns about its functions that its stages call.
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), needs_pipelines_on_gloo]
 
 
@@ -37,12 +37,12 @@ class Part(nn.Module):
 
 
 def pipeline(schedule, mesh):
-    """This rank's parts, and a step of the schedule."""
-    pp, made = mesh["pp"], getattr(pipelining, schedule)
+    """Return this rank's parts, and a function that runs a step of the schedule."""
+    pp, schedule_class = mesh["pp"], getattr(pipelining, schedule)
     rank, ranks = pp.get_local_rank(), pp.size()
-    is_multiple = issubclass(made, pipelining.schedules.PipelineScheduleMulti)
+    is_multiple = issubclass(schedule_class, pipelining.schedules.PipelineScheduleMulti)
     last = (2 * ranks if is_multiple else ranks) - 1
-    # Of these two a rank has the stage at the opposite end.
+    # In V schedules, the second stage of a rank is at the opposite end.
     second = last - rank if "V" in schedule else rank + ranks
     numbers = (rank, second) if is_multiple else (rank,)
     parts = [Part(number, mesh["dp"]) for number in numbers]
@@ -50,7 +50,7 @@ def pipeline(schedule, mesh):
         pipelining.PipelineStage(part, number, last + 1, torch.device("cpu"), group=pp.get_group())
         for part, number in zip(parts, numbers, strict=True)
     ]
-    runner = made(
+    runner = schedule_class(
         stages if is_multiple else stages[0],
         MICRO_BATCHES,
         loss_fn=lambda output, target: (output - target).pow(2).sum(),
@@ -64,7 +64,7 @@ def pipeline(schedule, mesh):
 
 
 class Experts(nn.Module):
-    """One on each rank of `ep`; how many tokens it gets only those know that send them."""
+    """One expert per rank of `ep`; only the sending ranks know how many tokens it receives."""
 
     def __init__(self, mesh):
         super().__init__()
@@ -83,16 +83,16 @@ class Experts(nn.Module):
 
 
 def record(steps, parts, comm_mode, dist_info, request):
-    """Write what each step sends, the first of which also exchanges objects."""
-    found = []
+    """Write the events of each step to a file; the first step also exchanges objects."""
+    events = []
     for step in steps:
         with comm_mode(parts):
             step()
         assert not [gap for gap in comm_mode.recording.gaps if gap.kind != "value_dependent"]
         peers = [event.peer for event in comm_mode.events]
-        found.append([*zip(lines(comm_mode), peers, strict=True)])
+        events.append([*zip(lines(comm_mode), peers, strict=True)])
     path = pathlib.Path(request.config.rootpath, f"{request.node.name}-{dist_info.rank}.json")
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(events))
 
 
 @pytest.fixture
@@ -123,5 +123,5 @@ def test_pipelines(schedule, comm_mode, device_mesh, dist_info, request):
 @both_ways(4, {"ep": (2, 1)})
 def test_experts(comm_mode, device_mesh, dist_info, request):
     experts = Experts(device_mesh(dp=2, ep=2))
-    step = lambda: experts(torch.randn(8, WIDTH)).sum().backward()  # noqa: E731  # in place of a def with the same words
+    step = lambda: experts(torch.randn(8, WIDTH)).sum().backward()  # noqa: E731  # shorter than a def
     record([step], experts, comm_mode, dist_info, request)

@@ -1,4 +1,4 @@
-"""Values for reports, by hand: steps of FSDP2 and trees of models of any number of layers."""
+"""Build values for reports: steps of FSDP2, and trees of models with any number of layers."""
 
 from dataclasses import replace
 
@@ -22,9 +22,10 @@ KIB = 1024
 
 
 def record_step(layers, *, steps=1, name="layers", extra=0, rank=0):
-    """What FSDP2 does in steps of so many layers, as a recording.
+    """Return a recording of FSDP2 steps.
 
-    The root's unit is gathered throughout; each layer's in its forward, and one ahead in backward.
+    The root's unit is always gathered. A layer is gathered in its forward, and one layer ahead of
+    its backward.
     """
     collectives, reshards = [], []
     index = 0
@@ -104,7 +105,7 @@ def profile_of(*recordings):
 
 
 def compared(old, new, **changes):
-    """A comparison of one rank's recordings, all ranks alike."""
+    """Return a comparison of two recordings, which all ranks share."""
     ranks = [replace(new, rank=rank) for rank in range(4)]
     before = [replace(old, rank=rank) for rank in range(4)]
     return Compared(
@@ -164,7 +165,7 @@ def parameter(module, name, **facts):
 
 
 def stack(blocks=32, odd=None):
-    """A root with a stack of blocks, of which one may keep its parameters after forward."""
+    """Return the tree of a stack of blocks; block `odd` does not reshard after forward."""
     modules = [
         ModuleNode(name="", parent=None, depth=0, class_name="Model"),
         ModuleNode(name="layers", parent=0, depth=1, class_name="ModuleList"),

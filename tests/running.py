@@ -1,4 +1,4 @@
-"""Starts a pytest session, and says what runs on this machine."""
+"""Start pytest sessions, and read their output and the machine's processes."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-# What tests start sessions with that they do not signal; a warm one in acceptance/ (see warm.py).
+# The Python of sessions to which a test sends no signal; acceptance/ replaces it (see warm.py).
 PYTHON = sys.executable
 QUICK_END = ("-p", "no:hypothesispytest")
-# A conftest.py with which ranks are new processes.
+# With this conftest.py, ranks are new processes, not forks.
 UNSAFE_TO_FORK = """
 import threading
 threading.Thread(target=threading.Event().wait, name="poller", daemon=True).start()
@@ -19,7 +19,7 @@ threading.Thread(target=threading.Event().wait, name="poller", daemon=True).star
 
 
 def command_lines():
-    """Of everything that runs, arguments separated by NUL."""
+    """Return the command line of each process, with NUL between arguments."""
     lines = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -32,7 +32,7 @@ def start(path, *arguments, python=sys.executable):
     for name in ("PYTEST_XDIST_WORKER", "CI"):
         environment.pop(name, None)
     return subprocess.Popen(
-        # Hypothesis loads itself at the end of a session, which takes seconds on a busy machine.
+        # Hypothesis is imported at the end of a session, which takes seconds on a busy machine.
         [python, "-m", "pytest", "-p", "no:cacheprovider", *QUICK_END, *arguments],
         cwd=path,
         env=environment,
@@ -50,7 +50,7 @@ def wait_for(condition, *, timeout_s):
 
 
 def stories(output, title):
-    """What pytest writes under each title of a test that failed, or had an error."""
+    """Return pytest's text below each title of a test that failed, or had an error."""
     title = rf"^_+ (?:ERROR at \w+ of )?{re.escape(title)} _+$"
     return [
         re.split(r"^(?:_{3,} .* _{3,}|={3,} .* ={3,})$", part, flags=re.MULTILINE)[0]

@@ -1,4 +1,4 @@
-"""Files of the kinds that are read outside of tests."""
+"""A tree snapshot and recordings for tests of the command line."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ end
 
 
 def recording(rank=0, calls=1, world_size=2):
-    one = Collective(
+    collective = Collective(
         index=0, kind="all_gather", op="", owner="a", issued_in="a", phase=Phase.FORWARD,
         axis="dp", group_size=2, dtype="float32", nbytes_sent=4, nbytes_received=8,
         source=Source.FSDP, call_site="train.py:3",
@@ -29,5 +29,5 @@ def recording(rank=0, calls=1, world_size=2):
         backend="gloo",
         torch_version="2.13.0",
         mesh_axes=(MeshAxis(name="dp", size=2, dims=((2, 1),)),),
-        collectives=tuple(replace(one, index=index) for index in range(calls)),
+        collectives=tuple(replace(collective, index=index) for index in range(calls)),
     )

@@ -1,4 +1,4 @@
-"""Made-up profiles, and changes of them that are planted."""
+"""Build profiles, and functions that change them in known ways."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -23,12 +23,12 @@ def row(phase, owner, kind, nbytes, role="", *, axis="dp", dtype="float32", coun
     return Row(phase=phase, owner=owner, what=kind, axis=axis, calls=(calls,))
 
 
-def counted(subject, phase, owner, what, count=1):
-    return Row(subject=subject, phase=phase, owner=owner, what=what, calls=(Calls(count=count),))
+def counted(subject, phase, owner, label, count=1):
+    return Row(subject=subject, phase=phase, owner=owner, what=label, calls=(Calls(count=count),))
 
 
 def unit(owner, nbytes=NBYTES, *, kept=False):
-    """The rows of an FSDP unit in a step."""
+    """Return the rows of an FSDP unit in a step."""
     rows = [row(FORWARD, owner, "all_gather", nbytes, "parameters")]
     if not kept:
         rows.append(row(BACKWARD, owner, "all_gather", nbytes, "parameters", ahead=1))
@@ -39,7 +39,7 @@ def unit(owner, nbytes=NBYTES, *, kept=False):
 
 
 def split(owner, nbytes=1_024):
-    """The rows of a module under tensor parallelism."""
+    """Return the rows of a module under tensor parallelism."""
     rows = [
         row(FORWARD, owner, "all_gather", nbytes, "activations", axis="tp"),
         row(BACKWARD, owner, "reduce_scatter", nbytes, "activations", axis="tp"),
@@ -59,7 +59,7 @@ def profile(layers=3, *, tensor_parallel=False, name="layers", extra=()):
 
 
 def made(rows):
-    used = {one.axis for one in rows}
+    used = {entry.axis for entry in rows}
     return CommProfile(
         world_size=8,
         mesh_axes=tuple(axis for axis in (DP, TP, REPLICATE, SHARD, WORLD) if axis.name in used),
@@ -68,99 +68,104 @@ def made(rows):
 
 
 def changed(old, change, subjects=SUBJECTS):
-    """A profile with each row of some subjects changed, or left out where the change gives None."""
-    rows = (change(one) if one.subject in subjects else one for one in old.rows)
-    return made([one for one in rows if one is not None])
+    """Apply a function to each row of some subjects; drop rows for which it returns None."""
+    rows = (change(entry) if entry.subject in subjects else entry for entry in old.rows)
+    return made([entry for entry in rows if entry is not None])
 
 
-def times(one, factor):
-    """A row that happens several times as often."""
-    calls = tuple(replace(calls, count=calls.count * factor) for calls in one.calls)
-    return replace(one, calls=calls)
+def times(entry, factor):
+    """Multiply the counts of a row."""
+    calls = tuple(replace(calls, count=calls.count * factor) for calls in entry.calls)
+    return replace(entry, calls=calls)
 
 
-def sized(one, factor):
+def sized(entry, factor):
     return replace(
-        one, calls=tuple(replace(calls, nbytes=int(calls.nbytes * factor)) for calls in one.calls)
+        entry,
+        calls=tuple(replace(calls, nbytes=int(calls.nbytes * factor)) for calls in entry.calls),
     )
 
 
-def typed(one, dtype):
-    return replace(one, calls=tuple(replace(calls, dtype=dtype) for calls in one.calls))
+def typed(entry, dtype):
+    return replace(entry, calls=tuple(replace(calls, dtype=dtype) for calls in entry.calls))
 
 
-def role(one):
-    return one.calls[0].role
+def role(entry):
+    return entry.calls[0].role
 
 
-# Each turns a profile into another one.
+# Each function returns a changed profile.
 
 
 def more_layers(old):
-    names = [one.owner for one in old.rows if one.owner and one.owner.startswith("layers.")]
+    names = [entry.owner for entry in old.rows if entry.owner and entry.owner.startswith("layers.")]
     count = 1 + max(int(name.split(".")[1]) for name in names)
-    last = [one for one in old.rows if (one.owner or "").startswith(f"layers.{count - 1}")]
-    new = [replace(one, owner=one.owner.replace(f".{count - 1}", f".{count}")) for one in last]
+    last = [entry for entry in old.rows if (entry.owner or "").startswith(f"layers.{count - 1}")]
+    new = [
+        replace(entry, owner=entry.owner.replace(f".{count - 1}", f".{count}")) for entry in last
+    ]
     return made([*old.rows, *new])
 
 
 def renamed(old):
     return changed(
-        old, lambda one: replace(one, owner=(one.owner or "").replace("layers.", "blocks."))
+        old, lambda entry: replace(entry, owner=(entry.owner or "").replace("layers.", "blocks."))
     )
 
 
 def twice(old):
-    return changed(old, lambda one: times(one, 2))
+    return changed(old, lambda entry: times(entry, 2))
 
 
 def accumulated(old):
-    return changed(old, lambda one: one if role(one) == "gradients" else times(one, 4))
+    return changed(old, lambda entry: entry if role(entry) == "gradients" else times(entry, 4))
 
 
 def larger_batch(old):
-    return changed(old, lambda one: sized(one, 3) if role(one) == "activations" else one)
+    return changed(old, lambda entry: sized(entry, 3) if role(entry) == "activations" else entry)
 
 
 def in_bfloat16(old):
-    def change(one):
-        return typed(sized(one, Fraction(1, 2)), "bfloat16")
+    def change(entry):
+        return typed(sized(entry, Fraction(1, 2)), "bfloat16")
 
     return changed(old, change, ["collective"])
 
 
 def kept(old):
-    gone = {(FORWARD, "reshard"), (BACKWARD, "unshard")}
+    removed = {(FORWARD, "reshard"), (BACKWARD, "unshard")}
 
-    def change(one):
-        is_gather = one.what == "all_gather" and role(one) == "parameters"
-        is_gone = is_gather and one.phase is BACKWARD
-        return None if is_gone or (one.phase, one.what) in gone else one
+    def change(entry):
+        is_gather = entry.what == "all_gather" and role(entry) == "parameters"
+        is_removed = is_gather and entry.phase is BACKWARD
+        return None if is_removed or (entry.phase, entry.what) in removed else entry
 
     return changed(old, change)
 
 
 def reduced_often(old):
-    return changed(old, lambda one: times(one, 4) if role(one) == "gradients" else one)
+    return changed(old, lambda entry: times(entry, 4) if role(entry) == "gradients" else entry)
 
 
 def frozen(old):
-    gone = {one.owner for one in old.rows if (one.owner or "").endswith(".1")}
-    return changed(old, lambda one: None if one.owner in gone and role(one) == "gradients" else one)
+    removed = {entry.owner for entry in old.rows if (entry.owner or "").endswith(".1")}
+    return changed(
+        old, lambda entry: None if entry.owner in removed and role(entry) == "gradients" else entry
+    )
 
 
 def recomputed(old):
     again = [
-        replace(one, phase=RECOMPUTE)
-        for one in old.rows
-        if one.phase is FORWARD and role(one) == "activations"
+        replace(entry, phase=RECOMPUTE)
+        for entry in old.rows
+        if entry.phase is FORWARD and role(entry) == "activations"
     ]
     return made([*old.rows, *again])
 
 
 def evaluated(old):
-    def change(one):
-        is_kept = one.owner == "" and (one.subject == "reshard" or role(one))
-        return times(one, 2) if one.phase is FORWARD and not is_kept else one
+    def change(entry):
+        is_kept = entry.owner == "" and (entry.subject == "reshard" or role(entry))
+        return times(entry, 2) if entry.phase is FORWARD and not is_kept else entry
 
     return changed(old, change)

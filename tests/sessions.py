@@ -1,24 +1,24 @@
-"""How tests run sessions of pytest: as the outermost one, with torch imported before they begin."""
+"""Let tests run pytest sessions as outermost sessions, in processes that have imported torch."""
 
 import os
 import sys
 
-# Plugins that change a run are tested on purpose, in test_other_plugins.py.
-# Neither anyio nor Hypothesis is used there; both take long to import.
+# test_other_plugins.py tests plugins that change a run. Sessions use neither anyio nor Hypothesis,
+# which take long to import.
 OFF = ("anyio", "asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout")
 
 
 def set_outermost(monkeypatch):
-    """A pytest that a test runs must not take itself for an xdist worker, nor for a CI run."""
+    """Keep a test's pytest sessions from running as an xdist worker, or as in CI."""
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "CI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(f"-p no:{name}" for name in OFF))
-    # Ranks share the machine's few cores with the tests that run beside.
+    # Ranks share the machine's few cores with tests of other workers.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def start_warm(pytester, starter, monkeypatch):
-    """Have sessions of `pytester` begin with torch imported."""
+    """Start sessions of `pytester` in processes that have imported torch."""
     begin = pytester.popen
 
     def popen(command, stdout, stderr, stdin=pytester.CLOSE_STDIN, **options):

@@ -1,4 +1,4 @@
-"""Snapshots of either kind, from texts and as texts."""
+"""Parse and write the texts of snapshots."""
 
 from pytest_fsdp_comm.snapshots import tree_text
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
@@ -6,22 +6,22 @@ from pytest_fsdp_comm.tree.profile import fold
 
 
 def parse_comm(text, where="snapshot"):
-    """The profile of a recording's snapshot."""
+    """Parse the snapshot of a recording."""
     return _parsed(text, where, "comm")
 
 
 def parse_trees(text, where="snapshot"):
-    """The profile of the snapshot of sharded trees."""
+    """Parse the snapshot of trees."""
     return _parsed(text, where, "tree")
 
 
 def parse_tree(text, where="snapshot"):
-    """The tree that all ranks have."""
+    """Parse the snapshot of a tree that all ranks share."""
     return parse_trees(text, where).common
 
 
 def format_tree(tree):
-    """The snapshot of one rank's tree."""
+    """Write the snapshot of one rank's tree."""
     return tree_text.format_profile(fold(tree))
 
 

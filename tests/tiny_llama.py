@@ -1,4 +1,4 @@
-"""A Llama of transformers that no test has to download, and the bytes of its parts."""
+"""A small Llama of transformers that needs no download, and the bytes of its parts."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +41,7 @@ def loss(model):
 
 
 def units(*, tensor_parallel=1):
-    """As accelerate and transformers make them: norm and head, which run last, are one."""
+    """Return the bytes of the units of accelerate and transformers; norm and head share one."""
     return {
         "model.embed_tokens": EMBEDDING // tensor_parallel,
         "model.layers.0": MATRICES // tensor_parallel + 2 * NORM,

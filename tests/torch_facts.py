@@ -1,4 +1,4 @@
-"""What some versions of torch lack or do otherwise: conditions of tests, each with the fact."""
+"""Differences between versions of torch, as conditions and skip marks for tests."""
 
 import re
 
@@ -7,11 +7,11 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 VERSION = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-# Seen in 2.7.1 and 2.9.1 on one side, 2.11.0 on the other; 2.8 and 2.10 were not looked at.
+# Checked in 2.7.1 and 2.9.1, and in 2.11.0, which differs; not checked in 2.8 and 2.10.
 BEFORE_2_11 = VERSION < (2, 11)
 
 HAS_FLIGHT_RECORDER = not BEFORE_2_11
-"""Whether torch has one that knows of gloo; that of 2.9 knows of NCCL alone."""
+"""Whether torch's flight recorder records gloo; that of 2.9 only records NCCL."""
 needs_flight_recorder = pytest.mark.skipif(
     not HAS_FLIGHT_RECORDER, reason="the flight recorder of this torch does not record gloo"
 )
@@ -35,16 +35,16 @@ needs_default_reshard = pytest.mark.skipif(
 )
 
 SENT_ON_ONE_RANK = {"all_gather": VERSION < (2, 8), "reduce_scatter": BEFORE_2_11}
-"""Whether FSDP2 sends over an axis of one rank too."""
+"""Whether FSDP2 sends this kind over an axis of one rank, too."""
 
 SHOWS_REDUCE_OP = not BEFORE_2_11
-"""Whether the object that c10d's operations are given as the reduction has a method."""
+"""Whether the reduction that c10d's operations receive has a method that names it."""
 
 HAS_DIVIDE_FACTOR = VERSION >= (2, 8)
 """Whether FSDP2 has `set_gradient_divide_factor` and `set_force_sum_reduction_for_comms`."""
 
 SHOWS_ASYNC = "async" in str(torch.ops.c10d.allreduce_.default._schema)
-"""Whether each of c10d's operations is told if its caller has to wait."""
+"""Whether all of c10d's operations have an argument that says if they are asynchronous."""
 
 SUMS_NORMS_AT_EACH_USE = BEFORE_2_11
-"""Whether a norm of DTensors stays partial, and is reduced wherever it is read."""
+"""Whether a norm of DTensors stays partial, and is reduced at each use."""

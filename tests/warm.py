@@ -1,13 +1,13 @@
-"""Starts pytest sessions, and xdist's workers of these, from a process that has imported torch.
+"""Fork pytest sessions, and their xdist workers, from a process that has imported torch.
 
-The import takes two thirds of a short session's processor time, and the acceptance tests run
-hundreds of sessions. Apart from it a session begins as by ``python -m pytest``: no plugin of pytest
-and nothing of this project is imported before. A test whose point is what a session imports, or
-what a list of processes shows, is marked ``cold``.
+The import takes two thirds of a short session's CPU time, and the acceptance tests run hundreds of
+sessions. Otherwise a session starts like ``python -m pytest``: pytest plugins and this project are
+not imported before. Tests of a session's imports, or of its list of processes, have the mark
+``cold``.
 
-`WarmStarter.python` is a program for what starts a Python itself: a shell, torchrun, mpirun, xdist.
-It takes ``-m``, ``-c`` or a script, and passes on the signals that end a program; its pid is not
-that of the process that runs them.
+`WarmStarter.python` is a substitute for ``python`` in programs that start one: a shell, torchrun,
+mpirun, xdist. It accepts ``-m``, ``-c`` or a script, and forwards the signals that end a program.
+Its pid differs from that of the forked process.
 """
 
 import atexit
@@ -36,7 +36,7 @@ exec {python} -IS {program} {socket} "$@"
 
 
 class WarmStarter:
-    """A process that forks sessions; ends with the one that made it."""
+    """A process that forks sessions; it ends with the process that started it."""
 
     def __init__(self):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -65,7 +65,7 @@ class WarmStarter:
             )
 
     def start(self, arguments, stdout, stderr, *, directory=None, environment=None):
-        """Runs ``pytest``; in this process's directory and environment unless others are given."""
+        """Run pytest, by default in the current directory and environment."""
         ours, theirs = os.pipe()
         stdin, unwritten = os.pipe()
         os.close(unwritten)
@@ -91,7 +91,7 @@ class WarmStarter:
 
 
 class WarmProcess:
-    """As far as `pytest.Pytester.run` needs it, a ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that `pytest.Pytester.run` needs."""
 
     stdin = None
 
@@ -117,7 +117,7 @@ class WarmProcess:
 
 
 def serve(requests, listener):
-    """Forks a session or a worker a request; returns in each."""
+    """Fork a process for each request; return the request in the new process."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         if listener in select.select([requests, listener], [], [])[0]:
@@ -129,7 +129,7 @@ def serve(requests, listener):
             if not data:
                 os._exit(0)
         if not data:
-            continue  # killed before it asked
+            continue  # the client was killed before its request
         keeper = os.fork()
         if keeper:
             for descriptor in descriptors:
@@ -152,11 +152,11 @@ def serve(requests, listener):
 
 
 def keep(session, status):
-    """Tells who asked for a process how it ends, and ends it when that one is gone."""
+    """Send a session's exit status to the client; kill the session if the client ends."""
     with contextlib.suppress(BrokenPipeError):
         os.write(status, str(session).encode())
     poll = select.poll()
-    poll.register(status, 0)  # an error: nobody reads any more
+    poll.register(status, 0)  # reports an error once the client has closed its end
     poll.register(os.pidfd_open(session), select.POLLIN)
     if status in dict(poll.poll()):
         os.kill(session, signal.SIGKILL)
@@ -167,7 +167,7 @@ def keep(session, status):
 
 
 def run(request):
-    """Runs what was asked for, in its directory with its environment, and ends the process."""
+    """Run a request in its directory and environment, then end the process."""
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -181,7 +181,7 @@ def run(request):
         if isinstance(status, str):
             sys.stderr.write(f"{status}\n")
             status = 1
-    # As the interpreter ends, but without taking torch's modules apart, which copies all of them.
+    # End like the interpreter, but do not tear down torch's modules, which would copy their memory.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -190,32 +190,32 @@ def run(request):
 
 
 def keep_compiled(*packages):
-    """Reads the code of `packages` once for all sessions, which import them anew.
+    """Read the code of `packages` once for all sessions, each of which imports them.
 
-    Reading it takes a short session and its ranks a sixth of their processor time.
+    Reading it takes a sixth of the CPU time of a short session and its ranks.
     """
     from _pytest.assertion import rewrite
 
     read = rewrite._read_pyc
-    kept = {}
+    codes = {}
     for package in packages:
         (directory,) = importlib.util.find_spec(package).submodule_search_locations
         for source in Path(directory).rglob("*.py"):
             file = rewrite.get_cache_dir(source) / f"{source.stem}{rewrite.PYC_TAIL}"
             modified = source.stat().st_mtime_ns
             code = read(source, file) or rewrite._rewrite_test(source, None)[1]
-            kept[source] = modified, code
+            codes[source] = modified, code
 
-    def read_kept(source, *others):
-        modified, code = kept.get(source, (None, None))
-        is_kept = code is not None and source.stat().st_mtime_ns == modified
-        return code if is_kept else read(source, *others)
+    def read_once(source, *args):
+        modified, code = codes.get(source, (None, None))
+        is_current = code is not None and source.stat().st_mtime_ns == modified
+        return code if is_current else read(source, *args)
 
-    rewrite._read_pyc = read_kept
+    rewrite._read_pyc = read_once
 
 
 def become_python(command, python):
-    """Runs what ``python *command`` does."""
+    """Run ``python *command`` in this process."""
     if command[0] == "-u":
         command = command[1:]
         for stream in (sys.stdout, sys.stderr):
@@ -234,7 +234,7 @@ def become_python(command, python):
 
 
 def warm_workers(program):
-    """Has execnet start a program of ours instead of a new Python."""
+    """Let execnet start `program` instead of a new Python."""
     import execnet
 
     make = execnet.Group.makegateway
@@ -249,7 +249,7 @@ def warm_workers(program):
 if __name__ == "__main__":
     sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     with sockets[0] as requests_, sockets[1] as listener_:
-        # What sessions import later, and pytest's own modules, as ``python -m pytest`` does first.
+        # Import pytest's modules in the order of ``python -m pytest``, and torch's, for sessions.
         import _pytest.config
         import torch.distributed.device_mesh
         import torch.distributed.fsdp
@@ -260,10 +260,10 @@ if __name__ == "__main__":
         for name in _pytest.config.default_plugins:
             importlib.import_module(f"_pytest.{name}")
         keep_compiled("pytest_fsdp_comm", "syrupy", "xdist")
-        # What was imported outlives every session: no collection need look at it.
+        # Imported modules outlive every session, so exclude them from garbage collection.
         gc.collect()
         gc.freeze()
-        # Looked up by the import; a session may have another.
+        # An import has cached the directory; a session may have another one.
         tempfile.tempdir = None
-        asked = serve(requests_, listener_)
-    run(asked)
+        session_request = serve(requests_, listener_)
+    run(session_request)

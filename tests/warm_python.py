@@ -1,6 +1,6 @@
-"""Stands for a Python that `warm.py` forks (see there).
+"""The client of `warm.py` (see there), which behaves like the Python that it requests.
 
-Asks that process for one with its own streams, and ends when and as that does.
+It passes its streams to the forked process, waits for its end, and ends in the same way.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 def main():
     _, path, *arguments = sys.argv
     status, theirs = os.pipe()
-    directory = os.getcwd()  # noqa: PTH109  # pathlib takes longer to import than all the rest
+    directory = os.getcwd()  # noqa: PTH109  # pathlib takes longer to import than all else here
     python = os.path.join(os.path.dirname(path), "python")  # noqa: PTH118, PTH120  # see above
     environment = {**os.environ}
     request = {"command": arguments, "python": python}
@@ -22,7 +22,7 @@ def main():
         server.connect(path)
         socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, theirs])
     worker = int(os.read(status, 32))
-    # Who waits for the end of a stream waits for the worker's.
+    # Close the streams, so that they end when the worker closes them.
     for descriptor in (0, 1, 2, theirs):
         os.close(descriptor)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -1,6 +1,6 @@
-"""Published models, each trained for one step on 1,024 simulated ranks.
+"""Train published models for one step on 1,024 simulated ranks.
 
-`python tests/zoo.py` writes their table in docs/how-to/simulate.md; with names, only their rows.
+`python tests/zoo.py` writes the table in docs/how-to/simulate.md; with names, only those rows.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def image(config):
 
 
 def spectrogram(config):
-    """30 seconds, and their text."""
+    """Return 30 seconds of audio, and their text."""
     features = torch.rand(1, config.num_mel_bins, 2 * config.max_source_positions)
     return {"input_features": features, "labels": torch.zeros(1, 64, dtype=torch.int64)}
 
 
 def waveform(_):
-    """4 seconds at 16 kHz, and what they are."""
+    """Return 4 seconds of audio at 16 kHz, and their class."""
     return {"input_values": torch.rand(1, 64000), "labels": torch.zeros(1, dtype=torch.int64)}
 
 
@@ -74,7 +74,7 @@ def image_and_text(config):
 
 
 def patches_and_text(config):
-    """An image of 32 x 32 patches before the text."""
+    """Return an image of 32 x 32 patches, followed by text."""
     vision = config.vision_config
     places = 32 * 32 // vision.spatial_merge_size**2
     tokens = torch.ones(1, places + SEQUENCE, dtype=torch.int64)
@@ -100,21 +100,21 @@ def build(name):
 
 
 def units(model):
-    """The layers that transformers checkpoints, inner ones first, and the root."""
+    """Return the layers that transformers checkpoints, inner ones first, and the root last."""
     from transformers.modeling_layers import GradientCheckpointingLayer as Layer
 
-    found = {path: m for path, m in model.named_modules() if path == "" or isinstance(m, Layer)}
-    return dict(reversed(found.items()))
+    layers = {path: m for path, m in model.named_modules() if path == "" or isinstance(m, Layer)}
+    return dict(reversed(layers.items()))
 
 
 def sharded_dim(parameter):
-    """The first, but of stacked experts, which are too few, one that the ranks divide."""
+    """Return the first dim; for stacked experts, which are too few, one that the ranks divide."""
     stacked = parameter.dim() == 3
     return next((dim for dim in (1, 2) if stacked and parameter.shape[dim] % RANKS == 0), 0)
 
 
 def derive(name, model):
-    """The bytes by kind and phase, or None: from the shapes of whole parameters."""
+    """Derive bytes by kind and phase (None for all phases) from the shapes of parameters."""
     unused = ZOO[name].get("without_gradient", "$^")
     sums, num_reduced, num_tensors = dict.fromkeys(units(model), 0), 0, 0
     for path, parameter in model.named_parameters():
@@ -127,8 +127,8 @@ def derive(name, model):
     forward = sum(sums.values()) * BF16
     return {
         FORWARD: forward,
-        # Again in backward, but the root, which stays gathered. A unit without gradients is
-        # prefetched like the others.
+        # All units but the root, which stays gathered, are gathered again in backward. A unit
+        # without gradients is prefetched like the others.
         GATHERED: 2 * forward - sums[""] * BF16,
         REDUCED: num_reduced * FLOAT,
         # The norms of all gradients, in one call.
@@ -155,9 +155,10 @@ def train(name, model, optimizer):
 
 
 def step(name, mesh, comm_mode):
-    """Record a step; return its row of the table, and the derived bytes."""
+    """Record a step; return the number of parameters, the derived bytes, and the table row."""
     model = build(name)
-    num_parameters, derived = sum(one.numel() for one in model.parameters()), derive(name, model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    derived = derive(name, model)
     optimizer = shard(model, mesh)
     with comm_mode(model):
         train(name, model, optimizer)
@@ -172,7 +173,7 @@ def step(name, mesh, comm_mode):
 
 
 def rows():
-    """The rows of the page, by name."""
+    """Read the rows of the page's table, by name."""
     table = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
     return {row.split(" | ")[0].removeprefix("| "): row for row in table.splitlines()[2:]}
 
@@ -180,17 +181,18 @@ def rows():
 def main():
     names = sys.argv[1:] or [*ZOO]
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    found = rows()
+    table_rows = rows()
     for name in names:
         started = time.process_time()
         with simulated(answers=True, shares=()):
             mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
-            *_, found[name] = step(name, mesh, CommMode(trace_operations=False))
-        print(found[name], f"{time.process_time() - started:.1f} CPU s", flush=True)  # noqa: T201
+            *_, table_rows[name] = step(name, mesh, CommMode(trace_operations=False))
+        print(table_rows[name], f"{time.process_time() - started:.1f} CPU s", flush=True)  # noqa: T201
     page = PAGE.read_text(encoding="utf-8")
-    table = "\n".join([TITLES, "|" + " --- |" * 5, *(found[n] for n in ZOO if n in found)])
-    before, _, rest = page.partition(START)
-    PAGE.write_text(before + START + table + END + rest.partition(END)[2], encoding="utf-8")
+    names = [name for name in ZOO if name in table_rows]
+    table = "\n".join([TITLES, "|" + " --- |" * 5, *map(table_rows.get, names)])
+    before, _, after = page.partition(START)
+    PAGE.write_text(before + START + table + END + after.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

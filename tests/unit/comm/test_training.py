@@ -285,10 +285,10 @@ LAYERS = [f"layers.{n}" for n in range(3)]
 def test_what_breaks_training_is_told_first(old, new, line):
     comparison = compare(old, new)
     text = render_comparison(comparison, snapshot="s")
-    assert text.training[0] == text.told[0] == text.story[0] == line
+    assert text.training[0] == text.summaries[0] == text.differences[0] == line
     assert headline_of_steps(comparison).startswith(line)
     # Once alone.
-    assert sum(line.partition(" over ")[0] in other for other in text.story) == 1
+    assert sum(line.partition(" over ")[0] in other for other in text.differences) == 1
 
 
 def training(old, new, evidence=None):
@@ -519,7 +519,7 @@ def test_a_lost_reduction_is_told_once():
     comparison = compare(made([*GATED.rows, *moves]), PARALLEL)
     assert [step.kind for step in comparison.explanation.steps] == ["redistributed"]
     text = render_comparison(comparison, snapshot="s")
-    assert text.story == (*text.training, *text.cost)
+    assert text.differences == (*text.training, *text.cost)
     assert len(text.training) == 1
     assert len(training(profile(), made(ATTENTION))) == 1
 

@@ -107,7 +107,7 @@ def test_change_that_breaks_training_comes_first(parameter, unit, line):
         parameters=old.parameters | {"layers.0.weight": replace(facts, **parameter)},
     )
     text = render_tree_changes(compare(profile(old), profile(new)), snapshot="s")
-    assert text.training == text.told == (line,) * bool(line)
+    assert text.training == text.summaries == (line,) * bool(line)
     assert "shards move to host memory" in text.changes[0]
 
 
