@@ -20,7 +20,7 @@ START, END = "<!-- table -->\n\n", "\n<!-- end of table -->"
 VARIABLES = {
     "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "set by `torchrun` and other launchers: this "
     "process is one rank of every test. pytest sets the first two in ranks that it starts",
-    "LOCAL_RANK, LOCAL_WORLD_SIZE": "the same for the ranks of this machine",
+    "LOCAL_RANK, LOCAL_WORLD_SIZE": "the same on this machine",
     "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, PMI_RANK, PMI_SIZE, "
     "MPI_LOCALRANKID, SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID": "set by `mpirun` and "
     "`srun`: [translate them](../launchers.md#mpirun-and-srun) to the variables above",

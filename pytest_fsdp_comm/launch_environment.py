@@ -129,7 +129,7 @@ def _number(environment: Mapping[str, str], name: str, smallest: int, largest: i
         limits = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
         raise ValueError(
             f"environment variable {name}: expected a whole number {limits}, got {text!r}; "
-            "launchers set it to describe the launched processes: correct it, or unset it to have "
-            "this process start the ranks of its tests"
+            "launchers set it to describe the launched processes: correct it, or unset it so that "
+            "this process starts the ranks of its tests"
         )
     return number
