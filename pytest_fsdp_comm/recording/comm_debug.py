@@ -50,7 +50,7 @@ class TracedModule:
     module_type: str
     """Its class, as CommDebugMode writes it."""
     placements: dict[str, Placements]
-    """Placements of its direct parameters, by name; `settle` updates those that were gathered."""
+    """Placements of its direct parameters, by name; `settle` updates those of gathered units."""
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when it was first called, outermost first."""
     name: str = GLOBAL
@@ -282,7 +282,7 @@ class CommDebugAnswers(ABC):
     """
 
     @abstractmethod
-    def _known_block(self) -> RecordedBlock: ...
+    def _current_block(self) -> RecordedBlock: ...
 
     def get_comm_counts(self) -> dict[Any, int]:
         """Count by operation, e.g. ``torch.ops.c10d._allgather_base_``; 0 for other keys.
@@ -292,7 +292,7 @@ class CommDebugAnswers(ABC):
         count too.
         """
         counts: defaultdict[Any, int] = defaultdict(int)
-        for event in self._known_block().recording.collectives:
+        for event in self._current_block().recording.collectives:
             counts[_packet(event)] += 1
         return counts
 
@@ -301,7 +301,7 @@ class CommDebugAnswers(ABC):
         return self.get_comm_counts()
 
     def get_total_counts(self) -> int:
-        return len(self._known_block().recording.collectives)
+        return len(self._current_block().recording.collectives)
 
     def get_comm_module_counts(self) -> ModuleCounts:
         """Count by module, then ``forward`` or ``backward``, then operation.
@@ -310,7 +310,7 @@ class CommDebugAnswers(ABC):
         root; ``Global`` has the total. Collectives of a recomputation count as backward, those
         of the optimizer and outside all phases as forward.
         """
-        block = self._known_block()
+        block = self._current_block()
         counts: ModuleCounts = {GLOBAL: _no_counts()}
         for event in block.recording.collectives:
             is_backward = event.phase in {Phase.BACKWARD, Phase.RECOMPUTE}
@@ -331,7 +331,7 @@ class CommDebugAnswers(ABC):
         Raises:
             RecordingError: Operations were not traced.
         """
-        operations = self._known_block().trace.operations
+        operations = self._current_block().trace.operations
         if operations is None:
             raise RecordingError(
                 "the operations of this block were not traced, because tracing slows a recording "
@@ -360,14 +360,14 @@ class CommDebugAnswers(ABC):
         Raises:
             RecordingError: The model no longer exists.
         """
-        modules = self._known_block().trace.modules()
+        modules = self._current_block().trace.modules()
         return {module.name: module.parameters() for module in modules if module.placements}
 
     def get_sharding_info(self) -> dict[str, tuple[Any, ...]]:
         """Return the placements of each DTensor parameter, by module and name."""
         return {
             f"{module.name}.{name}": placements
-            for module in self._known_block().trace.modules()
+            for module in self._current_block().trace.modules()
             for name, placements in module.placements.items()
             if placements is not None
         }
@@ -410,7 +410,7 @@ class CommDebugAnswers(ABC):
         modules: dict[str, dict[str, Any]] = {GLOBAL: {"depth": 0}}
         parents: dict[str, set[str]] = {GLOBAL: set()}
         called: dict[str, list[str]] = {}
-        for module in self._known_block().trace.modules():
+        for module in self._current_block().trace.modules():
             callers = [GLOBAL, *(caller.name for caller in module.callers)]
             modules[module.name] = {"module_type": module.module_type, "depth": len(callers)}
             placements = module.placements.items()

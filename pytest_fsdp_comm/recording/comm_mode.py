@@ -206,9 +206,9 @@ class CommMode(CommDebugAnswers):
         Raises:
             RecordingError: No block has begun yet.
         """
-        return self._known_block().recording
+        return self._current_block().recording
 
-    def _known_block(self) -> RecordedBlock:
+    def _current_block(self) -> RecordedBlock:
         self._is_read = True
         if self._running is not None:
             return self._running[0].so_far()
@@ -415,7 +415,7 @@ class CommMode(CommDebugAnswers):
     ) -> int:
         __tracebackhide__ = True
         query = f"{name}({question})"
-        block = self._known_block()
+        block = self._current_block()
         recorded, names = block.recording.collectives, block.names
         if question.axis is not None and question.axis not in names.axes:
             names = names.with_axes(existing_axes(), recorded)

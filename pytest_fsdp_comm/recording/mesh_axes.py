@@ -117,7 +117,7 @@ class GroupNames:
             for key, axis in by_key.items()
         }
 
-    def known(self, used_keys: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
+    def groups_and_axes(self, used_keys: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
         """Return the axes of this rank's groups by key, and the names of all axes.
 
         The names include axes of meshes that this rank is not in. `used_keys` are the keys of the
@@ -154,11 +154,11 @@ def axes_of_groups() -> dict[str, tuple[str, bool]]:
     # A group keeps its first name, which must not depend on the order of objects in memory.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
-    # A private class: if torch has moved it, there are no units here.
+    # Private, so there are no units here if torch has moved the class.
     units = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
     for unit in _existing(units, "FSDPParamGroup", with_attribute="post_forward_mesh_info"):
         names.learn_unit(unit)
-    groups, _ = names.known(())
+    groups, _ = names.groups_and_axes(())
     return {key: (name, names.is_shape(key)) for key, name in groups.items()}
 
 

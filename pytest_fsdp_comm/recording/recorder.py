@@ -249,7 +249,7 @@ class Recorder:
         """Return gaps and notes. Call it only after the axes are named."""
         if self._is_recording:
             return (), ()
-        unseen = self._witness.gaps(lambda: self._groups.known(used_groups)[0])
+        unseen = self._witness.gaps(lambda: self._groups.groups_and_axes(used_groups)[0])
         of_values = () if self.reads is None else self.reads.gaps
         return (*unseen, *self._unseen, *of_values, *self._idle_gaps()), self._witness.notes
 
@@ -310,7 +310,7 @@ class Recorder:
         if dist.is_initialized():  # the block may have destroyed the process group
             for unit in units:
                 self._groups.learn_unit(unit)
-        groups, axes = self._groups.known(used_groups)
+        groups, axes = self._groups.groups_and_axes(used_groups)
         owners = {names.modules.joined(tuple(unit.modules)) for unit in units}
         owners |= {event.owner for event in recorded}
         return Names(

@@ -1,4 +1,4 @@
-"""What a recording does when its circumstances are odd; the texts of `comm_mode`'s own errors are
+"""Recordings in odd circumstances; the texts of `comm_mode`'s own errors are
 in `test_comm_debug`."""
 
 import pytest
@@ -16,7 +16,7 @@ ws2 = pytest.mark.distributed(world_size=2)
 
 @pytest.fixture(scope="module")
 def odd_op():
-    """An operation of a communication namespace that no table knows."""
+    """An operation of a communication namespace that is not in the tables."""
     library = torch.library.Library("_c10d_functional", "FRAGMENT")
     library.define("odd_op(Tensor input, str group_name) -> Tensor")
     library.impl("odd_op", lambda tensor, _group: tensor.clone(), "CompositeExplicitAutograd")
@@ -77,7 +77,7 @@ def test_nested_entry_raises_and_outer_block_goes_on(comm_mode):
 @fake
 def test_events_of_another_model_have_no_owner(comm_mode, device_mesh):
     model, other = (shard(Model(), device_mesh()) for _ in range(2))
-    # Names are relative to the given model; the one that ran is another.
+    # Names are relative to the model passed in, but another model ran.
     with comm_mode(model):
         step(other)
     assert {event.owner for event in comm_mode.events} == {None}

@@ -1,4 +1,4 @@
-"""What else a call says: to whom, from whom, how it reduces, and whether it is asynchronous."""
+"""Peers, roots, reductions and the async flag of recorded calls."""
 
 import contextlib
 
@@ -84,7 +84,7 @@ def test_a_functional_rank_is_that_of_the_group(comm_mode, dist_info):
         pytest.skip("this torch has no functional send")
     group = halves()
     with comm_mode:
-        # torch gives the number to the group as it is, though its own functions pass a world rank.
+        # torch passes the number on as a group rank, though its functions pass a global rank.
         for number in range(4):
             functional.isend(data(), number, 0, group.group_name)
             functional.broadcast(data(), number, group.group_name)
@@ -177,7 +177,7 @@ def test_call_with_work_to_wait_for_is_async(comm_mode):
             for work in works:
                 if work is not None:
                     work.wait()
-        # torch does not say: those return at once, and are waited for where they are used.
+        # torch passes no flag: these return at once, and are waited for where they are used.
         funcol.all_reduce(data(), "sum", dist.group.WORLD).wait()
         sending = dist.isend(data(), other)
         dist.recv(data(), other)
@@ -225,7 +225,7 @@ def test_fsdp1_calls_are_synchronous(comm_mode):
     with comm_mode(model):
         step(model)
     assert {(event.kind, event.is_async) for event in comm_mode.events} == {
-        # Of parts, which torch 2.7 does not say of their gather.
+        # Of parts; torch 2.7 does not pass the flag of their gather.
         ("all_gather", False if SHOWS_ASYNC else None),
         ("reduce_scatter", False),
     }

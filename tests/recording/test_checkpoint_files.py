@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed(world_size=2)
 
 @pytest.fixture
 def folder(tmp_path):
-    """One folder for all ranks, whose own folders are inside of it."""
+    """One folder for all ranks."""
     found = [str(tmp_path)]
     dist.broadcast_object_list(found)
     return found[0]

@@ -1,4 +1,4 @@
-"""CommMode answers CommDebugMode's questions: alike where that is right, better elsewhere."""
+"""CommDebugMode's methods of CommMode: equal to torch where torch is right, else correct."""
 
 import gc
 import json
@@ -71,7 +71,7 @@ def test_prefetch_misleads_only_torchs_module_counts(comm_mode, device_mesh):
     with theirs:
         step(model)
     counts = theirs.comm_module_counts
-    # Block 0 was prefetched by block 1, and torch books it there.
+    # Block 1 prefetched block 0, and torch attributes the gather to block 1.
     first = counts["FSDPSequential.0"]["backward"] if "FSDPSequential.0" in counts else {}
     assert first.get(gather, 0) == 0
 
@@ -147,7 +147,7 @@ def test_attributes_and_noise_levels_match_torch(comm_mode, device_mesh, tmp_pat
     assert comm_mode.comm_module_counts == theirs.comm_module_counts
     assert comm_mode.get_sharding_info() == theirs.get_sharding_info()
     assert list(comm_mode.get_parameter_info()) == list(theirs.get_parameter_info())
-    assert list(theirs.get_sharding_info())  # so that equality means something
+    assert list(theirs.get_sharding_info())  # otherwise equality would prove nothing
     ours, torchs = comm_mode.advanced_module_tracker, theirs.advanced_module_tracker
     for name in ("module_helper_dict", "module_parents_dict", "parent_dict", "sharding_dict"):
         assert getattr(ours, name) == getattr(torchs, name), name
@@ -166,7 +166,7 @@ def test_attributes_and_noise_levels_match_torch(comm_mode, device_mesh, tmp_pat
         assert "\n\033[1;33m    *c10d_functional.all_reduce: 1\033[0m\n" in colored
         assert "\033[1;31m" not in colored
     assert len(set(map(tuple, tables))) == 3
-    # Torch's own hooks take views, which it then lists.
+    # torch's hooks take views, which torch then lists.
     assert "**aten.view.default" in comm_mode.generate_comm_debug_tracing_table()
     assert "**aten.view.default" not in "".join(tables[-1])
 
@@ -214,7 +214,7 @@ def test_counts_of_absent_operations_and_modules(comm_mode, device_mesh):
     assert comm_mode.get_comm_counts()[absent] == 0
     assert comm_mode.comm_counts[absent] == 0
     assert comm_mode.comm_module_counts["FSDPSequential.0"]["forward"][absent] == 0
-    # The answers are copies: asking for what is absent adds nothing.
+    # Results are copies: looking up an absent key adds nothing.
     assert absent not in comm_mode.get_comm_counts()
     with pytest.raises(KeyError):
         comm_mode.comm_module_counts["FSDPSequential.0.up"]
@@ -260,7 +260,7 @@ def test_asking_in_the_block_changes_nothing_in_it(comm_mode, device_mesh):
             step(other)
         return [(event.owner, event.axis) for event in comm_mode.events]
 
-    # The first model only acts in backward, so it gets its name when the block ends, or is asked.
+    # The first model acts only in backward, so it gets its name at the end or in a query.
     unasked = run(lambda: None)
     assert run(lambda: comm_mode.counts("all_gather")) == unasked
     assert {owner.partition(".")[0] for owner, _ in unasked} > {"@2"}

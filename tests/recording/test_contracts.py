@@ -34,9 +34,9 @@ def test_torch_has_names_of_stack_walk():
         "clip_grad_norm_",  # of FSDP1
     ]
     assert stack._forward_method_code().co_varnames[0] == "self"
-    # What torch.compile gives to the backends that interpret a graph.
+    # torch.compile passes this class to the backends that interpret a graph.
     assert issubclass(stack.graph_type(), torch.fx.GraphModule)
-    # One that a user has traced is the user's module.
+    # A graph traced by a user is the user's module.
     assert not stack.is_graph(torch.fx.symbolic_trace(torch.nn.Linear(2, 2)))
     # torch wraps a class's step when its first instance is made.
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
@@ -218,7 +218,7 @@ def test_a_method_that_moved_is_named(monkeypatch):
         pass
     assert f"torch {metadata.version('torch')} no longer has " in str(caught.value)
     assert "FSDPParamGroup.reshard, which" in str(caught.value)
-    # What was wrapped before the missing one is as it was.
+    # Methods wrapped before the missing one are restored.
     assert FSDPParamGroup.unshard is original
 
 
@@ -303,7 +303,7 @@ def test_value_reads_match_tags_of_torch():
             found.add(name)
         elif short.startswith("_to_sparse"):
             sparse.add(short)
-    # These give Python nothing of what they read, and no shape that is made of it.
+    # These return no values to Python, and their shapes do not depend on values.
     found -= {"aten::linalg_lstsq", "aten::_ctc_loss", "aten::_ctc_loss.Tensor"}
     assert found - {*VALUE_READS} == set()
     # Of which torch 2.7 does not say so.

@@ -1,4 +1,4 @@
-"""What changes of FSDP cost: bytes of recorded steps, derived by hand."""
+"""The cost of changes to FSDP: bytes of recorded steps, computed by hand."""
 
 import pytest
 from models import BLOCK_NBYTES, LINEAR_NBYTES, ROOT_NBYTES, Model, shard, step
@@ -63,7 +63,7 @@ def test_blocks_kept_gathered_cost_memory_not_bytes(record, device_mesh):
         "all_gather[dp]": (ROOT_NBYTES + 8 * BLOCK_NBYTES, ROOT_NBYTES + 4 * BLOCK_NBYTES),
         "reduce_scatter[dp]": (reduced, reduced),
     }
-    # At once: the root, a block and the one that is prefetched; or all.
+    # Gathered at once: the root, a block and the prefetched block; or everything.
     assert (cost.peak_before, cost.peak_after) == (3 * 512, 5 * 512)
     assert cost_lines(cost) == (
         "-44 % bytes in all_gather[dp] (4.5 -> 2.5 KiB per rank and step), -29 % in all",

@@ -1,4 +1,4 @@
-"""What counts among the bytes that are gathered at once; of each setting, see `test_prefetch`."""
+"""The bytes that count as gathered at once; `test_prefetch` covers each setting."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_padding_is_not_counted(comm_mode, device_mesh):
 @pytest.mark.parametrize("is_given", [True, False], ids=["given", "bare"])
 def test_root_gathered_before_block_counts_from_start(comm_mode, device_mesh, arrange, is_given):
     model = arrange(device_mesh)
-    infer(model)  # leaves the root gathered, so that the block gathers it no more
+    infer(model)  # leaves the root gathered, so the block does not gather it
     with comm_mode(model) if is_given else comm_mode:
         step(model)
     assert comm_mode.counts("all_gather", phase="forward") == LAYERS
@@ -85,7 +85,7 @@ def test_units_gathered_before_and_throughout_count(comm_mode, device_mesh):
     with comm_mode(model):
         pass
     assert comm_mode.peak_gathered_nbytes == ROOT + LAYER
-    # The bare mode knows no model that does not act.
+    # Without a model, the mode does not know modules that do not act.
     with comm_mode:
         pass
     assert comm_mode.peak_gathered_nbytes == 0
@@ -206,7 +206,7 @@ def test_storage_that_is_kept_after_resharding_counts(comm_mode, device_mesh):
             for tensor in param.all_gather_outputs
         ]
         assert comm_mode.peak_gathered_nbytes == sum(held) == ROOT + LAYERS * LAYER > freed
-        # It is gathered again all the same.
+        # It is gathered again nevertheless.
         assert comm_mode.counts("all_gather") == gathers
         assert {e.ahead for e in comm_mode.events if e.kind == "all_gather"} == {0, 1}
     model.set_keep_unsharded_storage(False)

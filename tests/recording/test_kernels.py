@@ -1,4 +1,4 @@
-"""The kernels of the process, and which recording has which calls."""
+"""The kernels of the process, and the recordings that get their calls."""
 
 import os
 import warnings
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest_fsdp_comm.UnseenCollecti
 
 
 def sent(numel=1):
-    """An all-reduce that its size tells from others."""
+    """An all-reduce with a size that identifies it."""
     dist.all_reduce(torch.ones(numel))
 
 
@@ -261,7 +261,7 @@ def test_child_forked_in_block_does_not_affect_it(comm_mode):
 
 
 class Foreign:
-    """A library that has a kernel of its own where ours would be."""
+    """A library that registers a kernel at the same key as ours."""
 
     def __init__(self):
         self.called = 0
@@ -365,7 +365,7 @@ def test_removed_operation_does_not_stop_a_block(comm_mode):
 
 
 def told_or_recorded(comm_mode, expected):
-    """Asserts that all was recorded, or that a gap names what was not."""
+    """Asserts that everything was recorded, or that a gap names the missing operation."""
     texts = [gap.text for gap in comm_mode.recording.gaps]
     assert sizes(comm_mode) == expected or "allreduce" in "".join(texts).replace("_", "")
 

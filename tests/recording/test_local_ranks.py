@@ -43,7 +43,7 @@ def test_local_ranks_are_a_gap(comm_mode, is_inside):
 
 
 def recorded_or_named(comm_mode, kinds):
-    """Asserts that it has these kinds, or says that a group written in Python hides some."""
+    """Asserts that these kinds were recorded, or that a gap names the Python process group."""
     found = [event.kind for event in comm_mode.events]
     texts = " ".join(gap.text for gap in comm_mode.recording.gaps)
     assert found == kinds or "ProcessLocalGroup" in texts

@@ -1,4 +1,4 @@
-"""A recording keeps numbers and names, and nothing that it saw."""
+"""A recording keeps numbers and names, but no tensors, modules or groups alive."""
 
 import gc
 import sys
@@ -150,7 +150,7 @@ def test_the_size_of_a_recording_is_that_of_its_events(comm_mode):
         assert len(comm_mode.events) == events
         return size
 
-    kept(10, 1)  # what is made once
+    kept(10, 1)  # objects that are created once
     small, large, many = kept(200, 1), kept(200, 100_000), kept(2000, 1)
     # Not with the size of what is sent; with the number of events, 1 KiB of host memory each.
     assert large < 1.5 * small

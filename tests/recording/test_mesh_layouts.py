@@ -64,7 +64,7 @@ def test_two_groups_of_one_name_are_distinguished(comm_mode):
     with comm_mode:
         for group in groups:
             dist.all_reduce(torch.ones(1), group=group)
-        # Made, but nothing is sent over it.
+        # Created, but unused.
         dist.new_group([0, 2])
     assert layouts(comm_mode) == {"tp.size2.stride1": ((2, 1),), "tp.size2.stride4": ((2, 4),)}
     assert comm_mode.counts(axis="tp.size2.stride1") == 2

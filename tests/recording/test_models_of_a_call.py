@@ -27,7 +27,7 @@ class Models:
 
     def __init__(self):
         self.names = set()
-        # Of each instance that holds a call: the instance, so that its id stays its own, and sizes.
+        # Each instance that holds a call (kept alive, so that ids stay unique), and sizes.
         self._held = {}
 
     def __call__(self, frame, event, result):

@@ -1,4 +1,4 @@
-"""The recorded collectives equal what torch.profiler saw, and what was counted by hand."""
+"""Recorded collectives equal those in torch.profiler and counts made by hand."""
 
 import pytest
 import torch

@@ -134,7 +134,7 @@ def recorded(comm_mode, model, tool=lambda: NOTHING, order="before", run=run):
 
 
 def siteless(recording):
-    """Without call sites: where a test's own function stands between, that is the innermost."""
+    """Return the fields without call sites, which may be a function of the test."""
     fields = {
         name: [replace(event, call_site="") for event in getattr(recording, name)]
         for name in ("collectives", "redistributions")
@@ -347,7 +347,7 @@ def test_a_scripted_module_can_be_called_in_a_block(comm_mode):
 
 
 class Passes(TorchDispatchMode):
-    """A mode of a user's own."""
+    """A dispatch mode written by a user."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

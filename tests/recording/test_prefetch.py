@@ -128,7 +128,7 @@ def by_hand(device_mesh):
     return of(layered(device_mesh), run)
 
 
-# Waiting for it is no use of it.
+# Waiting for a unit is not a use.
 @case("by hand, waited for", outside="2", forward="0 0 0 0", backward="1 1 1 1")
 def by_hand_and_waited_for(device_mesh):
     def run(model):
@@ -237,7 +237,7 @@ def fsdp1_none_ahead(_):
     return wrapped(backward_prefetch=None)
 
 
-# In forward, the next layer is asked for before the last one is freed.
+# In forward, the next layer is requested before the previous one is freed.
 @case("FSDP1, forward too", FSDP1, peak=ROOT + 3 * LAYER, forward="0 1 1 1 1", backward="1 1 1 1")
 def fsdp1_forward_too(_):
     return wrapped(forward_prefetch=True)
@@ -281,7 +281,7 @@ def recorded(comm_mode, model, run):
     # The collective and the unshard that issued it say the same.
     unshards = [event for event in comm_mode.reshards if event.action == "unshard"]
     assert gathers(comm_mode) == [(event.module, event.ahead) for event in unshards]
-    # Nothing else has a distance.
+    # Other events have no distance.
     assert {e.ahead for e in comm_mode.events if e.kind != "all_gather"} <= {None}
     assert {e.ahead for e in comm_mode.reshards if e.action != "unshard"} <= {None}
     assert load_recordings(dump_recordings([comm_mode.recording]))[0] == comm_mode.recording

@@ -1,4 +1,4 @@
-"""`comm_mode.counts` and `nbytes`: a name that nothing can have is no 0 but an error."""
+"""`comm_mode.counts` and `nbytes`: an impossible name raises instead of returning 0."""
 
 import json
 import re
@@ -239,7 +239,7 @@ def test_axis_recorded_under_other_name_raises(comm_mode, device_mesh):
     assert comm_mode.counts("all_gather", axis="dp") == 5 + 1
     with pytest.raises(RecordingError, match="axis 'ep' is called 'dp' in this recording"):
         comm_mode.counts(axis="ep")
-    # Neither name is wrong as long as nothing was sent.
+    # Both names are valid as long as nothing was sent.
     with comm_mode(model):
         experts.to_local()
     assert comm_mode.counts(axis="dp") == comm_mode.counts(axis="ep") == 0

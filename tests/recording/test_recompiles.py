@@ -56,7 +56,7 @@ class Sends(nn.Module):
 
 
 class Broken(Sends):
-    """Has a graph break of its own between its collectives."""
+    """Has a graph break between its collectives."""
 
     def forward(self, x):
         x = funcol.all_reduce(self.linear(x), "sum", dist.group.WORLD)
@@ -100,7 +100,7 @@ CASES = {
 
 
 def compiled():
-    """What dynamo has compiled since the counters were cleared, and why again."""
+    """Dynamo's compilations since the counters were cleared, and the reasons for recompilations."""
     counts = {
         name: dict(counters[name])
         for name in ("frames", "stats", "graph_break", "unimplemented", "inline_call")
@@ -132,7 +132,7 @@ def same_with_and_without(comm_mode, device_mesh, name, backend):
     arrange, expected = CASES[name]
     without = contextlib.nullcontext()
     gc.collect()
-    # What a collection calls, such as the callback of a weak reference, may be compiled too.
+    # Code that garbage collection calls, such as weak reference callbacks, may be compiled too.
     gc.disable()
     try:
         three_steps(arrange(device_mesh, backend), [without])  # some is compiled once a process
@@ -166,7 +166,7 @@ def test_a_block_compiles_nothing_more_on_ranks(comm_mode, device_mesh):
 
 @pytest.mark.costly
 @fake
-# What it compiles is C++, seconds each; the others differ from these before it begins.
+# inductor compiles C++, which takes seconds; differences would show in the other backends.
 @pytest.mark.parametrize(
     "name", ["compiled blocks of FSDP2", "a compiled model with TP", "a compiled step"]
 )

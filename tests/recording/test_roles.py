@@ -1,4 +1,4 @@
-"""What each collective carries: parameters, gradients or activations, by who sends it and when."""
+"""The roles of collectives, by sender and phase: parameters, gradients or activations."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ class Scaled(torch.Tensor):
         return tree_map_only(torch.Tensor, Scaled, func(*args, **kwargs))
 
     def fsdp_pre_all_gather(self, mesh):
-        """What is gathered, and what is kept beside it."""
+        """Return the tensors to gather, and their metadata."""
         largest = funcol.all_reduce(self.held.abs().max(), "max", (mesh, 0))
         return ((self.held / largest).bfloat16(),), (largest,)
 

@@ -1,4 +1,4 @@
-"""``comm_mode.save``: what all ranks recorded, in one file."""
+"""``comm_mode.save``: the recordings of all ranks in one file."""
 
 import pytest
 import torch

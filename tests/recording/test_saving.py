@@ -1,4 +1,4 @@
-"""``CommMode().saving``: a block of a launched job, collected through files, and no harm done."""
+"""``CommMode().saving``: record a block of a launched job, without disturbing the job."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_saving_matches_a_test_and_folds_equal_ranks(
     with comm_mode(model):
         step(model)
     merged = comm_mode.merged_profile()
-    # The page's own loop, which records one step.
+    # The loop shown on the page, which records one step.
     (loop,) = [
         code for code in re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE) if "saving" in code
     ]

@@ -1,4 +1,4 @@
-"""Where steps of a training script begin and end, by what is sent in them."""
+"""Where steps of a training script begin and end, shown by their collectives."""
 
 from collections import OrderedDict
 
@@ -17,7 +17,7 @@ SGD = torch.optim.SGD
 
 
 def mark(number):
-    """Sends so many bytes that the recording shows which numbers were sent in it."""
+    """Sends `number` elements, so that sizes identify the calls."""
     dist.all_reduce(torch.ones(number, dtype=torch.uint8))
 
 
@@ -104,7 +104,7 @@ def test_a_step_that_a_scaler_skips_is_none(comm_mode):
             optimizer.zero_grad()
 
     step = torch.amp.GradScaler.step
-    # 1, 3 and 5 count; 4 was recorded and thrown away.
+    # 1, 3 and 5 count; the recording of 4 was discarded.
     record_script(comm_mode, train)
     assert marks(comm_mode) == [5]
     assert torch.amp.GradScaler.step is step

@@ -1,4 +1,4 @@
-"""Tensor subclasses: what is really sent is recorded, once, whoever of them sends it."""
+"""Tensor subclasses: each collective is recorded once, with its real size."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def sent(comm_mode):
 
 
 class Opaque(torch.Tensor):
-    """Holds a tensor, has a dispatch of its own, and no way to be taken apart."""
+    """Holds a tensor and has a dispatch method, but no flatten methods."""
 
     @staticmethod
     def __new__(cls, held):
@@ -51,7 +51,7 @@ class OpaqueThatGathers(Opaque):
 
 
 class Gathers(OpaqueThatGathers):
-    """Can be taken apart, as torch.compile asks; torchao's weights gather so."""
+    """Has the flatten methods that torch.compile requires, like torchao's weights."""
 
     def __tensor_flatten__(self):
         return ["held"], None
@@ -62,7 +62,7 @@ class Gathers(OpaqueThatGathers):
 
 
 class Unseen(Opaque):
-    """Sends below every dispatch, where no mode is called."""
+    """Sends below all dispatch keys where modes are called."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

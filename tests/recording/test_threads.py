@@ -1,4 +1,4 @@
-"""What threads and callbacks of futures send; of what cannot be seen, see `test_witness`."""
+"""Collectives of threads and future callbacks; `test_witness` covers unrecorded ones."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What versions of torch do differently: the rows of docs/torch-versions.md, each on this torch."""
+"""Differences between versions of torch: each row of docs/torch-versions.md, on this torch."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ HALF = torch.bfloat16
 
 
 def reduced(comm_mode):
-    """The element types of what carries gradients, by kind and axis."""
+    """The dtypes of collectives that carry gradients, by kind and axis."""
     return {
         f"{event.kind}[{event.axis}]": event.dtype
         for event in comm_mode.events

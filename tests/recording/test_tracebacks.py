@@ -1,4 +1,4 @@
-"""What pytest shows of an error in a block: the user's frames and torch's, as without the block."""
+"""pytest prints the same frames of an error in a block as without the block."""
 
 from pathlib import Path
 

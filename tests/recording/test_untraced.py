@@ -1,4 +1,4 @@
-"""What the fixture answers of CommDebugMode's questions without tracing operations."""
+"""CommDebugMode's methods of the fixture, which does not trace operations."""
 
 import pytest
 import torch

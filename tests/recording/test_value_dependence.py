@@ -47,7 +47,7 @@ def here(function, offset=1):
     return f"tests/{name}:{code.co_firstlineno + (code.co_name != '<lambda>') * offset}"
 
 
-# What must be said.
+# Code that must be a gap.
 
 
 def item(x):
@@ -204,7 +204,7 @@ def test_parts_of_unequal_size_are_named(comm_mode, send):
     assert texts(comm_mode) == [f"{where} sends parts of unequal size (all_to_all)"]
 
 
-# What must not.
+# Code that must not.
 
 
 @fake

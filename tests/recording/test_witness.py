@@ -1,4 +1,4 @@
-"""What the flight recorder saw and the recording did not is named; all else stays silent."""
+"""Gaps for collectives that only the flight recorder has, and for nothing else."""
 
 import contextlib
 import itertools
@@ -64,7 +64,7 @@ class Waiting:
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    """As where torch has moved what kernels need, so that only this thread is recorded."""
+    """Only this thread is recorded, as if torch had moved a function that kernels need."""
     monkeypatch.setattr(kernels, "register_collectives", lambda: "this torch has no torch._C.moved")
 
 
@@ -74,7 +74,7 @@ MODE_NOTE = (
 )
 
 
-# What must be said.
+# Collectives that must be a gap.
 
 
 @pytest.mark.upstream
@@ -131,7 +131,7 @@ def test_owners_are_known_while_calls_are_recorded(comm_mode, device_mesh):
         owners = [event.owner or "" for event in comm_mode.events]
         numbered = dict(zip(itertools.count(2), owners, strict=False))
         assert active.owners_so_far() == {("0", seq): owner for seq, owner in numbered.items()}
-        # From a call on that only one of the two knows, the numbers are unknown.
+        # From the first mismatch on, the numbers are unknown.
         backend.allreduce([data(3)]).wait()
         step(model)
         assert len(active.owners_so_far()) == len(owners) > 4
@@ -255,7 +255,7 @@ def test_a_merged_profile_names_the_ranks_of_a_gap(comm_mode, dist_info):
     assert of_one.ranks == (1,)
 
 
-# What must not. Warnings are errors, so no other test on gloo may have a gap either.
+# Collectives that must not. Warnings are errors, so no other test on gloo may have a gap either.
 
 
 def lists():

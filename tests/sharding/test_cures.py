@@ -1,4 +1,4 @@
-"""Following a finding's cure pays as the finding says, and never earns another finding."""
+"""Applying a finding's cure saves what the finding claims, and causes no other finding."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 ws2 = pytest.mark.distributed(world_size=2)
 
 
-# Measured: what a step sends before and after the cure, by the recorder and the flight recorder.
+# Measured by the recorder and the flight recorder: a step before and after the cure.
 
 
 def count_bytes(**thresholds):
@@ -23,7 +23,7 @@ def count_bytes(**thresholds):
 
 
 class Sent:
-    """What a step of a model sends."""
+    """The collectives of a model's step."""
 
     def __init__(self, comm_mode, model):
         inputs = torch.ones(2, WIDTH)

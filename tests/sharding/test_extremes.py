@@ -1,4 +1,4 @@
-"""Trees at the edges: what is no model, half-built ones, and very deep or wide ones."""
+"""Extreme inputs: objects that are not models, half-built, very deep or very wide models."""
 
 import math
 

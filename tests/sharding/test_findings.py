@@ -85,7 +85,7 @@ def one_block_forgotten():
 
 
 def lora():
-    """A frozen linear beside a trainable one in each block."""
+    """A frozen and a trainable linear in each block."""
     model = make(width=64)
     for layer in model.layers:
         layer.up.requires_grad_(requires_grad=False)
@@ -204,7 +204,7 @@ def test_each_mistake_has_exactly_its_findings(build, expected):
 
 
 def pair_of_models():
-    """Two models that one module holds, each with a root of its own."""
+    """Two models in one module, each with a root unit."""
     holder = nn.Module()
     holder.generator, holder.discriminator = healthy(), healthy()
     holder.forward = lambda tokens: holder.discriminator(holder.generator(tokens).argmax(-1))

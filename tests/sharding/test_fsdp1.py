@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("four_ranks")
 
 def wrapped(**options):
     with warnings.catch_warnings():
-        # NO_SHARD and some strategies warn that they are old; that is no concern of the tree.
+        # NO_SHARD and some strategies are deprecated; the warnings do not matter here.
         warnings.simplefilter("ignore")
         policy = ModuleWrapPolicy({Block})
         return Fsdp1(UnevenModel(), auto_wrap_policy=policy, device_id=CPU, **options)

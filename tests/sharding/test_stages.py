@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
 class Stage(nn.Module):
-    """Some blocks of a model, named as in the whole."""
+    """Some blocks of a model, with their names in the whole model."""
 
     def __init__(self, numbers, *, embed=False, head=False):
         super().__init__()

@@ -180,11 +180,11 @@ def scan_stack() -> StackScan:
             if kind != "dtensor" or not (has_reason or scan.is_from_dtensor):
                 scan.pass_code(kind, frame)
         below, frame = frame, frame.f_back
-    scan.is_from_ddp = scan.is_from_ddp or _is_given_a_bucket(entry or below)
+    scan.is_from_ddp = scan.is_from_ddp or _has_bucket(entry or below)
     return scan
 
 
-def _is_given_a_bucket(entry: FrameType) -> bool:
+def _has_bucket(entry: FrameType) -> bool:
     """Whether a frame called from C++, or the first of a thread, is a DDP communication hook."""
     if entry.f_code.co_name == "<module>":
         return False

@@ -33,7 +33,7 @@ def test_a_gather_into_all_parameters_is_that_of_none(comm_mode, dist_info):
     flat = flatten(model)
     first, _ = flat.chunk(2)
     with comm_mode(model):
-        # What a rank sends is one layer, and lies in it.
+        # Each rank sends exactly one layer.
         dist.all_gather_into_tensor(flat, flat.chunk(2)[dist_info.rank])
         dist.all_gather_into_tensor(first, first.chunk(2)[dist_info.rank])
         dist.all_gather([*flat.chunk(2)], torch.randn(WIDTH * WIDTH))

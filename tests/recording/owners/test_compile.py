@@ -1,4 +1,4 @@
-"""Compiled models: inductor stays on while recording, and nothing that it sends is missed."""
+"""Compiled models: inductor stays on while recording, and no collective is missed."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def kernels():
 
 
 def gathered(comm_mode):
-    """What was sent, and how far ahead of its use each unit was gathered."""
+    """The collectives, with the prefetch distance of each gather."""
     return list(zip(lines(comm_mode), [event.ahead for event in comm_mode.events], strict=True))
 
 

@@ -177,7 +177,7 @@ def test_replica_next_to_sharded_part_owns_its_events(comm_mode, device_mesh):
 
 @gloo_and_fake(2)
 def test_collective_of_parameter_hook_owned_by_module(comm_mode):
-    # What people write by hand: the owner is the parameter's module.
+    # Hand-written data parallelism: the owner is the parameter's module.
     model = Model(blocks=1)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda done: dist.all_reduce(done.grad))

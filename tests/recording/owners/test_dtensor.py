@@ -41,7 +41,7 @@ def moves(comm_mode):
 
 @pytest.mark.upstream
 @gloo_and_fake(2)
-# torch says that gloo has no all-to-all.
+# torch warns that gloo has no all-to-all.
 @pytest.mark.filterwarnings("ignore:.*alltoall")
 def test_explicit_redistribution_has_its_collective(comm_mode, device_mesh):
     mesh = device_mesh(tp=2)

@@ -199,7 +199,7 @@ def test_a_full_checkpoint_gathers_parameters(comm_mode, device_mesh):
     def gather():
         dcp.get_state_dict(model, optimizer, options=options)
 
-    # Of an optimizer the first and the second moment, which have no owner.
+    # The first and second moments of the optimizer, which have no owner.
     moments = 12 * [f"outside - ? all_gather {LINEAR_NBYTES}"]
     assert sent_of(comm_mode, model, gather) == [*gathers(phase="outside"), *moments]
 
@@ -337,7 +337,7 @@ def test_muon_names_gradients_alone(comm_mode, device_mesh, send, sent):
     assert found == 2 * [f"optimizer {one.replace('NAME', name)}" for name in NAMES for one in sent]
 
 
-# What must not be taken for a parameter's.
+# Collectives that must not be attributed to a parameter.
 
 
 def all_reduced(tensor):
@@ -489,7 +489,7 @@ def test_a_result_that_becomes_no_gradient_is_unknown(comm_mode):
             step(model)
             gathered = [torch.zeros(WIDTH, WIDTH) for _ in range(2)]
             dist.all_gather(gathered, torch.ones(WIDTH, WIDTH))
-            # What is gathered is no gradient, and so not known to be this one.
+            # Only reductions produce gradients, so a gather does not count as this one.
             model.weight.grad = gathered[0]
         summed = torch.ones(WIDTH, WIDTH)
         dist.all_reduce(summed)

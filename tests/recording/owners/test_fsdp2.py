@@ -1,4 +1,4 @@
-"""FSDP2 in all its settings: who sends what, counted by hand and seen by the witnesses."""
+"""FSDP2 in all its settings: collectives counted by hand, and by profiler and flight recorder."""
 
 import pytest
 import torch

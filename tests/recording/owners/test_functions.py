@@ -147,7 +147,7 @@ class Summed(nn.Linear):
     has_hook = False
 
     def forward(self, x):
-        # What FSDP has gathered, which is no parameter of the model before and after.
+        # The parameter that FSDP registers only while the unit is gathered.
         dist.broadcast(self.weight.data, 0)
         if not self.has_hook:
             self.weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))

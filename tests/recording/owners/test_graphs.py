@@ -1,4 +1,4 @@
-"""Graphs that run backward elsewhere than in the block that made them."""
+"""Graphs whose backward runs in another block than their forward."""
 
 import pytest
 import torch

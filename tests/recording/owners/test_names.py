@@ -1,4 +1,4 @@
-"""How modules and groups are named: by nothing that a wrapper or a counter adds."""
+"""Names of modules and groups, without parts added by wrappers or counters."""
 
 import pytest
 

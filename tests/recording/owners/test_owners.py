@@ -221,7 +221,7 @@ def test_clipping_is_optimizer_phase_norm_is_not(comm_mode, device_mesh, foreach
     gradients = [parameter.grad for parameter in parameters]
     with comm_mode(model):
         nn.utils.get_total_norm(gradients, foreach=foreach)
-        # A norm that the user computes is no clipping.
+        # Computing a norm without clipping is not the optimizer's phase.
         partial = torch.linalg.vector_norm(gradients[0])
         partial.full_tensor()
         nn.utils.clip_grads_with_norm_(parameters, 1.0, partial, foreach=foreach)

@@ -1,4 +1,4 @@
-"""Pipelines: what stages send to each other, in the order of each schedule."""
+"""Pipelines: the messages between stages, in the order of each schedule."""
 
 import pytest
 import torch
@@ -184,5 +184,5 @@ def test_parts_with_equal_parameter_names_raise(comm_mode):
     for parts in ([whole, whole], [whole, whole[1]], [whole[0], whole]):
         with pytest.raises(RecordingError, match=overlap):
             comm_mode(parts)
-    # Modules without parameters may be called alike.
+    # Modules without parameters may have equal names.
     comm_mode([nn.Sequential(nn.ReLU(), Block()), nn.Sequential(nn.ReLU())])

@@ -1,4 +1,4 @@
-"""How a change of what a unit does after forward is told: in the words of the API that sets it."""
+"""Changes of resharding after forward are described in the terms of the API that sets it."""
 
 import pytest
 

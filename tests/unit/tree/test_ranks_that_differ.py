@@ -1,4 +1,4 @@
-"""What differs between the trees of ranks that differ among themselves."""
+"""Comparisons of trees that differ between ranks."""
 
 from dataclasses import replace
 
@@ -55,14 +55,14 @@ STAGES = (FIRST, FIRST, SECOND, SECOND)
             (FIRST, FIRST, tree(1, policy=False), tree(1, policy=False)),
             ["layers.1: reshard_after_forward True -> False, on ranks 2-3"],
         ),
-        # What all ranks have says nothing of ranks.
+        # Changes of all ranks name no ranks.
         (
             (FIRST, FIRST, replace(FIRST, units={}), FIRST),
             (tree(0, dtype="bfloat16"),) * 2
             + (replace(tree(0, dtype="bfloat16"), units={}), tree(0, dtype="bfloat16")),
             ["layers.0.weight: dtype float32 -> bfloat16"],
         ),
-        # Ranks that were alike and are no longer.
+        # Ranks whose trees were equal and now differ.
         (
             (FIRST,) * 4,
             (FIRST, FIRST, FIRST, tree(0, policy=False)),
