@@ -134,7 +134,7 @@ def recorded(comm_mode, model, tool=lambda: NOTHING, order="before", run=run):
 
 
 def siteless(recording):
-    """Return the fields without call sites, which may be a function of the test."""
+    """Return the fields without call sites, which wrappers in the test change."""
     fields = {
         name: [replace(event, call_site="") for event in getattr(recording, name)]
         for name in ("collectives", "redistributions")
