@@ -189,7 +189,7 @@ def test_a_rank_says_itself_what_failed_on_it(folder):
     for rank, whose in (("0", ""), ("3", "rank 3: ")):
         done = run(folder, *RECORD, "src/beside.py", RANK=rank, WORLD_SIZE="4")
         assert done.returncode == 2
-        assert done.stderr.startswith(f"fsdp-comm: {whose}the script ended after 0 steps")
+        assert done.stderr.startswith(f"fsdp-comm: {whose}the script ended after 0 optimizer steps")
 
 
 @pytest.mark.parametrize(
