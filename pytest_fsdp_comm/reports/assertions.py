@@ -17,7 +17,7 @@ _MAX_LINES: Final = 20
 _MAX_SIZES: Final = 3
 _PHASES: Final = tuple(Phase)
 
-# Pairs of bytes of a call and number of such calls, sorted.
+# Sorted pairs: the bytes of a call, and the number of such calls.
 _Sizes: TypeAlias = tuple[tuple[int, int], ...]
 # Sort key of owners: False for a module, True for no module; then the first module's name.
 _Position: TypeAlias = "tuple[bool, NaturalKey]"

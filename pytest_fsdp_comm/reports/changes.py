@@ -42,8 +42,7 @@ def render_comparison(
     cost = cost_lines(comparison.cost)
     # The cost has the peak already.
     repeated = "memory" if any("peak gathered" in line for line in cost) else ""
-    changes = (change for change in comparison.left if change.subject != repeated)
-    rows = sorted(changes, key=weight)
+    rows = sorted((change for change in comparison.left if change.subject != repeated), key=weight)
     loud = [change for change in rows if change.subject != "reshard"] or rows
     quiet = [change for change in rows if change not in loud]
     # Timings come after the changes of units that they follow from.
@@ -96,7 +95,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each call site of new calls with the change, or of the first row that differs."""
+    """Yield the call sites of each change with its text; without any, those of the first row."""
     differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
     pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]

@@ -152,8 +152,7 @@ def _growth(part: PartCost | Cost) -> str:
 def _sides(part: PartCost | Cost) -> str:
     before, after = part.before, part.after
     sides = show_nbytes_change(before.nbytes, after.nbytes, _unknown(part))
-    # Print calls if bytes hide that there are more: bytes do not grow, or, within a kind, calls
-    # shrink to less than half their size.
+    # Print calls if bytes hide that there are more: bytes do not grow, or calls shrink to a half.
     is_split = after.count * before.nbytes > 2 * before.count * after.nbytes
     is_hidden = after.nbytes <= before.nbytes or (is_split and isinstance(part, PartCost))
     if is_hidden and after.count > before.count > 0:

@@ -82,7 +82,7 @@ def _content_numbers(
     parameters: Mapping[int, Sequence[ParameterNode]],
     units: dict[int, tuple[ShardUnit, ...]],
 ) -> list[int]:
-    """Return a number for each module; modules whose subtrees look the same have the same one."""
+    """Return a number for each module, equal for modules whose subtrees look the same."""
     numbers: dict[Hashable, int] = {}
     content = [0] * len(tree.modules)
     # Children come after their parents. Numbering them first avoids comparisons of subtrees.

@@ -303,8 +303,7 @@ def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = froz
 
 def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:
     """Return a factory of extensions for a test; without `gather`, for a test in one process."""
-    # syrupy expects a class, but only calls it without arguments, when the assertion first needs
-    # its extension.
+    # syrupy expects a class, but only calls it, without arguments.
     return cast("type[CommSnapshotExtension]", partial(CommSnapshotExtension, item, gather))
 
 

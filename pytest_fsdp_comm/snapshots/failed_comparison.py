@@ -45,8 +45,7 @@ _HEADLINE: Final = "comm_headline"
 DIFFERS: Final = "comm_differs"
 # Whether this rank explains the failed comparison; only one does.
 EXPLAINS: Final = "comm_explains"
-# In a hung test, the call site of the rank that others wait for, or of a waiting rank, as
-# ``path:line``.
+# ``path:line`` in a hung test: where the rank is that others wait for, or else a waiting rank.
 HANGS_AT: Final = "comm_hangs_at"
 # The test's `Comparisons` as JSON.
 _COMPARISONS: Final = "comm_comparisons"

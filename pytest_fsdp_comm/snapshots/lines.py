@@ -25,8 +25,7 @@ from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, read_ranks, 
 
 # Note [Strict reading]: a reader parses a file with few checks, writes the result again, and
 # compares the lines. So it accepts exactly the texts that the writer writes: no two texts have the
-# same meaning, and an error names the first line that differs. Exceptions: line ends may be CRLF,
-# and the first line may continue with anything after the kind.
+# same meaning, and an error names the first line that differs. Only line 1 may end with any text.
 
 FORMAT_VERSION: Final = 2
 """Increase it if older readers would misread a new snapshot."""
@@ -34,7 +33,7 @@ FORMAT_VERSION: Final = 2
 MAX_BYTES: Final = 4 << 20
 """The largest snapshot file: eight times the limit of GitHub's diff of one file."""
 MAX_WORLD_SIZE: Final = 131_072
-"""Equal to `pytest_fsdp_comm.options.MAX_SIMULATED`, which this module must not import."""
+"""Equal to `pytest_fsdp_comm.options.MAX_SIMULATED`."""
 
 END: Final = "end"
 INDENT: Final = "  "

@@ -257,10 +257,8 @@ def _from(config: pytest.Config, path: Path) -> str:
 
 
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
-    """Suggest a file for a missing snapshot, which would have `text`; empty if none fits.
-
-    It was recorded for another world size, or for a test that was renamed since.
-    """
+    """Suggest a file for a missing snapshot, which would have `text`; empty if none fits."""
+    # A file for another world size, or for a removed test, which was probably renamed.
     name, variant = read_basename(missing.stem) or ("", "")
     index = missing.stem.removeprefix(f"{name}.{variant}")
     orphans: list[Path] = []

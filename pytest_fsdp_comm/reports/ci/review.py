@@ -18,7 +18,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
 )
 from pytest_fsdp_comm.text.words import counted, cut, first_of, shorten, without_amounts
 
-# GitHub drops the summary of a step if it is larger than 1 MiB.
+# GitHub drops all summaries of a step if they exceed 1 MiB together.
 _MAX_ROWS: Final = 200
 _MAX_DETAILS: Final = 40
 _MAX_NAMES: Final = 3
@@ -30,8 +30,7 @@ _MAX_UNUSED: Final = 50
 _MAX_ANNOTATIONS: Final = 9
 _MAX_MESSAGE: Final = 4_000
 _MAX_TITLE: Final = 200
-# Markdown and GitHub's extensions: links, mentions, issue numbers, emoji and mathematics. An "_"
-# within a word is not markup.
+# Markdown, and GitHub's links, mentions, issues, emoji and math; "_" within a word is plain text.
 _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
 )
@@ -74,8 +73,8 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
 
 
 def _headline(outcomes: Outcomes) -> str:
-    num_differing = sum(bool(test.comparisons.headline) for test in outcomes.failed)
-    num_broken = len(outcomes.failed) - num_differing
+    changed = sum(bool(test.comparisons.headline) for test in outcomes.failed)
+    unrelated = len(outcomes.failed) - changed
     compared = (
         f"{counted(outcomes.compared_files, 'snapshot')} in "
         f"{counted(outcomes.compared_tests, 'test')}"
@@ -85,12 +84,10 @@ def _headline(outcomes: Outcomes) -> str:
     if not outcomes.failed:
         equal = "all equal" if outcomes.compared_tests else "none compared"
         return f"Communication: {compared} compared, {equal}."
-    differ = ""
-    if num_differing:
-        differ = f"differs from the reviewed snapshots in {counted(num_differing, 'test')}"
-    changes = len(outcomes.changes) - num_broken
-    differ += f" by {counted(changes, 'change')}" if changes < num_differing else ""
-    more = f"{counted(num_broken, 'test')} failed for another reason" if num_broken else ""
+    differ = f"differs from the reviewed snapshots in {counted(changed, 'test')}" if changed else ""
+    changes = len(outcomes.changes) - unrelated
+    differ += f" by {counted(changes, 'change')}" if changes < changed else ""
+    more = f"{counted(unrelated, 'test')} failed for another reason" if unrelated else ""
     title = ", ".join(filter(None, (differ, more)))
     return f"### Communication: {title}\n\n{compared} compared."
 
