@@ -1,4 +1,4 @@
-"""What a failed assertion on `comm_mode.counts` or `nbytes` shows."""
+"""The text of failed assertions about `comm_mode.counts` and `nbytes`."""
 
 import pytest
 
@@ -91,7 +91,7 @@ def test_a_failed_assertion_shows_what_was_counted(pytester, monkeypatch):
     result.assert_outcomes(passed=1, failed=7)
     lines = SHOWN.strip().splitlines()
     result.stdout.fnmatch_lines(lines)
-    # Neither the whole recording nor our code is shown beside it.
+    # Neither the complete recording nor the plugin's code is printed.
     for never in ("*# pytest-fsdp-comm*", "*Full output truncated*", "*questions.py*"):
         result.stdout.no_fnmatch_line(never)
     result = pytester.runpytest_subprocess("-n", "2", "-k", "counts")

@@ -1,4 +1,4 @@
-"""What reviewers read of a session in CI: a summary, annotations, JUnit XML."""
+"""A session's outputs for reviewers in CI: summary, annotations, JUnit XML."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""No name, whatever it holds, puts a control character or a line of its own where people read."""
+"""No name adds a control character or a line to a terminal, a summary or a file."""
 
 import os
 import re

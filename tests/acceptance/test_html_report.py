@@ -1,4 +1,4 @@
-"""``--comm-report``: what sessions of every kind write, and where they refuse to."""
+"""``--comm-report`` in sessions of every kind, and its errors."""
 
 import html
 import re

@@ -1,4 +1,4 @@
-"""What pytest and its best-known plugins do with a session, they do with distributed tests."""
+"""pytest's options and well-known plugins work with distributed tests."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a user of pytest expects works in ranks as it does without."""
+"""pytest's features work in ranks."""
 
 import sys
 import xml.etree.ElementTree as ET

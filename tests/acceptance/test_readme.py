@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""The README's commands print the outputs that it shows."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""Simulated ranks of a pipeline, or of experts, send what gloo's do, event by event."""
+"""Simulated ranks of pipelines and experts record the same events as gloo ranks."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""A script that knows nothing of us is recorded, and runs as it does without."""
+"""`fsdp-comm record` records an unchanged script, and does not change how it runs."""
 
 import os
 import re
@@ -147,7 +147,7 @@ def test_an_error_is_the_scripts_own(folder):
     ours = run(folder, *own, "src/train.py", "fail", "1", **group)
     assert plain.returncode == ours.returncode == 1
     assert plain.stdout == ours.stdout
-    # What was written is told when it is, before the error or after it.
+    # The path is printed when the file is written, before or after the error.
     told = re.sub("^fsdp-comm: .*\n", "", ours.stderr, flags=re.MULTILINE)
     said = told[told.index("Traceback") :]
     assert said == plain.stderr[plain.stderr.index("Traceback") :]

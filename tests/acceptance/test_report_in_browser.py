@@ -1,4 +1,4 @@
-"""The pages of a report in a browser: layout, contrast, keys, and that nothing is loaded."""
+"""The pages of a report in a browser: layout, contrast and keys, without network requests."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""run.py on a fresh machine: what it makes, installs, runs and says. Nothing is downloaded."""
+"""run.py on a fresh machine: the environment, commands and output. Nothing is downloaded."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Which tests are marked ``upstream``: enough to see a move, few enough for every version."""
+"""The tests with the mark ``upstream``: enough to notice changes, few enough for all versions."""
 
 import re
 import subprocess

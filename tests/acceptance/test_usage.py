@@ -1,4 +1,4 @@
-"""What a pytest user sees before any rank runs: errors, listings, selection."""
+"""Errors, listings and selection before any rank runs."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Several workers: every way to distribute, bounded ranks, leased GPUs, and deaths of workers."""
+"""xdist: modes of distribution, limited ranks, leased GPUs, and workers that die."""
 
 import os
 import signal
@@ -186,7 +186,7 @@ def test_killed_worker_frees_slots_and_ends_its_ranks(run):
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110  # as above
 
 
-# The daemons are killed with the ranks: here they stand for what the kernel does not let go.
+# The daemons, killed with the ranks, emulate processes that the kernel does not release.
 UNKILLABLE_DAEMONS = """
 from pathlib import Path
 import pytest_fsdp_comm.ranks.start.ending as ending

@@ -1,4 +1,4 @@
-"""What a failed comparison prints is run, and does what it says, in a project as users have it."""
+"""Run the commands that failed comparisons print, in projects like those of users."""
 
 import re
 import shlex
@@ -33,7 +33,7 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.profile import CommProfile, Row
 
 class Recorded:
-    # As comm_mode, without torch: what a command names depends on neither model nor ranks.
+    # Like comm_mode, but without torch: commands do not depend on model and ranks.
     def merged_profile(self):
         row = Row(
             phase=Phase.FORWARD, owner="a", what="all_gather", axis="dp",
@@ -186,7 +186,7 @@ def test_broken_file_among_several_has_no_accept(changed):
     assert "comm: snapshots/tests/test_other/test_step.ws2.comm, line 1: " in result.stdout
     assert "tree: fsdp_tree differs from" in result.stdout
     assert "accept:" not in result.stdout
-    # What was equal in a later run is not there any more.
+    # The artifacts of a comparison that passed in a later run are removed.
     assert (changed.path / "kept/received/tests/test_other/test_step.ws2.tree.comm").is_file()
     (changed.path / "training.py").write_text(TRAINING)
     changed.run("tests/test_other.py", "--comm-artifacts", "kept")
@@ -207,7 +207,7 @@ def test_assertion_of_dict_reports_all_comparisons(changed):
     assert "tree: {0..1}: reshard_after_forward True -> False" in shown
     assert "not compared:" not in result.stdout
     assert 'accept: pytest --snapshot-update "tests/test_other.py::test_step"' in shown
-    # Accepted elsewhere from what was kept, the next run is green.
+    # After `fsdp-comm accept` with the artifacts on another machine, the next run passes.
     assert changed.files() == before
     kept = {
         str(path.relative_to(changed.path / "kept"))

@@ -1,4 +1,4 @@
-"""Snapshots that git, an editor or a disk has broken: refused alike in either kind, and kept."""
+"""Snapshots that git, an editor or a disk has broken are refused and never overwritten."""
 
 import os
 

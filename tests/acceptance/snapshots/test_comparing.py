@@ -1,4 +1,4 @@
-"""The life of a snapshot, with real ranks and small models, as a user sees it."""
+"""Record, compare and update snapshots with real ranks and small models."""
 
 import os
 import re
@@ -91,7 +91,7 @@ def project(pytester):
 
 @pytest.fixture(scope="module")
 def snapshots(run_session):
-    """What the first update writes."""
+    """Return the project after the first update."""
     session = run_session(SOURCE, "--snapshot-update")
     assert session.status == 0, session.output
     return session.path / "snapshots"
@@ -138,7 +138,7 @@ def test_a_missing_snapshot_fails_until_it_is_recorded(project):
 
 def test_an_update_without_a_change_touches_no_file(recorded):
     file = recorded.path / COMM
-    # Versions in the first line are no reason to write.
+    # Other versions in the first line do not cause a write.
     file.write_text(file.read_text().replace("torch 2", "torch 1"))
     before = file.read_text()
     recorded.update().assert_outcomes(passed=1)
@@ -180,7 +180,7 @@ def test_unused_snapshots_of_ranks_are_listed(recorded):
 
 
 def test_syrupy_options_work_as_documented(recorded):
-    """Those without an effect are given together; the others are in test_unused.py too."""
+    """Pass options without an effect together; test_unused.py tests the others, too."""
     page = runpy.run_path(str(Path(__file__).parents[3] / "docs/settings_table.py"))
     values = {
         "--snapshot-default-extension": "=syrupy.extensions.json.JSONSnapshotExtension",
@@ -252,7 +252,7 @@ def plain_snapshots(run_session):
 
 @pytest.fixture
 def amber(pytester, plain_snapshots):
-    """The file of a project that has recorded syrupy's own snapshots."""
+    """Return the snapshot file of a project with plain syrupy snapshots."""
     shutil.copytree(plain_snapshots, pytester.path / "__snapshots__")
     return pytester.path / "__snapshots__" / "test_it.ambr"
 
@@ -298,7 +298,7 @@ def test_a_part_never_replaces_the_whole(project):
     )
     project.update().assert_outcomes(passed=1)
     before = {name: project.read(name) for name in project.files()}
-    # Equal in its own part: nothing to write.
+    # This rank's part is equal, so there is nothing to write.
     project.update("--comm-backend", "fake").assert_outcomes(passed=1)
     assert {name: project.read(name) for name in project.files()} == before
     project.edit("WIDTH = 8", "WIDTH = 16")
@@ -532,7 +532,7 @@ def test_ranks_that_differ_are_named_and_compared(project):
     line = "outside (no-module) all_reduce[size1] x1 of 16 B float32 ranks 0"
     assert line in project.read(COMM).splitlines()
     project.run().assert_outcomes(passed=1)
-    # Rank 0 alone runs on the fake group, and is compared with its own part.
+    # Only rank 0 runs on the fake group; its part of the file is compared.
     project.run("--comm-backend", "fake").assert_outcomes(passed=1)
     project.edit("dist.get_rank() == 0", "dist.get_rank() == 5")
     result = project.run()
@@ -662,7 +662,7 @@ def check(value, snapshot):
 
 @pytest.mark.parametrize("way", ["helper", "plain", "variable"])
 def test_unrewritten_assertion_is_explained(recorded, way):
-    """In a module that is no test module and no conftest, say."""
+    """For example, in a module that is neither a test module nor a conftest."""
     recorded.pytester.makepyfile(helper=HELPER)
     old = "    assert comm_mode == comm_snapshot\n"
     recorded.edit("import pytest\n", "import pytest\nimport helper\n")

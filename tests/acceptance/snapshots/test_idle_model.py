@@ -1,4 +1,4 @@
-"""A comparison says that the model given to ``comm_mode`` is not the one that ran."""
+"""A comparison fails if the model passed to ``comm_mode`` did not run, but another one did."""
 
 HEAD = """
 import copy
@@ -190,7 +190,7 @@ def test_it(device_mesh, comm_mode, comm_snapshot):
 
 
 def sessions(cases):
-    """All in one project, each a module."""
+    """Return one project with a module for each case."""
     return {f"test_{number}": HEAD + source for number, source in enumerate(cases.values())}
 
 

@@ -1,4 +1,4 @@
-"""A recording that is known not to be the whole truth is neither compared nor written."""
+"""A recording that is known to be incomplete is neither compared nor written."""
 
 import pytest
 
@@ -26,7 +26,7 @@ class Waiting:
 @pytest.mark.distributed(world_size=2)
 def test_it(comm_mode, comm_snapshot, dist_info):
     alone = [dist.new_group([rank], group_desc="alone") for rank in range(2)][dist_info.rank]
-    # Below the dispatcher, so that no recording has it.
+    # Sent below the dispatcher, so recordings lack it.
     backend = alone._get_backend(torch.device("cpu"))
     send = lambda: dist_info.rank == 0 or backend.allreduce([torch.ones(3)]).wait()
     waiting = Waiting(send)
@@ -150,6 +150,6 @@ def test_value_dependent_code_on_fake_group_fails(project):
     project.run().assert_outcomes(passed=1)
     project.edit("== comm_snapshot(allow_value_dependent=True)", "== comm_snapshot")
     project.edit('backend="fake"', 'backend="gloo"')
-    # Of all ranks, instead of one.
+    # On all ranks instead of one.
     project.run("--snapshot-update").assert_outcomes(passed=1)
     project.run().assert_outcomes(passed=1)

@@ -1,4 +1,4 @@
-"""A failed comparison on 4 ranks is explained once, by one of them."""
+"""Only one rank explains a comparison that fails on 4 ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""syrupy's own ``snapshot`` refuses recordings and trees, of which it would keep the repr."""
+"""syrupy's plain ``snapshot`` refuses recordings and trees, whose repr it would write."""
 
 import pytest
 
@@ -94,7 +94,7 @@ def test_recordings_and_trees_are_refused_by_name(pytester, update):
     # Without an update, what `diff` refers to is missing, which comes first.
     assert output.count(RECORDING) == 2 * (COUNT - 3 - (not update))
     assert output.count(TREE) == 2 * 3
-    # What is no recording is kept, as ever.
+    # Other values are written as usual.
     assert all("CommMode" not in text and "Tree" not in text for text in stored(pytester).values())
     assert bool(stored(pytester)) == update
 

@@ -1,4 +1,4 @@
-"""``comm_snapshot(activation_nbytes=False)``: sizes of activations are not compared, on purpose."""
+"""``comm_snapshot(activation_nbytes=False)`` does not compare sizes of activations."""
 
 import pytest
 
@@ -77,7 +77,7 @@ def project(pytester, monkeypatch):
 
 @pytest.fixture(scope="module")
 def files():
-    """The recorded files, by name: they are the same for all tests."""
+    """Return the recorded files by name, the same for all tests."""
     return {}
 
 

@@ -1,11 +1,11 @@
-"""What a failed comparison shows: in logs, on a terminal, in the summary line and in JUnit XML."""
+"""The text of a failed comparison in logs, on a terminal, in pytest's summary and JUnit XML."""
 
 import re
 from xml.etree import ElementTree as ET
 
 import pytest
 
-# The ranks run on the fake group: what is shown depends on no backend.
+# The ranks run on the fake group, as the output does not depend on the backend.
 SOURCE = """
 import pytest
 import torch
@@ -110,7 +110,7 @@ class Project:
 
 @pytest.fixture(scope="module")
 def snapshots():
-    """The recorded files, by name: they are the same for all tests."""
+    """Return the recorded files by name, the same for all tests."""
     return {}
 
 
@@ -132,7 +132,7 @@ def changed(pytester, monkeypatch, snapshots):
 
 
 def failure(result, test):
-    """The lines from one failure's title to the next."""
+    """Return the lines from one failure's title to the next."""
     lines = [ESCAPE.sub("", line) for line in result.outlines]
     start = next(n for n, line in enumerate(lines) if re.fullmatch(f"_+ {test} _+", line))
     after = r"_{3}|={3}|-+ (?:snapshot|generated)"
@@ -141,19 +141,19 @@ def failure(result, test):
 
 
 def explained(lines):
-    """The lines of pytest's explanation, and those of the section below it."""
+    """Return the lines of pytest's explanation, and of the section below it."""
     shown = [re.sub(r"^E +(?:assert )?", "", line) for line in lines if re.match(r"E  ", line)]
     titles = [n for n, line in enumerate(lines) if re.fullmatch("-+ comparison -+", line)]
     return shown, lines[titles[0] + 1 :] if titles else []
 
 
 def line_of(text):
-    """The number of the first line of the source that has a text."""
+    """Return the number of the first source line that contains a text."""
     return next(n for n, line in enumerate(SOURCE.splitlines(), start=1) if text in line)
 
 
 def summary(result):
-    """The line of each test in the summary."""
+    """Return the line of each test in the summary."""
     found = (
         re.match(r"FAILED tests/models/test_llama.py::(\w+)(?: - (.*))?", line)
         for line in (ESCAPE.sub("", line) for line in result.outlines)
@@ -190,7 +190,7 @@ def test_eight_lines_and_a_headline(changed):
     assert cut["test_tree"] == "body.{0..3}: reshard_after_for..."
     assert cut["test_broken"] == "snapshot line 4: it reads 'o..."
     assert cut["test_first"] == "no snapshot yet"
-    # Beside it: what is not ours is as ever.
+    # Other failures look as without the plugin.
     assert cut["test_message"].startswith("AssertionError: a message")
     assert cut["test_caught"].startswith("AssertionError: after a")
     assert cut["test_neighbour"] == "assert not True"
@@ -214,7 +214,7 @@ def test_verbose_and_ci_print_each_line_once(changed, monkeypatch):
     assert "+ unit lm_head fsdp2 shard=dp reshard_after_forward=true" in below
     lines = [line for line in (*shown, *below) if line not in {"  ...", "  end", "  world_size 2"}]
     assert len(lines) == len(set(lines))
-    # Whole, in one line.
+    # Not truncated, in one line.
     assert summary(verbose)["test_train_step"] == HEADLINE
     monkeypatch.setenv("CI", "true")
     on_ci = changed.run("-k", "train_step or neighbour")

@@ -127,7 +127,7 @@ def test_each_test_has_the_outcome_in_its_name(session):
 
 def test_failure_says_what_to_do(session):
     told = "comm_snapshot was requested but never compared, so this test passes whatever is sent:\n"
-    assert session.output.count(told) == 6  # once for each, whatever the number of ranks
+    assert session.output.count(told) == 6  # once per test, for any number of ranks
     assert "let the fixture call comm_snapshot(allow_unused=True)" in session.output
 
 
@@ -207,7 +207,7 @@ def test_comparison_without_assert_is_explained(pytester):
     file = pytester.makepyfile(test_it=UNASSERTED)
     arguments = ("-rA", "-p", "no:randomly", "--comm-summary=s.md")
     first = pytester.runpytest_subprocess("--snapshot-update", *arguments)
-    # Nothing is said of equal ones. One expects a difference, and one excludes it.
+    # Equal comparisons print nothing. One test expects a difference, and one excludes it.
     first.assert_outcomes(passed=5, failed=2, xpassed=1)
     assert "where the test ignored" not in first.stdout.str()
     file.write_text(UNASSERTED.replace("COUNT = 1", "COUNT = 2"))

@@ -1,4 +1,4 @@
-"""Which snapshot files a run lists as unused, what it offers for a missing one, what it writes."""
+"""The files that a run lists as unused, suggests for a missing snapshot, or writes."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.profile import CommProfile, Row
 
 class Recorded:
-    # As comm_mode, without ranks and torch: what is listed depends on neither.
+    # Like comm_mode, but without ranks and torch: the list does not depend on them.
     def merged_profile(self):
         row = Row(
             phase=Phase.FORWARD, owner="a", what="all_gather", axis="dp",
@@ -73,7 +73,7 @@ ALL = {
 }
 
 
-# Whatever else is installed takes longer to import than a case takes to run.
+# Other installed plugins take longer to import than a case takes to run.
 PLUGINS = ("syrupy", "pytest_fsdp_comm.plugin", "xdist")
 PYTEST = ["-m", "pytest", *(f"-p{name}" for name in PLUGINS)]
 
@@ -136,12 +136,12 @@ class Case:
     edit: tuple = ()
     """(file, old, new), or several."""
     unused: frozenset | set = frozenset()
-    """The files that are listed."""
+    """The listed files."""
     exit: int | None = None
-    """None for 1 if files are listed, and 0 otherwise."""
+    """None for 1 if there are listed files, and 0 otherwise."""
     cwd: str = "."
     then: str = ""
-    """Arguments of a run before, to fill caches."""
+    """Arguments of an earlier run that fills caches."""
 
 
 TEST_A, SUB_A, SUB_B = "tests/test_a.py", "tests/sub/test_a.py", "tests/sub/test_b.py"
@@ -150,12 +150,12 @@ SECOND = 'assert recorded == comm_snapshot(name="second")'
 
 
 def first_line(text):
-    """As the first line of the first test of the second module."""
+    """Becomes the first line of the first test of the second module."""
     return (SUB_A, ONE_STARTS, f"{ONE_STARTS}\n    {text}")
 
 
 def before_second(text):
-    """Between the two comparisons of a test."""
+    """Runs between the two comparisons of a test."""
     return (TEST_A, SECOND, f"{text}\n    {SECOND}")
 
 
@@ -238,7 +238,7 @@ def prepare(project, case):
 
 
 def listed(result):
-    """The files in the list, without their directory and suffix."""
+    """Return the listed files, without directory and suffix."""
     return set(re.findall(r"^  snapshots/(.*)\.comm$", result.stdout, re.MULTILINE))
 
 
@@ -274,7 +274,7 @@ def test_x2(recorded, comm_snapshot):
 
 @pytest.mark.parametrize("cwd", [".", "tests/sub"])
 def test_unused_command_removes_what_is_listed(project, cwd):
-    # To git, the brackets of parameters are a pattern that the other test matches.
+    # git would read the brackets of parameters as a pattern, which the other test matches.
     project.write("tests/test_c.py", PARAMETERS)
     project.run("--snapshot-update")
     every = project.files()
@@ -368,11 +368,11 @@ def test_unused_ignores_an_unfinished_subtest(tmp_path, leave):
     assert project.run().returncode == 0
 
 
-# Beside a snapshot that is missing.
+# Suggestions for a missing snapshot.
 
 
 def missing(result):
-    """The hints beside missing snapshots, by their names."""
+    """Return the suggestions for missing snapshots, by name."""
     said = r"there is no snapshot snapshots/(\S+)\.comm yet\n(?:E +(?! *record)(.*)\n)?"
     return dict(re.findall(said, result.stdout))
 
@@ -408,7 +408,7 @@ def test_missing_snapshot_names_the_renamed_file(project, old, new, change):
         move = f"mkdir -p snapshots/tests/sub/test_c && {move}"
     lead = "was the test renamed?" if change else "the snapshot of a removed test is identical:"
     assert missing(result)[f"{new}.ws1"] == f"{lead} {move}"
-    # It is run as it is printed.
+    # Run the printed command.
     commit_all(project)
     subprocess.run(move, shell=True, cwd=project.path, check=True)  # noqa: S602  # as pasted
     assert f"{new}.ws1" not in missing(project.run(*arguments))
@@ -437,7 +437,7 @@ def test_missing_snapshot_names_other_world_sizes(tmp_path):
     assert missing(project.run()) == {"test_n/test_t.ws3": hint}
 
 
-# What an update writes.
+# Updates.
 
 RANKS = "@pytest.mark.distributed(world_size=2)\n"
 LEAVES = {

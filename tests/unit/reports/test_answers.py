@@ -1,4 +1,4 @@
-"""Questions to a recording and what a failed comparison says of the answer, without torch."""
+"""Queries of a recording, and the text of failed assertions about their answers."""
 
 import copy
 import json
@@ -55,7 +55,7 @@ LAYERS = tuple(collective(f"layers.{n}") for n in range(4))
 def test_owner_pattern_matches_all_its_names(fqns, other):
     for pattern in fold_fqns(fqns):
         matches, meant = matcher(pattern), expand(pattern)
-        # A star that belongs to a name also stands for itself.
+        # A star in a name also matches itself.
         assert all(map(matches, meant))
         assert matches(other) == (other in meant) or "*" in pattern
 

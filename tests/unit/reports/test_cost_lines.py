@@ -1,4 +1,4 @@
-"""What a change costs, as the first lines of a failure say it."""
+"""The lines of a failure about the cost of a change."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def reduce(*calls, axis="tp"):
 
 
 def row(kind, axis, *calls, ranks=(), objects=0):
-    """Calls of one kind over one axis, as pairs of how many and how large."""
+    """Return calls of one kind over one axis, from pairs of count and size."""
     made = [Calls(count=count, nbytes=nbytes) for count, nbytes in calls]
     made += [Calls(count=objects, is_object=True)] if objects else []
     return Row(phase=Phase.FORWARD, owner="a", what=kind, axis=axis, calls=tuple(made), ranks=ranks)
@@ -59,7 +59,7 @@ def test_cost_of_one_kind_is_one_line_with_total():
         "+64 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all, peak "
         "gathered unchanged"
     ]
-    # Where it is all that is sent, the whole is not said again.
+    # If there is only one kind, the total is not repeated.
     assert lines([gather((1, 8))], [gather((2, 8))]) == [
         "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step)"
     ]
@@ -97,7 +97,7 @@ def test_more_and_smaller_calls_are_counted():
         "-27 % bytes in all_reduce[tp] (120 -> 88 B in 1 -> 22 calls per rank and step), about as "
         "many in all"
     ]
-    # Beside calls of as many bytes.
+    # Among calls with as many bytes.
     assert lines(old, [new[0], rest[0], scatter((16, 4))])[1:] == [
         "reduce_scatter[dp] 1 -> 16 calls"
     ]

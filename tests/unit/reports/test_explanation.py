@@ -89,13 +89,13 @@ def test_two_values_share_a_head_and_take_turns():
 @pytest.mark.parametrize(
     ("training", "cost", "changes", "shown"),
     [
-        # All fit; one more is cut rather than replaced by a line that stands for it alone.
+        # All fit: one more line is shortened, as "1 more" would take a line, too.
         ([], [100, 90], [99], "100 90 99"),
         ([130], [115, 100], [150], "130 115 100 150"),
         ([], [115, 100], [180, 200], "115 100 180 200"),
         # Whole lines say more than the beginnings of many.
         ([], [115, 100], [130, 120, 110], "115 100 130 2"),
-        # What breaks training is never cut; hidden costs are counted.
+        # Lines about training are never shortened; hidden costs are counted.
         ([170, 170], [115, 100], [130], "170 170 3"),
         ([170, 200], [], [90], "170 2"),
     ],
@@ -191,7 +191,7 @@ def test_tree_changes_share_line_and_causes_come_once():
 
 
 def test_regression_comes_first_with_its_cause():
-    """Other element types, which are the larger change, beside gradients reduced too often."""
+    """Gradients reduced too often come before other dtypes, the larger change."""
     old = profile()
     comparison = compare(old, reduced_often(in_bfloat16(old)))
     explained = render_comparison(comparison, snapshot="x")

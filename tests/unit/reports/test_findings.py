@@ -1,4 +1,4 @@
-"""A failed assertion about findings says what they are, whatever form it has."""
+"""Failed assertions about findings print the findings, whatever their form."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The one line that pytest's summary cuts at its end."""
+"""The headline, which pytest's summary truncates at its end."""
 
 import pytest
 from sample_profiles import kept, profile, renamed, twice, unit

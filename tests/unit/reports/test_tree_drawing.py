@@ -1,4 +1,4 @@
-"""The tree on the terminal, as a page and as JSON."""
+"""Draw a tree on the terminal, as a page and as JSON."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A profile as text and JSON: what is written is read back, and what is broken is refused."""
+"""Write and read profiles as text and JSON, and refuse broken texts."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whether two snapshots differ is decided without explaining how."""
+"""`differs` finds the same differences as an explanation, without its cost."""
 
 from dataclasses import replace
 

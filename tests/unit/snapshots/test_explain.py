@@ -1,4 +1,4 @@
-"""What a failure's first line says."""
+"""The first line of a failure."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A snapshot file is written whole or not at all, and nothing else is left beside it."""
+"""Snapshot files are written atomically, and no temporary file stays."""
 
 import stat
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever happens to a snapshot, it is refused, or read as exactly what it says."""
+"""Mutated snapshots are refused, or read exactly."""
 
 import fuzzing
 import pytest

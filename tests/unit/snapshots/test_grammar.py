@@ -1,4 +1,4 @@
-"""The grammar in the documents is the one that is written."""
+"""The grammar on the page about snapshots matches the written snapshots."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a snapshot file may hold, alike for both kinds, and what a refused one costs."""
+"""Both kinds of snapshots refuse the same mistakes, at a bounded cost."""
 
 import os
 import re

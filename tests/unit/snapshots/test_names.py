@@ -1,4 +1,4 @@
-"""File names of snapshots: readable, apart, and found again."""
+"""Names of snapshot files: readable, unique, and converted back to tests."""
 
 from pathlib import Path
 

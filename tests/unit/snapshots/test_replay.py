@@ -1,4 +1,4 @@
-"""The private names of syrupy that ranks rely on, and what is said when one moves."""
+"""The private names of syrupy that ranks rely on, and the error if one is missing."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""The tree's snapshot reads back exactly, and says where it is broken."""
+"""Write and read snapshots of trees, and name the broken line of others."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What CI's variables say of a run's commit, and where it is shown."""
+"""Read the commit of a run, and its URLs, from variables of CI."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Summaries and annotations: what they say, that no name is markup, and that they are bounded."""
+"""Summaries and annotations: their texts, escaped names, and limits of size."""
 
 import dataclasses
 import html
@@ -47,7 +47,7 @@ def outcomes(*tests, **fields):
 
 
 def rendered(text):
-    """As GitHub renders it, apart from what it cleans."""
+    """Render Markdown like GitHub, without its sanitizing."""
     return MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
 
 
@@ -81,7 +81,7 @@ def test_summary_failed_test_has_row_and_explanation():
     address = '<a href="https://github.com/o/r/blob/abc123/tests/test_a.py#L12">'
     assert address in rendered(text)
     assert "<a " not in rendered(render_summary(outcomes(failed()), Origin()))
-    # Spaces and the like are no part of an address.
+    # Spaces in URLs are escaped.
     odd = render_summary(outcomes(failed(path='a "b"|.py')), ORIGIN)
     assert "/blob/abc123/a%20%22b%22%7C.py#L12" in odd
 
@@ -203,7 +203,7 @@ def test_group_of_tests_ignores_their_amounts(before, after, is_same):
         tests.append(dataclasses.replace(one, comparisons=comparisons))
     assert len(outcomes(*tests).changes) == 2 - is_same
     said = shown(render_summary(outcomes(*tests), ORIGIN))
-    # Once in the table, once above the story.
+    # Once in the table, once above the explanation.
     assert said.count("Numbers of the first test; those of the other tests differ") == 2 * is_same
 
 
@@ -215,7 +215,7 @@ def test_groups_differ_if_accept_commands_differ():
 
 
 def sent(*causes, name="test_x"):
-    """A failed test with causes, each sent by a line of train.py."""
+    """Return a failed test with causes, each sent by a line of train.py."""
     places = ((Place(path="src/a,b/train.py", line=line), text) for line, text in causes)
     return dataclasses.replace(failed(f"tests/test_a.py::{name}"), sent=tuple(places))
 
@@ -254,7 +254,7 @@ def test_annotate_without_call_site_is_at_assertion():
     assert "fails tests/test_a.py::test_x and 1 more test%0A" in line
     # Another plugin annotates them.
     assert annotate(outcomes(*unsent, annotates_all=False)) == []
-    # What has failed for another reason is not about communication.
+    # Tests that failed for another reason are not about communication.
     other = FailedTest(nodeid="t.py::test_y", reason="died", place=Place(path="t.py", line=1))
     assert annotate(outcomes(other)) == []
 

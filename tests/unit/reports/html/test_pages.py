@@ -1,4 +1,4 @@
-"""The pages of a report, made from values: no browser, no torch."""
+"""Render the pages of a report from values, without a browser and torch."""
 
 import json
 import re
@@ -35,14 +35,14 @@ HOSTILE_TEXT = {"head": HOSTILE, "changes": (HOSTILE,), "causes": (HOSTILE,)}
 
 
 def pages_of(*results, **changes):
-    """The index, and the pages of tests by name."""
+    """Return the index, and the pages of tests by name."""
     *tests, (name, index) = render_pages(Run(tests=results, **changes), read)
     assert name == "index.html"
     return index, {name.removeprefix("tests/"): page for name, page in tests}
 
 
 def data_of(page):
-    """What the script draws."""
+    """Return the data that the script draws."""
     (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
     return json.loads(found)
 
@@ -67,7 +67,7 @@ def test_page_is_complete_and_small_for_any_model(layers):
         ["unshard", "", "forward", "", 8 * KIB],
         ["all_gather", "", "forward", "dp", 8 * KIB],
     ]
-    # The module of what is extra; layers send twice what the snapshot says.
+    # The module of the extra calls; layers send twice as much as in the snapshot.
     assert None in data["sections"]["v0"]["differing"]
 
 
