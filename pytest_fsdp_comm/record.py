@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", *ranks, *arguments]
         os.execv(sys.executable, command)  # noqa: S606  # so that signals reach the launcher
     script, *arguments = options.command
-    ran = ScriptRun(
+    script_run = ScriptRun(
         script=script,
         arguments=tuple(arguments),
         is_module=options.module,
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         local_world_size=options.local_world_size,
     )
     # An absolute path, because the script may change the working directory.
-    hook = _Hook(ran, Path(options.out).absolute(), goes_on=options.go_on)
+    hook = _Hook(script_run, Path(options.out).absolute(), goes_on=options.go_on)
     with contextlib.ExitStack() as undo:
         if options.world_size:
             undo.enter_context(_simulated(options))

@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         "accept",
         "accept",
         "copy snapshots that CI received (pytest --comm-artifacts) over the project's",
-        description="Copies received snapshots and prints what changed. The exit status is 2 if a "
-        "file is behind a link, outside the snapshot directory or unreadable.",
+        description="Copies received snapshots and prints what changed. The exit status is 2 if it "
+        "refuses a file, which is behind a link, outside the snapshot directory or unreadable.",
     )
     accept.add_argument("directory", metavar="DIR", help="the artifacts, unpacked")
 
@@ -104,8 +104,10 @@ def _parser() -> argparse.ArgumentParser:
         "Writes a snapshot (.comm), the sharded tree (.tree.comm) and a recording (.json).",
         usage="fsdp-comm record [options] [-m] SCRIPT [ARGUMENT...]",
     )
-    record.add_argument("--step", default="3", metavar="N", help="3 or later, or 3-4 (default: 3)")
-    record.add_argument("--out", default="step.comm", metavar="FILE", help="default: step.comm")
+    record.add_argument("--step", default="3", metavar="N", help="from 3 on; or 3-4 (default: 3)")
+    record.add_argument(
+        "--out", default="step.comm", metavar="FILE", help="snapshot, step.comm if unset"
+    )
     record.add_argument("--go-on", action="store_true", help="let the script run to its end")
     record.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     record.add_argument("--world-size", type=int, metavar="N", help="simulate one rank of N")
