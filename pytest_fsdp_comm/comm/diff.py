@@ -205,7 +205,7 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
             for side in sides
         )
         if before != after:
-            what = f"answered to {site} ({how})"
+            what = f"assumed value in {site} ({how})"
             yield Change(subject="answer", phase=None, what=what, old_text=before, new_text=after)
 
 

@@ -11,20 +11,26 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change, Comparison, NewCalls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.causes import NO_BACKWARD
-from pytest_fsdp_comm.comm.explanation.sentences import sentence, timing_sentence
+from pytest_fsdp_comm.comm.explanation.names import Renamed
+from pytest_fsdp_comm.comm.explanation.sentences import (
+    name_modules,
+    name_place,
+    sentence,
+    timing_sentence,
+)
 from pytest_fsdp_comm.comm.explanation.states import count_of, nbytes_of
 from pytest_fsdp_comm.comm.explanation.steps import WRITES, Replaced, Step
 from pytest_fsdp_comm.comm.explanation.training import TrainingChange
 from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import FailureText
-from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.words import counted, show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 _MAX_CALLS: Final = 3
 _MAX_LINES: Final = 3
+_PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD})
 
 
 def render_comparison(
@@ -34,6 +40,10 @@ def render_comparison(
     steps = comparison.told
     new_calls = [_new_calls_of(step, comparison) for step in steps]
     sentences = [*map(sentence, steps)]
+    # Timings come after the changes of units that they follow from.
+    timings = () if comparison.explanation is None else comparison.explanation.timings
+    if len(steps) == 1 and isinstance(steps[0], Renamed) and not (comparison.left or timings):
+        sentences[0] += "; all communication is unchanged"
     lines = [
         f"{text}, at {_name_lines(calls)}" if _lines(calls) else text
         for text, calls in zip(sentences, new_calls, strict=True)
@@ -45,8 +55,6 @@ def render_comparison(
     rows = sorted((change for change in comparison.left if change.subject != repeated), key=weight)
     loud = [change for change in rows if change.subject != "reshard"] or rows
     quiet = [change for change in rows if change not in loud]
-    # Timings come after the changes of units that they follow from.
-    timings = () if comparison.explanation is None else comparison.explanation.timings
     summaries = tuple(
         "; likely: ".join(
             (text, *(cause.text for cause in comparison.causes if step in cause.steps))
@@ -166,31 +174,43 @@ def _change_line(change: Change) -> str:
 def _change_text(change: Change) -> str:
     if change.phase is None:
         return f"{change.what}: {change.old_text} -> {change.new_text}"
-    where = name_owners(change.owners)
-    return f"{where} {change.phase}: {change.what} {_amounts(change)}"
-
-
-def _amounts(change: Change) -> str:
+    where = name_place(change.owners, change.phase)
     each = ", each" if len(change.owners) > 1 else ""
-    differ = any(amount.ranks for amount in (*change.before, *change.after))
+    if change.subject == "collective":
+        return f"{where}{each}: {change.what} {_amounts(change)}"
+    verb = f"{change.what}ed"
+    if change.subject == "redistribution":
+        verb = f"redistributed {change.what.replace('->', ' -> ')}"
+    often = "" if change.before and change.after else "now " if change.after else "no longer "
+    return f"{where}{each}: {often}{verb}, {_amounts(change, ' times')}"
+
+
+def _amounts(change: Change, times: str = "") -> str:
+    differ = any(row.ranks for row in (*change.before, *change.after))
     if len(change.before) <= 1 and len(change.after) <= 1 and not differ:
         before = change.before[0] if change.before else None
         after = change.after[0] if change.after else None
-        return f"{_simple(before, after)}{each}"
-    return f"{_listed(change.before)} -> {_listed(change.after)}{each}"
+        return _simple(before, after, times)
+    return f"{_listed(change.before)} -> {_listed(change.after)}"
 
 
-def _simple(before: Row | None, after: Row | None) -> str:
+def _simple(before: Row | None, after: Row | None, times: str) -> str:
     was, now = (before.count if before else 0), (after.count if after else 0)
-    text = f"{was} -> {now} ({now - was:+})" if now != was else f"{was}"
+    text = f"{was} -> {now}{times} ({now - was:+})" if now != was else f"x{was}"
     old, new = (before.nbytes if before else 0), (after.nbytes if after else 0)
-    in_all = " in all" if max(was, now) > 1 else ""
     unsized = (before.unsized if before else 0), (after.unsized if after else 0)
-    change = f"{show_nbytes_change(old, new, unsized)}{in_all} per rank"
-    parts = [text] if old == new else [text, change]
-    if before and after and (_kinds(before) != _kinds(after) or (was, old) == (now, new)):
+    parts = [text]
+    if old != new:
+        parts.append(f"{show_nbytes_change(old, new, unsized)} per rank")
+    is_other_kind = before and after and _kinds(before) != _kinds(after)
+    if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _without(before, after), _without(after, before)
-        parts += [f"{removed} -> {added}"] if before.calls else []
+        if removed and added:
+            # They have the count, unless some calls are equal.
+            is_all = was == now and set(before.calls).isdisjoint(after.calls)
+            parts = [*parts[is_all:], f"{removed} -> {added}"]
+        elif removed or added:
+            parts.append(f"{'removed' if removed else 'added'} {removed or added}")
     return ", ".join(parts)
 
 
@@ -202,18 +222,18 @@ def _kinds(amount: Row) -> set[Calls]:
 def _without(amount: Row, excluded: Row) -> str:
     texts = [str(calls) for calls in amount.calls if calls not in excluded.calls]
     more = len(texts) - _MAX_CALLS
-    return ", ".join(texts[:_MAX_CALLS]) + (f" and {more} more" if more > 0 else "") or "none"
+    return ", ".join(texts[:_MAX_CALLS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _listed(amounts: Sequence[Row]) -> str:
     listed = []
     for amount in amounts:
-        calls = f"{show_nbytes(amount.nbytes, amount.unsized)} in all"
+        calls = f"x{amount.count}, {show_nbytes(amount.nbytes, amount.unsized)} in total,"
         # Name the calls if possible: ranks may differ in facts that a sum hides, such as peers.
         if len(amount.calls) == 1:
-            calls = str(amount.calls[0]).partition(" ")[2] or "no bytes"
+            calls = str(amount.calls[0])
         ranks = name_ranks(amount.ranks) if amount.ranks else "all ranks"
-        listed.append(f"{amount.count} ({calls}) on {ranks}")
+        listed.append(f"{calls} on {ranks}")
     return " / ".join(listed) or "0"
 
 
@@ -222,10 +242,13 @@ def _site(change: Change) -> str:
     issued_in = {site.issued_in for owner, site in calls.sites if site.issued_in != owner} - {None}
     if not issued_in:
         calls = _without_backward(calls)
-    lines = _name_lines(calls) if _lines(calls) else ""
-    if not issued_in:
-        return f"issued at {lines}" if lines else ""
-    return f"requested by {name_owners(issued_in)}" + (f", called from {lines}" if lines else "")
+    parts = []
+    if issued_in:
+        of = f"the {change.phase} of " if change.phase in _PASSES else ""
+        parts.append(f"requested by {of}{name_modules(issued_in)}")
+    if _lines(calls):
+        parts.append(f"called from {_name_lines(calls)}")
+    return ", ".join(parts)
 
 
 def headline(changes: Sequence[Change | TreeChange]) -> str:
@@ -244,7 +267,7 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
     lines = [_describe(group, has_axes=has_axes) for group in groups.values()]
     trees = [change for change in changes if not isinstance(change, Change)]
     lines += [f"{change.subject}: {change.what}" for change in trees]
-    return f"{lines[0]}, {len(lines) - 1} more" if len(lines) > 1 else lines[0]
+    return _and_more(lines[0], len(lines) - 1)
 
 
 def headline_of_steps(comparison: Comparison) -> str:
@@ -262,7 +285,11 @@ def headline_of_steps(comparison: Comparison) -> str:
     more = len(further)
     if comparison.training:
         more += sum(change.subject not in {"reshard", "memory"} for change in comparison.left)
-    return f"{sentence(first)}, {more} more" if more else sentence(first)
+    return _and_more(sentence(first), more)
+
+
+def _and_more(text: str, more: int) -> str:
+    return f"{text}, {counted(more, 'more change')}" if more else text
 
 
 def weight(change: Change) -> tuple[bool, bool, int]:
@@ -287,7 +314,7 @@ def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
         return _change_text(first)
     operation = first.what if has_axes else _kind(first)
     each = " each" if len(first.owners) > 1 else ""
-    return f"{name_owners(first.owners, most=1)}: {count:+} {operation}{each}"
+    return f"{name_modules(first.owners, most=1)}: {count:+} {operation}{each}"
 
 
 def _kind(change: Change) -> str:

@@ -179,7 +179,8 @@ def _fitted(lines: Sequence[str], room: int) -> Sequence[str]:
 
 def _cut_before_place(line: str, most: int) -> str:
     """Shorten a line, but keep the call site at its end, if there is one."""
-    text, at, place = line.rpartition(" at ")
+    word = " called from " if " called from " in line else " at "
+    text, at, place = line.rpartition(word)
     room = most - len(at) - len(place)
     return f"{shorten(text, room)}{at}{place}" if room > most // 2 else shorten(line, most)
 

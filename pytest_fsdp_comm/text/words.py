@@ -19,7 +19,8 @@ _NBYTES_CHANGE: Final = re.compile(
     r"(\d[\d_.]*)(?: (UNIT))? -> (\d[\d_.]*) (UNIT)\b".replace("UNIT", "|".join(_UNITS))
 )
 _AMOUNT: Final = re.compile(
-    rf"(?:\d+ -> )?\d+ calls?\b(?:(?:,| of) {_NBYTES})?(?: in all)?|{_NBYTES}(?: in all)?"
+    rf"(?:\d+ -> )?\d+ calls?\b(?:(?:, [+-]?| of ){_NBYTES})?(?: in (?:all|total))?"
+    rf"|{_NBYTES}(?: in (?:all|total))?"
 )
 
 # From this ratio on, texts show a factor instead of percent.

@@ -54,13 +54,11 @@ def lost_root(old: TreeFacts, new: TreeFacts) -> str:
     roots = new_roots(old, new)
     if "" not in before or not roots:
         return ""
-    below = "each unit below is a root of its own"
+    below = "each unit below becomes a root"
     if "" in after:
-        return f"the forward of the root is not called, so {below}"
+        return f"the root's forward is not called, so {below}"
     if any(not new.parameters.get(name, was).managed for name, was in old.parameters.items()):
-        below = (
-            f"its own parameters are not sharded, their gradients not reduced by FSDP, and {below}"
-        )
+        below = f"its parameters are not sharded, FSDP does not reduce their gradients, and {below}"
     elif any(policy_change(before[name], after[name]) for name in roots):
         below += " and keeps its parameters after forward"
     call = "FullyShardedDataParallel" if before[""].kind == "fsdp1" else "fully_shard"

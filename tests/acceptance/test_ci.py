@@ -141,7 +141,7 @@ def test_summary_is_appended_once_below_other_steps(repository):
     )
     assert text.count("### Communication") == 1
     assert text.count("<details>") == 1
-    assert "<summary>3 tests: other sizes of parameters: a_b " in text
+    assert "<summary>3 tests: parameter sizes changed: a_b " in text
     # The lines of the assertions.
     assert text.count(LINK.format(5)) == 2
     assert text.count(LINK.format(9)) == 1
@@ -163,7 +163,7 @@ def test_outside_github_a_file_gets_the_same_markdown(repository):
 def test_a_cause_of_several_tests_is_one_annotation(repository):
     _, _, out, _ = repository
     found = re.findall(r"^::error file=(.*?),line=(\d+),title=(.*?)::(.*)", out, re.MULTILINE)
-    changed = "other sizes of parameters: a_b 100 -> 163 B in each gather"
+    changed = "parameter sizes changed: a_b 100 -> 163 B per gather"
     ((path, line, title, message),) = found
     assert (path, line) == ("packages/my model/train.py", "7")
     assert title == changed.replace(":", "%3A")
@@ -174,7 +174,7 @@ def test_a_change_of_several_tests_is_printed_once(repository):
     _, _, out, _ = repository
     shared = out.partition("communication changes that failed several tests")[2]
     lines = shared.partition("\n")[2].splitlines()[:5]
-    change = "other sizes of parameters: a_b 100 -> 163 B in each gather, at train.py:7"
+    change = "parameter sizes changed: a_b 100 -> 163 B per gather, at train.py:7"
     assert lines[0] == f"3 tests: {change}"
     assert max(lines[1:4]) == "  tests/test_step.py::test_ranks"
     assert lines[4].startswith("accept all: pytest --snapshot-update ")
@@ -202,7 +202,7 @@ def test_junit_xml_has_headline_cost_and_file(repository):
     assert properties["test_plain"] == []
     assert properties["test_ranks"] == [
         ("comm_snapshot", f"{place}/test_ranks.ws2.comm"),
-        ("comm_headline", "other sizes of parameters: a_b 100 -> 163 B in each gather"),
+        ("comm_headline", "parameter sizes changed: a_b 100 -> 163 B per gather"),
         ("comm_cost", "+63 % bytes in all_gather[dp] (100 -> 163 B per rank and step)"),
     ]
     assert properties["test_names[a|b`]"][0][1] == f"{place}/test_names[a%7Cb%60].ws1.comm"

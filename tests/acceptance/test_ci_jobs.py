@@ -252,7 +252,7 @@ def check_red(runner, directory, world_size):
     """The project's own snapshot was read, and what is different can be downloaded."""
     assert runner.status == 1, runner.output
     assert "1 failed" in runner.output
-    assert "every count x2" in runner.output
+    assert "all counts x2" in runner.output
     received = directory / f"received/tests/test_step/test_step.ws{world_size}.comm"
     assert [path for path in directory.rglob("*.comm") if "expected" not in path.parts] == [
         received
@@ -274,7 +274,7 @@ def test_the_action_gates_a_project_in_a_sub_folder(runner, temp, world_size, is
         assert runner.uploads.keys() == {f"differences-{world_size}"}
         assert directory.is_relative_to(runner.temp)
         check_red(runner, directory, world_size)
-        assert "every count x2" in runner.summary.read_text()
+        assert "all counts x2" in runner.summary.read_text()
     else:
         check_green(runner)
 

@@ -103,10 +103,10 @@ def test_unsharded_block_is_named_in_both_comparisons(llama):
         HEAD,
         "comm: -10 % bytes in all_gather[dp] (1.4 -> 1.2 MiB per rank and step), -6.4 % in all, "
         "peak gathered unchanged",
-        "comm: model.layers.2 kept gathered after forward, not gathered in backward: 1 call of "
-        "144.5 KiB less",
+        "comm: model.layers.2 no longer resharded after forward, so not gathered again in "
+        "backward: -1 call, -144.5 KiB",
         "tree: model.layers.2: reshard_after_forward True -> False",
-        "likely: reshard_after_forward True -> False, as the tree says",
+        "likely: reshard_after_forward True -> False, as the tree shows",
         ACCEPT,
     ]
 
@@ -124,7 +124,8 @@ def test_lm_head_gathered_per_loss_chunk_is_explained(llama):
     assert lines[1].startswith("comm: +63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank")
     assert lines[2] == "comm: peak gathered -23 % (545.2 -> 417.2 KiB per rank)"
     assert lines[3] == (
-        "comm: lm_head split off (root), gathered 4 times in forward: 8 calls, 1.0 MiB in all, at "
+        "comm: lm_head split off from (root) as a separate unit, gathered 4 times in forward: "
+        "8 calls, 1.0 MiB in total, at "
         f"examples/llama_training.py:{line}"
     )
     assert lines[4] == "tree: lm_head: becomes a unit of its own (fsdp2)"
@@ -149,12 +150,12 @@ def test_a_missing_root_unit_is_explained(llama):
     lines = explanation(llama.failure())
     assert lines[0] == HEAD
     assert lines[-2:] == [
-        "likely: fully_shard on the root is missing: its own parameters are not sharded, their "
-        "gradients not reduced by FSDP, and each unit below is a root of its own",
+        "likely: fully_shard on the root is missing: its parameters are not sharded, FSDP does not "
+        "reduce their gradients, and each unit below becomes a root",
         ACCEPT,
     ]
     assert (
-        "comm: (root) no longer gathered nor reduced, other units gathered in forward as before"
+        "comm: (root) no longer gathered or reduced, gathers of other units unchanged in forward"
         in lines
     )
 

@@ -234,7 +234,7 @@ def test_record_page_commands_detect_regression(tmp_path):
     failed, again, told = (run(tmp_path, *command) for command in (pytest_run, record, diff))
     assert [done.returncode for done in (failed, again, told)] == [1, 0, 1], again.stderr
     # Two layers, of two micro-batches.
-    story = "{0,2} kept gathered after forward, not gathered in backward"
+    story = "modules {0,2} no longer resharded after forward, so not gathered again in backward"
     assert story in failed.stdout
     assert story in told.stdout
     assert "{0,2}: reshard_after_forward True -> False" in told.stdout

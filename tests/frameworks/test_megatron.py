@@ -85,7 +85,7 @@ CHANGES = {
     ),
     "parameters are not sharded": (
         {"zero_dp_strategy": "optim_grads"},
-        "(no-module) backward: all_gather[dp] 2 -> 0 (-2), 1.0 KiB -> 0 B in all per rank",
+        "(no-module) in backward: all_gather[dp] 2 -> 0 (-2), 1.0 KiB -> 0 B per rank",
     ),
 }
 

@@ -65,24 +65,24 @@ def test_change_of_adapters_is_reported(comm_mode, device_mesh):
         model.get_submodule("base_model.model.lm_head").requires_grad_(requires_grad=True)
 
     assert told_of(reviewed, of(change=train_the_head))[0] == (
-        "gradients of (root) reduced now (reduce_scatter[dp]), gathers as before"
+        "gradients of (root) now reduced (reduce_scatter[dp]), gathers unchanged"
     )
 
     def train_everything(model):
         model.requires_grad_(requires_grad=True)
 
     assert told_of(reviewed, of(change=train_everything)) == [
-        "gradients of (root) reduced now (reduce_scatter[dp]), gathers as before",
-        "another part of the gradients reduced, gathers as before: "
-        "base_model.model.model.layers.{0..1} 4.0 -> 164.5 KiB in each call",
-        "likely: no longer frozen, as the tree says",
+        "gradients of (root) now reduced (reduce_scatter[dp]), gathers unchanged",
+        "gradients of a different set of parameters reduced, gathers unchanged: "
+        "base_model.model.model.layers.{0..1} 4.0 -> 164.5 KiB per call",
+        "likely: no longer frozen, as the tree shows",
     ]
     assert told_of(reviewed, of(units=1))[0] == (
-        f"{MODEL}.layers.1 merged into (root), gathered with it"
+        f"{MODEL}.layers.1 merged into (root), no longer a separate unit"
     )
     # Adds a second head, which is gathered with the first; only the second is trained.
     copied = told_of(reviewed, of(modules_to_save=["lm_head"]))
     assert copied[:2] == [
-        "(root) forward: all_gather[dp] 1, 64.2 -> 96.2 KiB per rank",
-        "(root) backward: reduce_scatter[dp] 0 -> 1 (+1), 0 -> 32.0 KiB per rank",
+        "(root) in forward: all_gather[dp] x1, 64.2 -> 96.2 KiB per rank",
+        "(root) in backward: reduce_scatter[dp] 0 -> 1 (+1), 0 -> 32.0 KiB per rank",
     ]

@@ -95,7 +95,7 @@ if __name__ == "__main__":
 LAYERS = "model.layers.{0..1}"
 PER_MICRO_BATCH = (
     f"gradients of lm_head+model.norm, model.embed_tokens, {LAYERS} reduced 1 -> 2 times "
-    "(reduce_scatter), gathers as before"
+    "(reduce_scatter), gathers unchanged"
 )
 
 
@@ -149,8 +149,8 @@ def test_torchtitans_train_py():
     flags = [word for name, value in options.items() for word in (f"--{name}", value)]
     train = (*RECORD, "--nproc", "2", "-m", "torchtitan.train", *flags)
     assert told(train, (*train, "--parallelism.fsdp_reshard_after_forward", "never")) >= {
-        "layers.{0..1}, tok_embeddings kept gathered after forward, not gathered in backward: "
-        "3 calls, 272.5 KiB in all less",
+        "layers.{0..1}, tok_embeddings no longer resharded after forward, so not gathered again in "
+        "backward: -3 calls, -272.5 KiB",
         "layers.{0..1}: reshard_after_forward True -> False",
     }
 

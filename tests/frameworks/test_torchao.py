@@ -112,13 +112,14 @@ def test_change_of_float8_is_reported(comm_mode, device_mesh):
     whole = told_of(reviewed, of(comm_mode, mesh, in_float8=False))
     # Of 130 bytes in 16 bits, 66 remain.
     assert whole[0] == "parameters[dp] float8_e4m3fn+bfloat16 -> bfloat16, x65/33 bytes"
-    assert whole[-1].startswith("likely: the weights' own fsdp_pre_all_gather, such as torchao's")
+    assert whole[-1].startswith("likely: an fsdp_pre_all_gather hook of the weights, such as")
     forgotten = told_of(reviewed, of(comm_mode, mesh, precomputes=False))
     assert forgotten[:2] == [
-        "(no-module) outside: no redistribution (Partial(max)) -> (Replicate()) any more",
-        "{0..1} forward: all_reduce[dp] 0 -> 2 (+2), 0 -> 8 B in all per rank, each",
+        "(no-module) outside forward and backward: no longer redistributed (Partial(max)) -> "
+        "(Replicate())",
+        "modules {0..1} in forward, each: all_reduce[dp] 0 -> 2 (+2), 0 -> 8 B per rank",
     ]
     half = of(comm_mode, mesh, is_converted=lambda _, name: "down" not in name)
     assert told_of(reviewed, half)[0] == (
-        "{0..1} forward: all_gather[dp] 1, 4.1 -> 6.1 KiB per rank, each"
+        "modules {0..1} in forward, each: all_gather[dp] x1, 4.1 -> 6.1 KiB per rank"
     )

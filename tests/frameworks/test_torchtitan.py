@@ -415,9 +415,9 @@ def test_change_of_experts_is_reported(comm_mode):
     # The gather of a rank's 4 experts, the token counts, and the tokens there and back.
     assert (EXPERTS * FEED_FORWARD // 2 + EXPERTS * LONG + 2 * ACTIVATION) / 1024 == 784.0625
     assert told_of(reviewed, again)[0] == (
-        "forward collectives of layers.1.moe.experts repeated by recomputation in backward: "
-        "4 calls, 784.1 KiB in all"
+        "recomputation now repeats the forward collectives of layers.1.moe.experts: "
+        "4 calls, 784.1 KiB in total"
     )
     lost = of(comm_mode, llama4, ep=1)
-    assert "nothing is sent over ep any more" in told_of(reviewed, lost)
+    assert "no more collectives over ep" in told_of(reviewed, lost)
     assert "layers.1.moe.experts: is no longer a unit (fsdp2)" in tree_told_of(reviewed, lost)

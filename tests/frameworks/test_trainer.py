@@ -112,8 +112,8 @@ def test_change_of_arguments_is_reported(comm_mode, tmp_path):
     gathered = of(config={"reshard_after_forward": False})
     # The embedding of 32 KiB and two layers of 160.5, for two micro-batches.
     assert told_of(reviewed, gathered)[0] == (
-        "model.embed_tokens, model.layers.{0..1} kept gathered after forward, not gathered in "
-        "backward: 6 calls, 706.0 KiB in all less"
+        "model.embed_tokens, model.layers.{0..1} no longer resharded after forward, so not "
+        "gathered again in backward: -6 calls, -706.0 KiB"
     )
     assert tree_told_of(reviewed, gathered) == [
         "model.embed_tokens: reshard_after_forward True -> False",
@@ -122,13 +122,14 @@ def test_change_of_arguments_is_reported(comm_mode, tmp_path):
     each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     assert told_of(reviewed, of(accelerator_config=each))[0] == (
         "gradients of lm_head+model.norm, model.embed_tokens, model.layers.{0..1} reduced 1 -> 2 "
-        "times (reduce_scatter), gathers as before"
+        "times (reduce_scatter), gathers unchanged"
     )
     logged = of(logging_strategy="steps", logging_steps=1)
     assert told_of(reviewed, logged) == [
-        "(no-module) outside: all_gather[world] 2 -> 4 (+2), 48 -> 96 B in all per rank"
+        "(no-module) outside forward and backward: all_gather[world] 2 -> 4 (+2), 48 -> 96 B per "
+        "rank"
     ]
     # Falls back to DDP, which has a single bucket.
     assert told_of(reviewed, of(fsdp=None))[0].startswith(
-        "lm_head+model.norm, model.embed_tokens, model.layers.{0..1} no longer gathered nor reduced"
+        "lm_head+model.norm, model.embed_tokens, model.layers.{0..1} no longer gathered or reduced"
     )

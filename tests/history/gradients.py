@@ -31,7 +31,7 @@ def accumulate(model, deferred):
     happened="Replicas were all-reduced for each micro-batch; the first of these projects had a "
     "context to defer it, which knew DDP alone.",
     cost="4 micro-batches in 88.8 s instead of 54.3 s, on 2 x 8 A100.",
-    first="gradients of (root), layers.{0..2} reduced 1 -> 4 times (all_reduce), gathers as before",
+    first="gradients of (root), layers.{0..2} reduced 1 -> 4 times (all_reduce), gathers unchanged",
     likely="reduced in each micro-batch: call set_requires_all_reduce(False) for all micro-batches but the last",
     more={"all_reduce": 12},  # 4 units, 3 micro-batches
     neighbour=lambda: of(
@@ -56,7 +56,7 @@ def replicas_reduced_for_each_micro_batch(changed):
     "huggingface/accelerate/pull/3762",
     happened="`no_sync` was entered where a model has it. FSDP2's has `set_requires_gradient_sync` "
     "instead, so that nothing was deferred.",
-    first="gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter), gathers as before",
+    first="gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter), gathers unchanged",
     likely="reduced in each micro-batch: call set_requires_gradient_sync(False), or enter no_sync() with FSDP1, for all micro-batches but the last",
     more={"reduce_scatter": 12},
     neighbour=lambda: of(units(Decoder()), steps.accumulate, micro_batches=4),
@@ -79,7 +79,7 @@ def a_context_that_fsdp2_does_not_have(changed):
     "verl-project/verl/pull/7095",
     "mlfoundations/open_lm/issues/48",
     happened="Accumulation without `no_sync`: FSDP reduced in each backward.",
-    first="gradients of (root), layers.{0..1} reduced 1 -> 2 times (reduce_scatter), gathers as before",
+    first="gradients of (root), layers.{0..1} reduced 1 -> 2 times (reduce_scatter), gathers unchanged",
     likely="reduced in each micro-batch: call set_requires_gradient_sync(False), or enter no_sync() with FSDP1, for all micro-batches but the last",
     more={"reduce_scatter": 3},
 )
@@ -93,7 +93,7 @@ def fsdp1_reduces_in_each_backward(changed):
     happened="Accumulation under DDP without `no_sync`, or with it in the wrong place.",
     cost="2 s a batch instead of 0.91 s on two nodes, 0.5 s instead of 0.41 s on one.",
     first="gradients of (root) reduced 1 -> 2 times (all_reduce)",
-    likely="2 steps in place of one, or reduced in each micro-batch: enter no_sync() for all micro-batches but the last",
+    likely="2 steps instead of one, or reduced in each micro-batch: enter no_sync() for all micro-batches but the last",
     more={"all_reduce": 1},
     gloo=2,
 )
@@ -135,8 +135,8 @@ def chunked(*, reduce_each, chunks=4):
     "pytorch/torchtitan/pull/4182",
     happened="A loss in chunks ran the head's backward for each, and each reduced its gradients.",
     cost="17 reduce-scatters instead of 1 in the last stage of a pipeline.",
-    first="gradients of head reduced 1 -> 4 times (reduce_scatter), gathers as before",
-    likely="its backward runs several times, as by a loss in chunks: call set_requires_gradient_sync(False) on it for all but the last",
+    first="gradients of head reduced 1 -> 4 times (reduce_scatter), gathers unchanged",
+    likely="its backward runs several times, e.g. for a chunked loss: call set_requires_gradient_sync(False) on it for all but the last",
     more={"reduce_scatter": 3},
     neighbour=lambda: chunked(reduce_each=False, chunks=8),
 )
@@ -149,7 +149,7 @@ def head_reduced_for_each_chunk(changed):
     "pytorch/pytorch/issues/154888",
     happened="A setting made shards of one rank. FSDP1 then took HYBRID_SHARD for NO_SHARD, and "
     "reduced over that one rank: every rank trained on its own.",
-    first="gradients of (root), layers.{0..1} are no longer reduced over replicate and shard: 6 calls, 36.5 KiB per rank",
+    first="gradients of (root), layers.{0..1} are no longer reduced over replicate and shard (was 6 calls, 36.5 KiB per rank)",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> shard=1",
     more={"all_gather": -5, "reduce_scatter": -3},  # 3 units, of which the root is kept
 )
@@ -163,7 +163,7 @@ def a_shard_of_one_rank(changed):
     "NVIDIA-NeMo/Automodel/pull/3135",
     happened="The parallelizer of experts made its own mesh of the shard axis alone: replicas no "
     "longer exchanged gradients.",
-    first="gradients of (root), layers.{0..2} are no longer reduced over replicate: 4 calls, 17.2 KiB per rank",
+    first="gradients of (root), layers.{0..2} are no longer reduced over replicate (was 4 calls, 17.2 KiB per rank)",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> shard=2 stride 1",
     more={"all_reduce": -4},
 )
@@ -194,7 +194,7 @@ def ignoring(*names):
     "BrotherHappy/OSTQuant/issues/15",
     happened="Trained modules were put into `ignored_modules`, whose gradients FSDP1 does not "
     "reduce: only those of one GPU counted.",
-    first="other sizes of parameters: (root) 4.1 -> 2.1 KiB in each gather",
+    first="parameter sizes changed: (root) 4.1 -> 2.1 KiB per gather",
     tree="head.head.weight: FlatShard() over world -> a plain tensor, no longer managed by a unit",
 )
 def trained_modules_ignored(changed):
@@ -206,8 +206,8 @@ def trained_modules_ignored(changed):
     happened="Blocks alone were sharded. Embedding, norm and head stayed whole on each rank, and "
     "their gradients were all-reduced by hand.",
     cost="About 6 GB a rank, of a model of 4B on 32 ranks.",
-    first="(root) no longer gathered nor reduced, other units gathered in forward as before",
-    likely="fully_shard on the root is missing: its own parameters are not sharded, their gradients not reduced by FSDP, and each unit below is a root of its own",
+    first="(root) no longer gathered or reduced, gathers of other units unchanged in forward",
+    likely="fully_shard on the root is missing: its parameters are not sharded, FSDP does not reduce their gradients, and each unit below becomes a root",
     more={"all_gather": -4, "reduce_scatter": -1, "all_reduce": 3},
 )
 def root_left_whole(changed):
@@ -229,7 +229,7 @@ def root_left_whole(changed):
     "mosaicml/composer/pull/2628",
     happened="The default precision named no type for reductions: FSDP1 reduced in bfloat16.",
     first="gradients[world] float32 -> bfloat16, x1/2 bytes",
-    likely="MixedPrecisionPolicy, as the tree says",
+    likely="MixedPrecisionPolicy, as the tree shows",
     tree="(root): reduce_dtype float32 -> None",
 )
 def gradients_reduced_in_bfloat16(changed):

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     happened="The mesh of hybrid sharding was to be made before the process group was there: "
     "without a word, parameters were sharded over all ranks.",
     cost="Shards of 16 ranks on two nodes, where 8 on one were meant.",
-    first="all that was sent over shard is sent over dp now",
+    first="all collectives over shard moved to dp",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> dp=4 stride 1",
     more={"all_reduce": -4},
 )
@@ -32,7 +32,7 @@ def hybrid_fell_back_to_all_ranks(changed):
     happened="The axes of the mesh were in the wrong order: ranks of tensor parallelism lay on "
     "different nodes.",
     first="mesh: dp=2 stride 2, tp=2 stride 1 -> dp=2 stride 1, tp=2 stride 2",
-    likely="the axes dp and tp are swapped in the mesh: dp is inside now",
+    likely="mesh axes dp and tp are swapped: dp is now the inner one",
 )
 def tensor_parallelism_across_nodes(changed):
     return of(sharded(axes=mesh(tp=2, dp=2) if changed else mesh(dp=2, tp=2)), step)
@@ -85,8 +85,8 @@ def on_all_heads():
     "pytorch/torchtitan/issues/1867",
     happened="The plan had the norms of queries and keys work on all heads, gathered before each, "
     "although a norm needs one head alone.",
-    first="layers.{0..1}.attention.key_norm, layers.{0..1}.attention.query_norm forward: redistributed (Shard(dim=2)) -> (Replicate()), which sends all_gather[tp]: 4 calls, 4.0 KiB in all",
-    likely="its layouts in the plan and those before or after it differ now, or redistribute() or full_tensor() is called",
+    first="layers.{0..1}.attention.key_norm, layers.{0..1}.attention.query_norm in forward: now redistributed (Shard(dim=2)) -> (Replicate()) by all_gather[tp]: 4 calls, 4.0 KiB in total",
+    likely="its layouts in the parallelize_module plan no longer match those of the modules before or after it, or redistribute() or full_tensor() is called",
     more={"all_gather": 8},  # 2 norms of 2 layers, in forward and in backward
     neighbour=lambda: normed(BY_HEAD, nn.LayerNorm),
 )
@@ -110,7 +110,7 @@ class Product(nn.Module):
     "pytorch/pytorch/issues/167106",
     happened="DTensor's matrix product flattens two sharded dimensions, and its backward gathers "
     "to do so, although every rank has all that it needs.",
-    first="product backward: redistributed (Shard(dim=1),_StridedShard(dim=1,sf=2)) -> (Shard(dim=1),Replicate()), which sends all_gather[columns]: 1 call of 256 B",
+    first="product in backward: now redistributed (Shard(dim=1),_StridedShard(dim=1,sf=2)) -> (Shard(dim=1),Replicate()) by all_gather[columns]: 1 call of 256 B",
     more={"all_gather": 1},
 )
 def a_product_that_needs_no_gather(changed):
@@ -131,8 +131,8 @@ def a_product_that_needs_no_gather(changed):
     "NVIDIA/Megatron-LM/pull/7520",
     happened="Log-probabilities of the chosen tokens were taken from logits of the whole "
     "vocabulary, gathered on each rank.",
-    first="head forward: redistributed (Shard(dim=2)) -> (Replicate()), which sends all_gather[tp]: 1 call of 2.0 KiB",
-    likely="its layouts in the plan and those before or after it differ now, or redistribute() or full_tensor() is called",
+    first="head in forward: now redistributed (Shard(dim=2)) -> (Replicate()) by all_gather[tp]: 1 call of 2.0 KiB",
+    likely="its layouts in the parallelize_module plan no longer match those of the modules before or after it, or redistribute() or full_tensor() is called",
     more={"all_gather": 1, "all_reduce": -3},  # maximum, sum and loss were reduced
 )
 def logits_of_the_whole_vocabulary(changed):

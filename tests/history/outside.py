@@ -36,15 +36,15 @@ def one_by_one(grads):
     torch.stack([grad.norm().full_tensor() for grad in grads]).norm()
 
 
-GATHERED = "full_tensor() or redistribute(), a full state dict as of a checkpoint, or a DTensor that is printed or logged"
+GATHERED = "full_tensor() or redistribute(), a full state dict (e.g. for a checkpoint), or a DTensor that is printed or logged"
 
 
 @reported(
     "huggingface/transformers/pull/46113",
     happened="To clip gradients, each was made whole on each rank.",
     cost="60 GB a rank for a model of 30B, and out of memory on 80 GB.",
-    first="embed, head, layers.{0..2}.attention.key and 9 more: gradients gathered in full outside of "
-    "forward and backward: 30 calls, 34.4 KiB in all more",
+    first="embed, head, layers.{0..2}.attention.key and 9 more: full gradients gathered outside "
+    "forward and backward: +30 calls, +34.4 KiB",
     likely=GATHERED,
     more={"all_gather": 30, "all_reduce": -1},  # 9 gradients a layer, embedding, norm, head
 )
@@ -55,7 +55,7 @@ def clipping_gathers_every_gradient(changed):
 @reported(
     "NVIDIA-NeMo/Automodel/pull/2875",
     happened="The norm of each gradient was reduced alone.",
-    first="partial DTensors reduced outside of forward and backward: 29 calls, 116 B in all more",
+    first="partial DTensors reduced outside forward and backward: +29 calls, +116 B",
     likely="full_tensor() or redistribute() of partial results, such as norms or sums to log",
     more={"all_reduce": 29},
 )
@@ -66,7 +66,7 @@ def norms_reduced_one_by_one(changed):
 @reported(
     "huggingface/trl/pull/6678",
     happened="Metrics were gathered in each step, not when they are logged.",
-    first="(no-module) outside: all_gather[dp] 0 -> 3 (+3), 0 -> 48 B in all per rank",
+    first="(no-module) outside forward and backward: all_gather[dp] 0 -> 3 (+3), 0 -> 48 B per rank",
     more={"all_gather": 3},
 )
 def metrics_gathered_in_each_step(changed):
@@ -82,7 +82,7 @@ def metrics_gathered_in_each_step(changed):
     "thu-ml/Causal-Forcing/pull/20",
     "TencentARC/RollingForcing/pull/15",
     happened="Moving averages were kept of whole parameters, gathered in each step.",
-    first="layers.{0..1} outside: all_gather[world] 0 -> 1 (+1), 0 -> 10.1 KiB per rank, each",
+    first="layers.{0..1} outside forward and backward, each: all_gather[world] 0 -> 1 (+1), 0 -> 10.1 KiB per rank",
     more={"all_gather": 3},
 )
 def averages_of_whole_parameters(changed):
@@ -115,7 +115,7 @@ def buffered(*, broadcasts, buffers=1):
     "ultralytics/ultralytics/issues/24410",
     happened="DDP broadcast all buffers in each forward, without need.",
     cost="10 % of the forward, with 16 GPUs a model.",
-    first="(root) forward: broadcast[world] 0 -> 1 (+1), 0 -> 64 B per rank",
+    first="(root) in forward: broadcast[world] 0 -> 1 (+1), 0 -> 64 B per rank",
     more={"broadcast": 1},
     gloo=2,
     neighbour=lambda: buffered(broadcasts=False, buffers=2),
@@ -127,7 +127,7 @@ def buffers_broadcast_in_each_forward(changed):
 @reported(
     "huggingface/transformers/issues/9802",
     happened="`find_unused_parameters` was always on, in models that use all of theirs.",
-    first="(root) backward: all_reduce[world] 1 -> 2 (+1), 24.3 -> 24.4 KiB in all per rank",
+    first="(root) in backward: all_reduce[world] 1 -> 2 (+1), 24.3 -> 24.4 KiB per rank",
     more={"all_reduce": 1},
     gloo=2,
 )

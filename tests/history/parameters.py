@@ -39,9 +39,8 @@ def chunked(*, gather_each, chunks=4):
     "huggingface/trl/pull/6530",
     happened="A loss in chunks was to use `lm_head.weight` outside of the head's forward, gathered "
     "for each chunk, and again where the chunk is recomputed. A review found it.",
-    first="head: parameters gathered in full outside of forward and backward: 3 calls, 6.0 KiB in all "
-    "more",
-    likely="full_tensor() or redistribute(), a full state dict as of a checkpoint, or a DTensor that is printed or logged",
+    first="head: full parameters gathered outside forward and backward: +3 calls, +6.0 KiB",
+    likely="full_tensor() or redistribute(), a full state dict (e.g. for a checkpoint), or a DTensor that is printed or logged",
     more={"all_gather": 7},  # 4 chunks and 4 recomputations in place of 1
     neighbour=lambda: chunked(gather_each=False, chunks=8),
 )
@@ -53,8 +52,8 @@ def head_gathered_for_each_chunk(changed):
     "allenai/OLMo-core/pull/194",
     "pytorch/pytorch/pull/137922",
     happened="The embedding was gathered in backward, which does not need it.",
-    first="embed gathered in backward now: 1 call of 2.0 KiB",
-    likely="set_unshard_in_backward(False) is no longer called on it, which saves gathering what its backward does not need, such as the weight of an embedding",
+    first="embed now gathered in backward: 1 call of 2.0 KiB",
+    likely="set_unshard_in_backward(False) is no longer called on it; the call saves this gather where backward does not need the weight, e.g. of an embedding",
     more={"all_gather": 1},
 )
 def embedding_gathered_in_backward(changed):
@@ -90,7 +89,7 @@ def looped(*, frees, reentrant=False):
     happened="Parameters kept after forward, as ZeRO-2 does, were freed after the first backward "
     "through them, and recomputation gathered them again.",
     cost="21 % more throughput without that.",
-    first="layers.{0..1} backward: all_gather[dp] 0 -> 1 (+1), 0 -> 10.1 KiB per rank, each",
+    first="layers.{0..1} in backward, each: all_gather[dp] 0 -> 1 (+1), 0 -> 10.1 KiB per rank",
     more={"all_gather": 2},
     neighbour=lambda: looped(frees=False, reentrant=None),
 )
@@ -120,7 +119,7 @@ def freeing_what_is_recomputed():
 @reported(
     "pytorch/pytorch/pull/175406",
     happened="Recomputed layers freed the units below them, which backward gathered again.",
-    first="layers.{0..1}.attention backward: all_gather[dp] 1 -> 2 (+1), 4.0 -> 8.0 KiB in all per rank, each",
+    first="layers.{0..1}.attention in backward, each: all_gather[dp] 1 -> 2 (+1), 4.0 -> 8.0 KiB per rank",
     more={"all_gather": 2},
     neighbour=lambda: of(nested(reentrant=None)),
 )
@@ -135,8 +134,8 @@ def units_below_a_recomputed_layer(changed):
 
 
 GATHERED_TWICE = (
-    "recomputation gathers what backward gathers anyway: checkpoint with use_reentrant=True does, "
-    "under FSDP1 and where set_modules_to_forward_prefetch is called; use_reentrant=False does not"
+    "reentrant checkpointing gathers the units a second time (under FSDP1, or after "
+    "set_modules_to_forward_prefetch): pass use_reentrant=False"
 )
 
 
@@ -144,7 +143,7 @@ GATHERED_TWICE = (
     "NVIDIA-NeMo/Automodel/issues/3373",
     happened="Reentrant checkpointing ran layers as if in forward again, and each gathered the "
     "next one ahead once more.",
-    first="forward collectives of layers.{1..3} repeated by recomputation in backward: 3 calls, 30.4 KiB in all",
+    first="recomputation now repeats the forward collectives of layers.{1..3}: 3 calls, 30.4 KiB in total",
     likely=GATHERED_TWICE,
     more={"all_gather": 3},
     neighbour=lambda: of(prefetching(units(Decoder(4)), 1)),
@@ -158,7 +157,7 @@ def prefetches_repeated_by_recomputation(changed):
     "huggingface/transformers/issues/30404",
     "verl-project/verl/pull/114",
     happened="Reentrant checkpointing under FSDP1: each layer was gathered twice in backward.",
-    first="forward collectives of layers.{0..2} repeated by recomputation in backward: 3 calls, 30.4 KiB in all",
+    first="recomputation now repeats the forward collectives of layers.{0..2}: 3 calls, 30.4 KiB in total",
     likely=GATHERED_TWICE,
     more={"all_gather": 3},
     neighbour=lambda: of(wrapped(Decoder(3))),
@@ -173,8 +172,8 @@ def fsdp1_gathers_twice_in_backward(changed):
     "huggingface/accelerate/pull/4015",
     happened="A newer torch frees a root after forward where it is told to, which older ones did "
     "not: norm and head were freed just before their backward.",
-    first="(root) freed after forward, gathered again in backward: 1 call of 4.1 KiB more",
-    likely="reshard_after_forward False -> True, as the tree says",
+    first="(root) now resharded after forward and gathered again in backward: +1 call, +4.1 KiB",
+    likely="reshard_after_forward False -> True, as the tree shows",
     tree="(root): reshard_after_forward False -> True",
     more={"all_gather": 1},
 )
@@ -201,7 +200,7 @@ def frozen_backbone_gathered_for_each_micro_batch(changed):
     "sgl-project/SpecForge/pull/566",
     happened="The whole model was one unit: nothing was sent while it computed.",
     cost="0.99 s a step instead of 0.92 s, on 8 GPUs.",
-    first="layers.{0..2} merged into (root), gathered with it",
+    first="layers.{0..2} merged into (root), no longer separate units",
     tree="layers.{0..2}: is no longer a unit (fsdp2)",
     more={"all_gather": -6, "reduce_scatter": -3},
 )
@@ -213,7 +212,7 @@ def one_unit_for_all(changed):
     "NVIDIA-NeMo/Automodel/pull/3708",
     happened="Embedding and head were in the root's unit, whose gradients are reduced in one piece.",
     cost="A buffer of 9.5 GiB for a model of 27B, whose backward failed on 64 H100.",
-    first="embed, head merged into (root), gathered with it",
+    first="embed, head merged into (root), no longer separate units",
     tree="embed: is no longer a unit (fsdp2)",
     more={"all_gather": -4, "reduce_scatter": -2},
 )
@@ -226,7 +225,7 @@ def embedding_and_head_in_one_unit(changed):
     "pytorch/torchtitan/pull/1594",
     happened="With expert parallelism the host waits for the router. Without prefetching, the next "
     "layer's gather was issued after that.",
-    first="layers.{1..3} forward: all_gather[dp] issued 1 -> 0 units ahead of use",
+    first="layers.{1..3} in forward: all_gather[dp] no longer prefetched (1 -> 0 units ahead of use)",
     likely="less forward prefetching (set_modules_to_forward_prefetch; FSDP1: forward_prefetch)",
     tree="layers.0: forward_prefetch layers.1 -> none",
 )
@@ -239,7 +238,7 @@ def no_prefetching(changed):
     "verl-project/verl/issues/7834",
     happened="After construction on the meta device, head and embedding got a tensor each, and "
     "nothing tied them again.",
-    first="other sizes of parameters: (root) 2.1 -> 4.1 KiB in each gather",
+    first="parameter sizes changed: (root) 2.1 -> 4.1 KiB per gather",
     tree="embed.weight: tied with head.weight -> none",
 )
 def tied_weights_came_apart(changed):

@@ -57,7 +57,7 @@ def check(comm_mode, name):
     assert likely == [f"likely: {case.likely}"] * bool(case.likely)
     if not case.is_silent:
         # Without what DDP carries, whose role is not the point.
-        assert told(comparison)[0].partition(", none -> ")[0] == case.first
+        assert told(comparison)[0].partition(", added ")[0] == case.first
     tree = render_tree_changes(tree_diff.compare(old.tree, new.tree), snapshot="s").lines
     assert not case.tree or tree[1].strip() == case.tree
     assert case.first or case.tree

@@ -86,6 +86,6 @@ def test_an_all_gather_has_no_further_models(device_mesh, comm_mode):
     finally:
         sys.setprofile(None)
     assert f"all_gather[dp] x1 of {NBYTES:_} B" in reviewed
-    assert "  every count x2" in text.body
+    assert "  all counts x2" in text.body
     # Of a unit, not of a call: when it is gathered and freed; of a kind and axis: their sums.
     assert models.names - {"Reshard", "Volume"} == MODELS

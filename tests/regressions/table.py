@@ -166,5 +166,5 @@ def told(comparison: "Comparison") -> list[str]:
     """What is told of a change: without its head, its cost, and where in the code it was."""
     shown = render_comparison(replace(comparison, cost=Cost()), snapshot="s").body
     lines = r"\S+:\d+(?:,? \S+:\d+| or| and| \d+ more)*$"
-    places = rf",(?: issued)?(?: in \S+(?:, \S+)*(?: and \d+ more)?)? at {lines}"
+    places = rf"(?:, requested by .+?)?,(?: called from| at) {lines}"
     return [re.sub(places, "", line.strip()) for line in shown]

@@ -61,7 +61,7 @@ def said(reviewed, regressed):
     return [
         re.sub(r"py:\d+", "py:N", line.strip())
         for line in render_comparison(comparison, snapshot="s").body
-        if line.startswith("  likely:") or (" unshard" not in line and " reshard " not in line)
+        if not re.search(r": (now |no longer )?(un|re)sharded,", line)
     ]
 
 
@@ -79,13 +79,13 @@ def test_reshard_after_forward_changes_the_number_of_all_gathers(record, device_
     counts = {policy: count(profile, "all_gather") for policy, profile in profiles.items()}
     assert counts == {True: 6, False: 3, None: 5}
     assert said(profiles[None], profiles[True]) == [
-        "(root) freed after forward, gathered again in backward: 1 call of 512 B more",
+        "(root) now resharded after forward and gathered again in backward: +1 call, +512 B",
         "likely: reshard_after_forward became True (FSDP1: FULL_SHARD), or the unit is no longer a "
         "root: more traffic, less memory",
     ]
     assert said(profiles[True], profiles[False])[0] == (
-        "(root), layers.{0..1} kept gathered after forward, not gathered in backward: 3 calls, "
-        "1.5 KiB in all less"
+        "(root), layers.{0..1} no longer resharded after forward, so not gathered again in "
+        "backward: -3 calls, -1.5 KiB"
     )
 
 
@@ -128,7 +128,7 @@ def test_reducing_replicas_for_each_micro_batch_is_explained(record, device_mesh
         "micro-batches but the last"
     )
     assert said(reviewed, regressed) == [
-        "gradients of (root), layers.{0..1} reduced 1 -> 2 times (all_reduce), gathers as before",
+        "gradients of (root), layers.{0..1} reduced 1 -> 2 times (all_reduce), gathers unchanged",
         likely,
     ]
     assert f"`{likely}`" in README.replace("\n", " ")
@@ -164,10 +164,10 @@ def test_gathering_an_embedding_in_backward_is_explained(record, device_mesh):
     regressed = record(model, lambda: train(in_backward=True))
     assert count(regressed, "all_gather") == count(reviewed, "all_gather") + 1
     told, likely = said(reviewed, regressed)
-    assert told.startswith("embed gathered in backward now: 1 call of ")
+    assert told.startswith("embed now gathered in backward: 1 call of ")
     assert likely.startswith("likely: set_unshard_in_backward(False) is no longer called on it")
     assert said(regressed, reviewed) == [
-        "embed not gathered in backward any more",
+        "embed no longer gathered in backward",
         "likely: set_unshard_in_backward(False)",
     ]
 
@@ -184,7 +184,7 @@ def test_a_full_state_dict_in_each_step_is_explained(record, device_mesh):
     regressed = record(model, lambda: train(saved=True))
     told, likely = said(reviewed, regressed)
     assert told.startswith(
-        "embed, head, layers.{0..1}.down and 1 more: parameters gathered in full outside of "
+        "embed, head, layers.{0..1}.down and 1 more: full parameters gathered outside "
     )
     assert "a full state dict as of a checkpoint" in likely
 
@@ -201,9 +201,8 @@ def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, dev
     reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert count(regressed, "all_gather") > count(reviewed, "all_gather")
     assert said(reviewed, regressed)[-1] == (
-        "likely: recomputation gathers what backward gathers anyway: checkpoint with "
-        "use_reentrant=True does, under FSDP1 and where set_modules_to_forward_prefetch is called; "
-        "use_reentrant=False does not"
+        "likely: reentrant checkpointing gathers the units a second time (under FSDP1, or after "
+        "set_modules_to_forward_prefetch): pass use_reentrant=False"
     )
 
 
@@ -232,7 +231,8 @@ def test_gathering_a_frozen_backbone_for_each_micro_batch_is_explained(record, d
     models = [build(kept=kept) for kept in (True, False)]
     reviewed, regressed = (record(model, lambda model=model: train(model)) for model in models)
     assert said(reviewed, regressed) == [
-        "{0..1} freed after forward, gathered again in backward: 8 calls, 2.0 KiB in all more",
+        "modules {0..1} now resharded after forward and gathered again in backward: +8 calls, +2.0 "
+        "KiB",
         "likely: reshard_after_forward became True (FSDP1: FULL_SHARD), or the unit is no longer a "
         "root: more traffic, less memory",
     ]
@@ -276,7 +276,7 @@ def test_leaving_out_no_sync_of_fsdp1_is_explained(record):
     regressed = record(model, lambda: train(accumulate=False))
     assert (count(reviewed, "reduce_scatter"), count(regressed, "reduce_scatter")) == (3, 6)
     lines = said(reviewed, regressed)
-    assert "reduced 1 -> 2 times (reduce_scatter), gathers as before" in lines[0]
+    assert "reduced 1 -> 2 times (reduce_scatter), gathers unchanged" in lines[0]
     assert "enter no_sync() with FSDP1" in lines[-1]
 
 
@@ -289,13 +289,13 @@ def test_a_root_that_is_not_sharded_is_explained(record, device_mesh):
     reviewed = record(model, lambda: step(model))
     regressed = record(rootless, lambda: step(rootless))
     assert said(reviewed, regressed) == [
-        "(root) no longer gathered nor reduced, other units gathered in forward as before",
-        "layers.{0..1} kept gathered after forward, not gathered in backward: 2 calls, 1.0 KiB in "
-        "all less",
+        "(root) no longer gathered or reduced, gathers of other units unchanged in forward",
+        "layers.{0..1} no longer resharded after forward, so not gathered again in backward: -2 "
+        "calls, -1.0 KiB",
         "peak gathered: 1_536 B -> 1_024 B",
-        "likely: fully_shard on the root is missing: its own parameters are not sharded, their "
-        "gradients not reduced by FSDP, and each unit below is a root of its own; or its forward "
-        "is not called",
+        "likely: fully_shard on the root is missing: its parameters are not sharded, FSDP does not "
+        "reduce their gradients, and each unit below becomes a root; or the root's forward is not "
+        "called",
     ]
 
 
@@ -337,12 +337,12 @@ def test_a_needless_gather_of_a_dtensor_is_explained(record, device_mesh):
 
     reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert said(reviewed, regressed) == [
-        "{0..1}.up forward: redistributed (Shard(dim=1)) -> (Replicate()), which sends "
-        "all_gather[tp]: 2 calls, 256 B in all, at tests/models.py:N",
-        "{0..1}.down backward: redistributed (Shard(dim=1)) -> (Replicate()), which sends "
-        "all_gather[tp]: 2 calls, 256 B in all",
-        "likely: its layouts in the plan and those before or after it differ now, or "
-        "redistribute() or full_tensor() is called",
+        "{0..1}.up in forward: now redistributed (Shard(dim=1)) -> (Replicate()) by "
+        "all_gather[tp]: 2 calls, 256 B in total, at tests/models.py:N",
+        "{0..1}.down in backward: now redistributed (Shard(dim=1)) -> (Replicate()) by "
+        "all_gather[tp]: 2 calls, 256 B in total",
+        "likely: its layouts in the parallelize_module plan no longer match those of the modules "
+        "before or after it, or redistribute() or full_tensor() is called",
     ]
 
 
@@ -357,9 +357,9 @@ def test_gathering_a_parameter_to_log_it_is_explained(record, device_mesh):
     reviewed = record(model, lambda: train(logged=False))
     regressed = record(model, lambda: train(logged=True))
     assert said(reviewed, regressed) == [
-        "head: parameters gathered in full outside of forward and backward: 1 call of 256 B more, "
+        "head: full parameters gathered outside forward and backward: +1 call, +256 B, "
         "at tests/regressions/test_reported.py:N",
-        "likely: full_tensor() or redistribute(), a full state dict as of a checkpoint, or a "
+        "likely: full_tensor() or redistribute(), a full state dict (e.g. for a checkpoint), or a "
         "DTensor that is printed or logged",
     ]
 
@@ -376,8 +376,8 @@ def test_averaging_the_loss_in_each_step_shows_up_outside_the_model(record, devi
     reviewed = record(model, lambda: train(averaged=False))
     regressed = record(model, lambda: train(averaged=True))
     assert said(reviewed, regressed) == [
-        "(no-module) outside: all_reduce[dp] 0 -> 1 (+1), 0 -> 4 B per rank, issued at "
-        "tests/regressions/test_reported.py:N",
+        "(no-module) outside forward and backward: all_reduce[dp] 0 -> 1 (+1), 0 -> 4 B per rank, "
+        "called from tests/regressions/test_reported.py:N",
     ]
 
 
@@ -403,7 +403,7 @@ def test_a_prefetch_that_was_dropped_is_a_difference(record, device_mesh):
     reviewed, same, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert format_profile(reviewed) == format_profile(same)
     assert changed(reviewed, regressed) == [
-        "layers.{1..3} forward: all_gather[dp] issued 1 -> 0 units ahead of use",
+        "layers.{1..3} in forward: all_gather[dp] no longer prefetched (1 -> 0 units ahead of use)",
         "likely: less forward prefetching (set_modules_to_forward_prefetch; FSDP1: "
         "forward_prefetch)",
     ]
@@ -421,7 +421,8 @@ def test_an_asynchronous_unshard_that_became_synchronous_is_a_difference(record,
         for is_async in (True, False)
     )
     assert changed(reviewed, regressed) == [
-        "layers.0 outside: all_gather[dp] synchronous now: the caller waits for it"
+        "layers.0 outside forward and backward: all_gather[dp] now synchronous: the caller waits "
+        "for it"
     ]
 
 
@@ -440,7 +441,7 @@ def test_a_mesh_turned_around_is_a_difference(record):
 
     assert changed(run(("dp", "tp")), run(("tp", "dp"))) == [
         "mesh: dp=2 stride 2, tp=2 stride 1 -> dp=2 stride 1, tp=2 stride 2",
-        "likely: the axes dp and tp are swapped in the mesh: dp is inside now",
+        "likely: mesh axes dp and tp are swapped: dp is now the inner one",
     ]
 
 
@@ -454,8 +455,8 @@ def test_another_dtype_of_equal_size_is_a_difference(record, device_mesh):
     models = [build(dtype) for dtype in (torch.float16, torch.bfloat16)]
     reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert changed(reviewed, regressed) == [
-        "parameters[dp], gradients[dp] float16 -> bfloat16, as many bytes",
-        "likely: MixedPrecisionPolicy, or the model's own dtype",
+        "parameters[dp], gradients[dp] float16 -> bfloat16, same bytes",
+        "likely: MixedPrecisionPolicy, or the dtype of the model's parameters",
     ]
 
 
@@ -470,8 +471,8 @@ def test_another_source_and_another_peer_are_differences(record):
     model = nn.Linear(1, 1)
     profiles = [record(model, lambda source=source: run(source, 1)) for source in (0, 1)]
     assert changed(*profiles) == [
-        "(no-module) outside: broadcast[world] 1, x1 of 16 B float32 root 0 -> x1 of 16 B float32 "
-        "root 1, issued at tests/regressions/test_reported.py:N"
+        "(no-module) outside forward and backward: broadcast[world] x1 of 16 B float32 root 0 -> "
+        "x1 of 16 B float32 root 1, called from tests/regressions/test_reported.py:N"
     ]
 
 
@@ -485,6 +486,6 @@ def test_sizes_that_cancel_are_a_difference(record):
         record(model, lambda sizes=sizes: run(*sizes)) for sizes in ((8, 8), (1, 15))
     )
     assert changed(reviewed, regressed) == [
-        "(no-module) outside: all_reduce[world] 2, x2 of 32 B float32 -> x1 of 4 B float32, x1 of "
-        "60 B float32, issued at tests/regressions/test_reported.py:N"
+        "(no-module) outside forward and backward: all_reduce[world] x2 of 32 B float32 -> x1 of 4 "
+        "B float32, x1 of 60 B float32, called from tests/regressions/test_reported.py:N"
     ]

@@ -102,9 +102,9 @@ def test_a_new_or_lost_or_changed_answer_is_a_difference():
 
     moved = dataclasses.replace(ONE, call_site="train.py:99")
     assert told([ONE, MASK], [moved, MASK]) == []
-    assert told([ONE], []) == [("answered to train:step (item)", "1.0", "nothing")]
+    assert told([ONE], []) == [("assumed value in train:step (item)", "1.0", "nothing")]
     assert told([ONE, MASK], [ONE, TRUTH, MASK]) == [
-        ("answered to train:step (item)", "1.0", "1.0, False")
+        ("assumed value in train:step (item)", "1.0", "1.0, False")
     ]
 
 
@@ -116,10 +116,10 @@ def test_an_answer_is_reviewed_as_text_and_fails_when_it_comes_or_goes(pytester,
     run("# moved\n" + SOURCE).assert_outcomes(passed=1)
     new = run(SOURCE.replace("SPARE = 0", "print(loss.item())"))
     new.assert_outcomes(failed=1)
-    new.stdout.fnmatch_lines(["*answered to test_it:test_step (item): nothing -> 1.0*"])
+    new.stdout.fnmatch_lines(["*assumed value in test_it:test_step (item): nothing -> 1.0*"])
     lost = run(SOURCE.replace("y.mean().item()", "0"))
     lost.assert_outcomes(failed=1)
-    lost.stdout.fnmatch_lines(["*answered to test_it:Logging.forward (item): 1.0 -> nothing*"])
+    lost.stdout.fnmatch_lines(["*assumed value in test_it:Logging.forward (item): 1.0 -> nothing*"])
     strict = run(SOURCE.replace("simulate=True", 'simulate="strict"'))
     strict.assert_outcomes(failed=1)
     strict.stdout.fnmatch_lines(["*test_it.py:10 reads values of a tensor (item)*"])

@@ -96,10 +96,10 @@ def find_causes(
 
 # Of several steps, or of rows that no step explains.
 
-_NOT_REDUCED: Final = ", their gradients not reduced by FSDP"
+_NOT_REDUCED: Final = ", FSDP does not reduce their gradients"
 _MISSING_ROOT: Final = (
-    f"fully_shard on the root is missing: its own parameters are not sharded{_NOT_REDUCED}, and "
-    "each unit below is a root of its own; or its forward is not called"
+    f"fully_shard on the root is missing: its parameters are not sharded{_NOT_REDUCED}, and each "
+    "unit below becomes a root; or the root's forward is not called"
 )
 
 
@@ -142,7 +142,7 @@ def swapped_axes(old: CommProfile, new: CommProfile) -> Iterator[Cause]:
         new_sizes, new_strides = zip(now[one], now[other], strict=True)
         if (strides[0] < strides[1]) != (new_strides[0] < new_strides[1]):
             inner = one if new_strides[0] < new_strides[1] else other
-            text = f"the axes {one} and {other} are swapped in the mesh: {inner} is inside now"
+            text = f"mesh axes {one} and {other} are swapped: {inner} is now the inner one"
             yield Cause(text=text, is_unwanted=True)
         elif new_sizes == sizes[::-1] != sizes:
             yield Cause(text=f"the sizes of {one} and {other} are swapped", is_unwanted=True)
@@ -159,7 +159,7 @@ def _norms_one_by_one(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
         steps = [step for step in explanation.steps if step.kind in kinds]
         text = (
             "norms of gradients or weights are reduced one by one: pass all parameters to one "
-            "clip_grad_norm_, or stack the norms before they are reduced"
+            "clip_grad_norm_ call, or stack the norms before reducing them"
         )
         yield Cause(text=text, steps=tuple(steps), is_unwanted=True)
 
@@ -195,11 +195,11 @@ def _left_gathered(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
     # A unit alone may be one that an evaluation ran.
     has_others = not owners.issuperset(_acts(seen.new, Phase.FORWARD, "unshard"))
     is_freed = any(now[owner, Phase.BACKWARD, "reshard"] for owner in owners)
-    left = f"{name_owners(owners)} left gathered after"
+    left = f"{name_owners(owners)} left unsharded after"
     if phases == {Phase.OUTSIDE} and has_others:
         yield Cause(text=f"{left} the step: is reshard() still called?", is_unwanted=True)
     elif phases == {Phase.BACKWARD} and not is_freed:
-        text = f"{left} backward, as by set_reshard_after_backward(False)"
+        text = f"{left} backward, e.g. by set_reshard_after_backward(False)"
         yield Cause(text=text, is_unwanted=True)
 
 
@@ -234,9 +234,9 @@ def _prefetching(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
             root = "" if has_root or is_ahead else ", or fully_shard on the root is missing"
             yield Cause(text=f"less {way} prefetching ({call}; FSDP1: {changed}){root}")
         elif trees is None and later == {True, False}:
-            yield Cause(text=f"{call} names other modules, or modules run in another order")
+            yield Cause(text=f"{call} lists different modules, or modules run in a different order")
         elif trees is not None and changed in trees.prefetching and (found or is_left):
-            yield Cause(text=f"other lists of {call}, as the tree says")
+            yield Cause(text=f"{call} lists different modules, as the tree shows")
 
 
 # Of one step.
@@ -294,11 +294,11 @@ def _of_counts(step: Counts, seen: Seen) -> str:
     if step.scope is Scope.EVERYTHING:
         rows = seen.new.collectives
         if any(call.role == Role.GRADIENTS for row in rows for call in row.calls):
-            each = ", each of which reduces gradients"
-            return f"{often} steps, or as many micro-batches{each}"
+            return f"{often} steps, or {often} micro-batches that each reduce gradients"
         is_forward = {row.phase for row in rows} <= {Phase.FORWARD}
-        what = "steps or micro-batches, or inputs of one loss"
-        return f"{often} {'forwards' if is_forward else what}"
+        return (
+            f"{often} {'forwards' if is_forward else 'steps, micro-batches or inputs of one loss'}"
+        )
     if step.scope is Scope.FORWARD:
         sides = ([row for row in side.rows if row.what == "send"] for side in seen.sides)
         was, now = map(count_of, sides)
@@ -306,14 +306,18 @@ def _of_counts(step: Counts, seen: Seen) -> str:
             return f"{often} micro-batches" if is_whole and now == was * step.factor else ""
         freed = _acts(seen.old, Phase.BACKWARD, "reshard")
         if any(freed[owner] for owner in _more_acts(seen, Phase.BACKWARD, "reshard")):
-            return "run several times before one backward, as for two inputs, or in a loop"
+            return (
+                "forward runs several times before one backward, e.g. for two inputs or in a loop"
+            )
         return NO_BACKWARD
     is_of_passes = step.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
     if not is_of_passes or step.reductions == step.factor:
         return ""
     if step.reductions != 1:
-        return f"{often} micro-batches, of which {step.reductions} times as many reduce gradients"
-    other = "" if step.has_activations else ", or parameters freed after each backward"
+        return (
+            f"{often} micro-batches, and {step.reductions} times as many of them reduce gradients"
+        )
+    other = "" if step.has_activations else ", or parameters resharded after each backward"
     return f"gradients accumulated over {often} micro-batches{other}"
 
 
@@ -321,12 +325,13 @@ def _of_sizes(step: Sizes, seen: Seen) -> str:
     if step.axis:
         return ""  # gradients follow their parameters, or the mesh
     kinds = {row.what for row in seen.old.collectives if role_of((row,)) == Role.ACTIVATIONS}
-    batch = "another batch or sequence"
+    sizes = ["batch size", "sequence length"]
     if kinds == {"all_to_all"}:
-        batch = "another batch, sequence, expert capacity or routing"
+        sizes += ["expert capacity", "expert routing"]
     was, now = map(_gathers, seen.sides)
-    is_same_width = was == now != set() or (seen.trees and not seen.trees.is_other_shape)
-    return batch if is_same_width else f"{batch}, or another width"
+    if not (was == now != set() or (seen.trees and not seen.trees.is_other_shape)):
+        sizes.append("model width")
+    return f"a different {', '.join(sizes[:-1])} or {sizes[-1]}"
 
 
 def _of_dtype(step: Dtype, seen: Seen) -> str:
@@ -335,27 +340,29 @@ def _of_dtype(step: Dtype, seen: Seen) -> str:
         is_dtype, is_policy = trees.is_other_dtype, trees.is_other_policy
         is_refuted = not (is_dtype or is_policy)
         if is_dtype != is_policy:
-            what = "the model's own dtype" if is_dtype else "MixedPrecisionPolicy"
-            return f"{what}, as the tree says"
+            return f"{_MODEL_DTYPE if is_dtype else 'MixedPrecisionPolicy'}, as the tree shows"
     if torchs := _reading_of_torch(step, seen):
         return torchs
     # Also where parameters are gathered more or less often, so that no step tells of their type.
     types = [{dtype for *_, dtype in _gathers(side)} for side in seen.sides]
     if Role.PARAMETERS in step.roles or types[0] != types[1]:
         # Which trees do not show.
-        own = "the weights' own fsdp_pre_all_gather, such as torchao's float8 all-gather"
+        hook = "an fsdp_pre_all_gather hook of the weights, such as torchao's float8 all-gather"
         if is_refuted:
-            return own
-        own = f"{own}, " * (("float8" in step.old) != ("float8" in step.new))
-        return f"{own}MixedPrecisionPolicy, or the model's own dtype"
+            return hook
+        hook = f"{hook}, " * (("float8" in step.old) != ("float8" in step.new))
+        return f"{hook}MixedPrecisionPolicy, or {_MODEL_DTYPE}"
     gathered = _gathered_axes(seen.old)
     is_partial = gathered and gathered.isdisjoint(axis for _, axis in step.parts)
     if Role.GRADIENTS in step.roles and not is_partial:
         hook = "a communication hook"
         policy = f"reduce_dtype of MixedPrecisionPolicy, or {hook}"
-        return f"{hook}, or gradients cast by hand" if is_refuted else policy
-    known = "MixedPrecisionPolicy, " if gathered else "the model's own dtype, "
-    return f"{'' if is_refuted else known}autocast, or a cast by hand"
+        return f"{hook}, or a manual cast of gradients" if is_refuted else policy
+    dtype = "MixedPrecisionPolicy, " if gathered else f"{_MODEL_DTYPE}, "
+    return f"{'' if is_refuted else dtype}autocast, or a manual cast"
+
+
+_MODEL_DTYPE: Final = "the dtype of the model's parameters"
 
 
 _REDUCES_IN_FLOAT32: Final = (2, 15)
@@ -380,21 +387,24 @@ def _reading_of_torch(step: Dtype, seen: Seen) -> str:
         or all(row.subject != "reshard" for row in old.rows)
     ):
         return ""
-    since = f"in float32 since torch 2.15, in {low} before"
     axes = {axis for _, axis in step.parts}
     gathered = _gathered_axes(old)
     if gathered and axes.isdisjoint(gathered):
         return (
-            f"FSDP2 has partial gradients reduced over {', '.join(sorted(axes))} {since}: it casts "
-            "them to reduce_dtype, or to the parameters' own type, first"
+            "since torch 2.15, FSDP2 casts partial gradients to reduce_dtype or the parameter "
+            f"dtype before DTensor reduces them over {', '.join(sorted(axes))}: in float32, not "
+            f"{low}"
         )
     if evidence is None:
-        known = "reduce_dtype was changed, or is unset"
+        setting = "reduce_dtype was changed, or is unset"
     elif evidence.is_reduce_dtype_unset:
-        known = "reduce_dtype is unset, as the tree says"
+        setting = "reduce_dtype is unset, as the tree shows"
     else:
         return ""
-    return f"{known}: FSDP2 reduces {since}; reduce_dtype=torch.{step.old} keeps the bytes"
+    return (
+        f"{setting}: since torch 2.15, FSDP2 reduces in float32, not {low}; pass "
+        f"reduce_dtype=torch.{step.old} to keep the bytes"
+    )
 
 
 def _of_passes(step: Replaced) -> str:
@@ -405,15 +415,17 @@ def _of_passes(step: Replaced) -> str:
         case "recomputed", came:
             if came and facts["gathers_again"]:
                 return (
-                    "recomputation gathers what backward gathers anyway: checkpoint with "
-                    "use_reentrant=True does, under FSDP1 and where "
-                    "set_modules_to_forward_prefetch is called; use_reentrant=False does not"
+                    "reentrant checkpointing gathers the units a second time (under FSDP1, or "
+                    "after set_modules_to_forward_prefetch): pass use_reentrant=False"
                 )
             if facts["is_partly"]:
                 more_or_less = "more" if came else "less"
-                return f"{more_or_less} is recomputed: other modules, or other checkpointing"
+                return (
+                    f"{more_or_less} is recomputed: different modules are checkpointed, or in a "
+                    "different mode"
+                )
             switched, saves = ("on", "no longer saves") if came else ("off", "now saves")
-            other = f"selective checkpointing {saves} what is sent"
+            other = f"selective checkpointing {saves} the results of these collectives"
             if facts["gathers_again"]:
                 other = "use_reentrant became False"
             return f"activation checkpointing was switched {switched}, or {other}"
@@ -422,26 +434,26 @@ def _of_passes(step: Replaced) -> str:
                 return ""
             if came:
                 return (
-                    "norms of gradients or weights are computed, as by clip_grad_norm_, a log of "
-                    "norms, or an optimizer such as LAMB"
+                    "norms of gradients or weights are now computed, e.g. by clip_grad_norm_, by "
+                    "logging, or by an optimizer such as LAMB"
                 )
             gone = "norms of gradients or weights are no longer computed"
             if facts["is_elsewhere"]:
-                return f"{gone} as clip_grad_norm_ does, or not at all"
+                return f"{gone}, or no longer the way clip_grad_norm_ does"
             return f"{gone}: is clip_grad_norm_ still called in each step?"
         case "redistributed", came:
             if not came or facts["phase"] is not Phase.FORWARD or None in step.owners:
                 return ""
             return (
-                "its layouts in the plan and those before or after it differ now, or "
-                "redistribute() or full_tensor() is called"
+                "its layouts in the parallelize_module plan no longer match those of the modules "
+                "before or after it, or redistribute() or full_tensor() is called"
             )
-    where = "a full state dict as of a checkpoint, or a DTensor that is printed or logged"
+    where = "a full state dict (e.g. for a checkpoint), or a DTensor that is printed or logged"
     sent = {key.what for rows in step.rows.values() for key in rows if key.subject == "collective"}
     if sent == {"all_reduce"}:
         return "full_tensor() or redistribute() of partial results, such as norms or sums to log"
     if facts["phase"] is Phase.FORWARD:
-        where = "such as once for each chunk of a loss"
+        where = "e.g. once for each chunk of a loss"
     return f"full_tensor() or redistribute(), {where}"
 
 
@@ -457,34 +469,34 @@ def _of_units(step: Replaced, seen: Seen) -> str:
             guess = f"reshard_after_forward became {now} (FSDP1: {before}), or the unit {root}"
             return _policy(step, trees) or f"{guess}: {cost}"
         case "gathered elsewhere", _:
-            guess = "reshard_after_forward became an int, another one, or True"
+            guess = "reshard_after_forward became an int, a different int, or True"
             return _policy(step, trees) or guess
         case "used in backward", _:
             return _frozen_or_thawed(step, trees)
         case "gathered in backward", came if facts["is_reduced"]:
             if not came:
-                return "set_unshard_in_backward(False)"
+                return "set_unshard_in_backward(False) is now called on it"
             return (
-                "set_unshard_in_backward(False) is no longer called on it, which saves gathering "
-                "what its backward does not need, such as the weight of an embedding"
+                "set_unshard_in_backward(False) is no longer called on it; the call saves this "
+                "gather where backward does not need the weight, e.g. of an embedding"
             )
         case "split off" | "called", _ if facts["times"] and facts.get("is_called", True):
             return _of_called(step, seen)
         case "reduced times", _ if facts["times"] > 1:
             return _of_reduced_times(step, seen)
         case "reduced", came:
-            lost = "frozen, detached, or gradient synchronization switched off"
+            lost = "frozen, detached, or gradient synchronization is switched off"
             return _frozen_or_thawed(step, trees) or ("" if came else lost)
         case "part reduced", came:
             owners = _units_in(step, trees)
-            lost = "a part of the parameters {}got no gradient, as behind detach() or no_grad()"
+            lost = "some parameters {}got no gradient, e.g. because of detach() or no_grad()"
             if not owners or trees is None:
-                return "" if came else lost.format("is frozen, or ")
+                return "" if came else lost.format("are frozen, or ")
             if owners <= trees.frozen | trees.partly_frozen:
-                return "a part of the parameters is frozen, as the tree says"
+                return "some parameters are frozen, as the tree shows"
             if came or trees.is_other_shape or owners & (trees.frozen | trees.partly_frozen):
-                return "no longer frozen, as the tree says" if owners <= trees.thawed else ""
-            return f"{lost.format('')}: as the tree says, nothing was frozen"
+                return "no longer frozen, as the tree shows" if owners <= trees.thawed else ""
+            return f"{lost.format('')}: nothing was frozen, as the tree shows"
     return ""
 
 
@@ -497,18 +509,18 @@ def _of_called(step: Replaced, seen: Seen) -> str:
         for act in ("reduce_scatter", "reshard")
     )
     if is_reduced:
-        return "run several times, each time with a backward that reduces its gradients"
+        return "runs several times, each time with a backward that reduces its gradients"
     if is_freed:
         return (
-            "called several times in one forward, as by a loss in chunks: unshard it once around "
-            "the calls, or leave it in its parent's unit"
+            "called several times in one forward, e.g. by a chunked loss: call unshard() once "
+            "before the calls, or leave it in its parent's unit"
         )
-    again = "run again without a backward, as under no_grad"
+    again = "runs again without a backward, e.g. under no_grad()"
     # Of several layers of a list, all but the first get inputs that need gradients.
     lists = Counter(template(owner) for owner in step.owners if owner is not None)
     if any("*" in name and number > 1 for name, number in lists.items()):
         return again
-    return f"{again}; or called several times on inputs that need no gradient"
+    return f"{again}, or is called several times on inputs that need no gradient"
 
 
 def _of_reduced_times(step: Replaced, seen: Seen) -> str:
@@ -518,12 +530,12 @@ def _of_reduced_times(step: Replaced, seen: Seen) -> str:
     # A unit that was gathered by hand, beside others.
     if step.facts["is_alone"] or (not is_sharded and _gathered_axes(seen.new)):
         return (
-            "its backward runs several times, as by a loss in chunks: "
+            "its backward runs several times, e.g. for a chunked loss: "
             f"call {call} on it for all but the last"
         )
     switch, steps, each = f"call {call}", "", "in each micro-batch"
     if not is_sharded:
-        switch, steps = "enter no_sync()", f"{step.facts['times']} steps in place of one, or "
+        switch, steps = "enter no_sync()", f"{step.facts['times']} steps instead of one, or "
     else:
         if kinds != {"all_reduce"}:
             switch += ", or enter no_sync() with FSDP1,"
@@ -550,7 +562,7 @@ def _policy(step: Replaced, trees: Evidence | None) -> str:
     if not owners or trees is None:
         return ""
     change = sole((trees.policies.get(owner, "") for owner in owners), "")
-    return f"{change}, as the tree says" if change else ""
+    return f"{change}, as the tree shows" if change else ""
 
 
 def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
@@ -559,10 +571,10 @@ def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
     if not owners or trees is None:
         return ""
     if not step.came and owners <= trees.frozen:
-        added = "; parameters inside of them are trained, and no unit reduces their gradients"
-        return f"frozen, as the tree says{added if owners & trees.trainable else ''}"
+        added = "; trained parameters inside have gradients that no unit reduces"
+        return f"frozen, as the tree shows{added if owners & trees.trainable else ''}"
     if not step.came and owners.isdisjoint(trees.frozen | trees.partly_frozen):
         is_unused = step.kind == "used in backward"
         other = "its output no longer used" if is_unused else "not synchronized"
-        return f"detached, or {other}: as the tree says, nothing was frozen"
-    return "no longer frozen, as the tree says" if step.came and owners <= trees.thawed else ""
+        return f"detached, or {other}: nothing was frozen, as the tree shows"
+    return "no longer frozen, as the tree shows" if step.came and owners <= trees.thawed else ""

@@ -1,9 +1,10 @@
-"""All wording of steps: what is told of each."""
+"""Word steps, training problems and timing changes, one line each."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Final
@@ -14,7 +15,7 @@ from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Scope, Sizes
 from pytest_fsdp_comm.comm.explanation.names import AxisRenamed, Layers, Renamed
 from pytest_fsdp_comm.comm.explanation.passes import sum_in_forward
-from pytest_fsdp_comm.comm.explanation.search import TimingChange
+from pytest_fsdp_comm.comm.explanation.search import Shares, TimingChange
 from pytest_fsdp_comm.comm.explanation.states import Owner, is_gather, largest
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, sent_rows
 from pytest_fsdp_comm.comm.explanation.training import TrainingChange
@@ -26,15 +27,33 @@ from pytest_fsdp_comm.text.words import counted, show_nbytes, show_nbytes_change
 _MAX_GROUPS: Final = 3
 _ROLES: Final = tuple(Role)
 _IN_FULL: Final = {
-    frozenset({"all_gather"}): ("DTensors", "gathered in full"),
-    frozenset({"all_reduce"}): ("partial DTensors", "reduced"),
-    frozenset({"all_gather", "all_reduce"}): ("DTensors", "gathered or reduced in full"),
+    frozenset({"all_gather"}): ("full", "gathered"),
+    frozenset({"all_reduce"}): ("partial", "reduced"),
+    frozenset({"all_gather", "all_reduce"}): ("full or partial", "gathered or reduced"),
 }
-"""By what makes DTensors whole: their names, and what happens to them."""
+"""How DTensors become whole, by the kinds of the collectives: an adjective and a verb."""
+_PLACES: Final[Mapping[str, str]] = {
+    Phase.OUTSIDE: "outside forward and backward",
+    Phase.OPTIMIZER: "in the optimizer",
+}
+_NUMBERS: Final = re.compile(r"[0-9{},. ]+")
+
+
+def name_modules(owners: Collection[Owner], *, most: int = 3) -> str:
+    """Name modules as `name_owners` does, but a bare number as ``module 0``."""
+    text = name_owners(owners, most=most)
+    if _NUMBERS.fullmatch(text) is None:
+        return text
+    return f"{'module' if len(owners) == 1 else 'modules'} {text}"
+
+
+def name_place(owners: Collection[Owner], phase: Phase | str) -> str:
+    """Name modules and the phase: ``layers.{0..2} in forward``."""
+    return f"{name_modules(owners)} {_PLACES.get(phase, f'in {phase}')}"
 
 
 def sentence(step: TrainingChange | Step) -> str:
-    """Tell a step, or what breaks training, in one line."""
+    """Word a step, or a change that breaks training, in one line."""
     match step:
         case TrainingChange():
             return _of_training(step)
@@ -44,8 +63,8 @@ def sentence(step: TrainingChange | Step) -> str:
             return _of_counts(step)
         case Sizes():
             loss = " and the loss" if step.with_loss else ""
-            what = f"gradients[{step.axis}]" if step.axis else f"activations{loss}"
-            return f"{what}: x{step.factor} bytes in each call"
+            tensors = f"gradients[{step.axis}]" if step.axis else f"activations{loss}"
+            return f"{tensors}: x{step.factor} bytes per call"
         case Dtype():
             return _of_dtype(step)
         case Replaced():
@@ -56,200 +75,213 @@ def sentence(step: TrainingChange | Step) -> str:
 def _of_names(step: AxisRenamed | Renamed | Layers) -> str:
     match step:
         case AxisRenamed() if step.is_alike:
-            return f"mesh axis {step.old} is {step.new} now, over the same ranks"
+            return f"mesh axis {step.old} renamed to {step.new} (same ranks)"
         case AxisRenamed():
-            return f"all that was sent over {step.old} is sent over {step.new} now"
+            return f"all collectives over {step.old} moved to {step.new}"
         case Layers():
-            what = ", each as its siblings" if step.new > step.old else ""
-            modules = "modules" if step.has_units else "modules that send"
-            return f"{step.prefix or ROOT_TEXT}: {step.old} -> {step.new} {modules}{what}"
-    but_root = ", but for the parameters of the root" if step.keeps_root else ""
+            added = ", the new ones like their siblings" if step.new > step.old else ""
+            modules = "modules" if step.has_units else "modules that communicate"
+            return f"{step.prefix or ROOT_TEXT}: {step.old} -> {step.new} {modules}{added}"
     if not step.old:
-        return f"everything is below {step.new} now{but_root}"
+        modules = "all modules except the root unit" if step.keeps_root else "all modules"
+        return f"{modules} moved below {step.new}"
     if not step.new:
-        return f"what was below {step.old} is at the top now{but_root}"
-    same = ", or another module with equal rows in its place" if step.is_leaf else ""
-    return f"{step.old} is {step.new} now{same}"
+        root = "; the root unit did not move" if step.keeps_root else ""
+        return f"modules below {step.old} moved to the top level{root}"
+    replaced = " (or replaced by a module with the same rows)" if step.is_leaf else ""
+    return f"module {step.old} renamed to {step.new}{replaced}"
 
 
 def _of_counts(step: Counts) -> str:
     times = f"x{step.factor}"
     match step.scope:
         case Scope.EVERYTHING:
-            return f"every count {times}"
+            return f"all counts {times}"
         case Scope.FORWARD:
-            named = name_owners(step.kept)
-            kept = f"; {named} kept, and gathered as before" if step.kept else ""
-            return f"counts of forward {times}, of backward x1{kept}"
+            counts = f"forward calls {times}, backward calls unchanged"
+            if not step.kept:
+                return counts
+            units = name_modules(step.kept)
+            return f"{counts}; gathers of {units} unchanged (not resharded after forward)"
         case Scope.ACTIVATIONS:
-            return f"activations sent {step.factor} times as often"
+            return f"activation calls {times}"
         case Scope.OPTIMIZER:
-            return f"all counts of the optimizer's phase {times}"
-    what = "all counts of forward and backward"
+            return f"all calls in the optimizer phase {times}"
+    calls = "all forward and backward calls"
     if step.reductions == step.factor:
-        return f"{what} {times}"
-    what = "forwards and backwards" if step.has_activations else what
-    return f"{what} {times}, reductions of gradients x{step.reductions}"
+        return f"{calls} {times}"
+    calls = "forwards and backwards" if step.has_activations else calls
+    reductions = "unchanged" if step.reductions == 1 else f"x{step.reductions}"
+    return f"{calls} {times}, gradient reductions {reductions}"
 
 
 def _of_dtype(step: Dtype) -> str:
     axes: defaultdict[str, list[str]] = defaultdict(list)
     for role, axis in sorted(step.parts, key=lambda part: (_ROLES.index(part[0]), part[1])):
         axes[role].append(axis)
-    parts = ", ".join(f"{role}[{','.join(found)}]" for role, found in axes.items())
-    where = f"{name_owners(step.owners)}: " if step.owners else ""
-    nbytes = "as many" if step.factor == 1 else f"x{step.factor}"
+    parts = ", ".join(f"{role}[{','.join(names)}]" for role, names in axes.items())
+    where = f"{name_modules(step.owners)}: " if step.owners else ""
+    nbytes = "same" if step.factor == 1 else f"x{step.factor}"
     return f"{where}{parts} {step.old} -> {step.new}, {nbytes} bytes"
 
 
 def _of_replaced(step: Replaced) -> str:
-    who, facts = name_owners(step.owners), step.facts
+    who, facts = name_modules(step.owners), step.facts
+    now, no_longer = ("now ", "") if step.came else ("", "no longer ")
     match step.kind:
         case "reduced times":
             counts = [{row.count for row in sent_rows(side)} for side in (step.was, step.rows)]
-            often = f"{facts['times']} times as often"
+            often = f"{facts['times']}{' times' * (facts['times'] > 1)} as often"
             if all(len(side) == 1 for side in counts):
                 often = "{} -> {} times".format(*chain(*counts))
-            kinds = sorted({row.what for row in sent_rows(step.rows)})
-            rest = ", gathers as before" if facts["is_sharded"] else ""
-            return f"gradients of {who} reduced {often} ({', '.join(kinds)}){rest}"
-        case "reduced" | "reduced by more":
-            how, now = ("reduced", " now") if step.came else ("no longer reduced", "")
-            if step.kind == "reduced by more":
-                return f"gradients of {who} {how} by {_sums(step)} too{now}, all else as before"
-            return f"gradients of {who} {how}{now} ({_sums(step)}), gathers as before"
+            kinds = ", ".join(sorted({row.what for row in sent_rows(step.rows)}))
+            gathers = ", gathers unchanged" if facts["is_sharded"] else ""
+            return f"gradients of {who} reduced {often} ({kinds}){gathers}"
+        case "reduced by more":
+            how = "now also" if step.came else "no longer"
+            return f"gradients of {who} {how} reduced by {_sums(step)}, all else unchanged"
+        case "reduced":
+            return f"gradients of {who} {now}{no_longer}reduced ({_sums(step)}), gathers unchanged"
         case "part reduced" | "gradient sizes":
-            what = "gradients of"
+            gradients = "gradients of"
             if step.kind == "part reduced":
-                what = "another part of the gradients reduced, gathers as before:"
+                gradients = "gradients of a different set of parameters reduced, gathers unchanged:"
             sizes = {
                 owner: max((largest(was[key]), largest(now[key])) for key in now if key.axis)
                 for (owner, now), was in zip(step.rows.items(), step.was.values(), strict=True)
             }
-            return f"{what} {_sizes(sizes)} in each call"
+            return f"{gradients} {_sizes(sizes)} per call"
         case "buckets":
             numbers = {
                 sum(call.count for call in row.calls if call.role == Role.GRADIENTS)
                 for row in sent_rows(step.rows)
             }
             calls = "1 call" if numbers == {1} else f"{'/'.join(map(str, sorted(numbers)))} calls"
-            return f"gradients of {who} sent in {calls}, as many bytes in all"
+            return f"gradients of {who} now reduced in {calls}, same bytes in total"
         case "sequence parallel":
             return _of_sequence_parallel(step)
         case "axis":
+            axis = facts["axis"]
             if not step.came:
-                return f"nothing is sent over {facts['axis']} any more"
-            # All of it: what was there before the step only came there by the new name of an axis.
-            return _with_calls(
-                f"sent over {facts['axis']} now, over which nothing was",
-                _calls(step, lambda key, _: key.axis == facts["axis"], is_new=True),
-            )
+                return f"no more collectives over {axis}"
+            # Rows that were there before the step only have the axis by its new name.
+            calls = _calls(step, lambda key, _: key.axis == axis, is_new=True)
+            return _with_calls(f"new collectives over {axis}, which had none before", calls)
         case "recomputed" if facts["is_moved"]:
-            places = ("by recomputation", "in backward")
-            now, before = places if step.came else places[::-1]
-            return f"{who} gathered {now} instead of {before}"
+            places = ("recomputation", "backward") if step.came else ("backward", "recomputation")
+            return "{} gathered in {} instead of {}".format(who, *places)
         case "recomputed":
             if not step.came:
-                return f"nothing of {who} is sent again by recomputation any more"
-            what = f"forward collectives of {who} repeated by recomputation in backward"
-            return f"{what}: {_calls(step)}"
+                return f"recomputation no longer repeats the forward collectives of {who}"
+            return f"recomputation now repeats the forward collectives of {who}: {_calls(step)}"
         case "phase":
-            sent = {key.phase for rows in step.rows.values() for key in rows}
-            what = " and ".join(
-                "the loss" if phase is Phase.OUTSIDE else phase
-                for phase in facts["phases"]
-                if phase in sent
+            phases = {key.phase for rows in step.rows.values() for key in rows}
+            names = {Phase.OUTSIDE: "the loss", Phase.OPTIMIZER: "the optimizer"}
+            where = " and ".join(
+                names.get(phase, phase) for phase in facts["phases"] if phase in phases
             )
             if not step.came:
-                return f"nothing is sent in {what} any more, forward as before"
+                return f"no more collectives in {where}, forward unchanged"
             calls = _calls(step, lambda key, _: key.phase in facts["phases"])
-            return _with_calls(f"{what} came, forward as before", calls)
+            return _with_calls(f"new collectives in {where}, forward unchanged", calls)
         case "redistributed":
             source, _, target = facts["change"].partition("->")
-            if not step.came:
-                return f"{who} {facts['phase']}: no redistribution {source} -> {target} any more"
-            return (
-                f"{who} {facts['phase']}: redistributed {source} -> {target}, which sends "
-                f"{_sums(step)}: {_calls(step)}"
-            )
+            where = name_place(step.owners, facts["phase"])
+            change = f"{where}: {now}{no_longer}redistributed {source} -> {target}"
+            return f"{change} by {_sums(step)}: {_calls(step)}" if step.came else change
         case "gathered in full":
             keys = [key for rows in step.rows.values() for key in rows]
-            tensors, how = _IN_FULL[
+            size, verb = _IN_FULL[
                 frozenset(key.what for key in keys if key.subject == "collective")
             ]
-            what = f"{who}: {facts['roles']}" if facts["roles"] else tensors
-            outside = "outside of forward and backward"
-            where = "in forward" if facts["phase"] is Phase.FORWARD else outside
-            return f"{what} {how} {where}: {_calls(step, more='more')}"
+            tensors = f"{size} {facts['roles'] or 'DTensors'} {verb}"
+            tensors = f"{who}: {tensors}" if facts["roles"] else tensors
+            where = _PLACES.get(facts["phase"], f"in {facts['phase']}")
+            return f"{tensors} {where}: {_calls(step, is_change=True)}"
         case "unit sizes":
-            return f"other sizes of parameters: {_sizes(facts['sizes'])} in each gather"
+            return f"parameter sizes changed: {_sizes(facts['sizes'])} per gather"
         case "freed":
-            how, more = "kept gathered after forward, not gathered in backward", "less"
-            if step.came:
-                how, more = "freed after forward, gathered again in backward", "more"
-            return f"{who} {how}: {_calls(step, is_gather, more=more)}"
+            how = "resharded after forward and gathered again in backward"
+            if not step.came:
+                how = "resharded after forward, so not gathered again in backward"
+            calls = _calls(step, is_gather, is_change=True)
+            return f"{who} {now}{no_longer}{how}: {calls}"
         case "gathered elsewhere":
-            axes = {key.axis for held in step.rows.values() for key, rows in held.items() if rows}
-            return f"{who} gathered over {', '.join(sorted(axes - {''}))} in backward now"
+            keys = [key for rows in step.rows.values() for key, value in rows.items() if value]
+            axes = sorted({key.axis for key in keys} - {""})
+            return f"{who} now gathered over {', '.join(axes)} in backward"
         case "used in backward":
-            lost = "neither gathered nor reduced in backward any more"
-            return f"{who} {'gathered and reduced in backward now' if step.came else lost}"
+            how = "gathered and reduced" if step.came else "gathered or reduced"
+            return f"{who} {now}{no_longer}{how} in backward"
         case "gathered in backward":
-            if not step.came:
-                return f"{who} not gathered in backward any more"
-            return _with_calls(f"{who} gathered in backward now", _calls(step, is_gather))
+            calls = _calls(step, is_gather) if step.came else ""
+            return _with_calls(f"{who} {now}{no_longer}gathered in backward", calls)
+        case "sharded" if step.came:
+            return (
+                f"{who} sharded instead of replicated: parameters gathered, gradients "
+                "reduce-scattered"
+            )
         case "sharded":
-            how = "sharded instead of replicated: parameters gathered, gradients reduce-scattered"
-            gone = "gradients all-reduced, parameters no longer gathered"
-            return f"{who} {how if step.came else f'replicated instead of sharded: {gone}'}"
+            return (
+                f"{who} replicated instead of sharded: gradients all-reduced, parameters no "
+                "longer gathered"
+            )
         case "split off":
-            parts, wholes = name_owners(facts["modules"]), name_owners(facts["parents"])
+            parts, parents = name_modules(facts["modules"]), name_modules(facts["parents"])
+            units = "a separate unit" if len(facts["modules"]) == 1 else "separate units"
             if not step.came:
-                return f"{parts} merged into {wholes}, gathered with it"
+                return f"{parts} merged into {parents}, no longer {units}"
             times = f", gathered {facts['times']} times in forward" if facts["times"] else ""
             calls = _calls(step, is_gather, facts["modules"])
-            return _with_calls(f"{parts} split off {wholes}{times}", calls)
+            return _with_calls(f"{parts} split off from {parents} as {units}{times}", calls)
         case "regrouped":
             return (
-                "other units, with as many bytes together: "
-                f"{name_owners(facts['gone'])} -> {name_owners(facts['added'])}"
+                "units regrouped, same bytes in total: "
+                f"{name_modules(facts['gone'])} -> {name_modules(facts['added'])}"
             )
         case "called":
-            owners: defaultdict[int, list[Owner]] = defaultdict(list)
-            for owner in step.owners:
-                owners[facts["times"][owner]].append(owner)
-            others = facts["others"]
-            if owners.keys() == {others}:
-                gathers = {
-                    sum(row.count for row in sent_rows({at: held}) if row.phase is Phase.FORWARD)
-                    for at, held in step.was.items()
-                }
-                was = "/".join(map(str, sorted(gathers)))
-                return f"{who} gathered {was} -> {others} times in forward, as often as other units"
-            shown = [
-                f"{name_owners(some)} {_times(count)}" for count, some in sorted(owners.items())
-            ]
-            return f"gathered in forward: {', '.join(shown)}; other units {_times(others)}"
+            return _of_called(step)
         case "unit":
             others = facts["others"]
             if not step.came:
-                rest = f", other units gathered {others}" if others else ""
-                return f"{who} no longer gathered{' nor reduced' * facts['is_reduced']}{rest}"
-            rest = f", other units {others}" if others else ""
-            return _with_calls(f"{who} gathered now{rest}", _calls(step, is_gather))
+                unchanged = f", gathers of other units {others}" if others else ""
+                return f"{who} no longer gathered{' or reduced' * facts['is_reduced']}{unchanged}"
+            unchanged = f", other units {others}" if others else ""
+            return _with_calls(f"{who} now gathered{unchanged}", _calls(step, is_gather))
     raise AssertionError(step)
+
+
+def _of_called(step: Replaced) -> str:
+    others = step.facts["others"]
+    owners: defaultdict[int, list[Owner]] = defaultdict(list)
+    for owner in step.owners:
+        owners[step.facts["times"][owner]].append(owner)
+    if owners.keys() == {others}:
+        counts = {
+            sum(row.count for row in sent_rows({owner: rows}) if row.phase is Phase.FORWARD)
+            for owner, rows in step.was.items()
+        }
+        was = "/".join(map(str, sorted(counts)))
+        who = name_modules(step.owners)
+        return f"{who} gathered {was} -> {others} times in forward, like the other units"
+    if len(owners) == 1:
+        (count,) = owners
+        who = name_modules(step.owners)
+        return f"{who} gathered {_times(count)} in forward, other units {_times(others)}"
+    units = [f"{name_modules(some)} {_times(count)}" for count, some in sorted(owners.items())]
+    return f"gathered in forward: {', '.join(units)}; other units {_times(others)}"
 
 
 def _of_sequence_parallel(step: Replaced) -> str:
     facts, kinds = step.facts, ("all-reduces", "reduce-scatters")
     old, new = kinds if step.came else kinds[::-1]
-    became = f"forward {old} became {new} of as many bytes"
+    became = f"forward {old} became {new} of the same size"
     if facts["is_whole"]:
         is_on = "on" if step.came else "off"
         return f"sequence parallelism over {facts['axis']} {is_on}: {became}"
     sums = {sum_in_forward(kind, facts["axis"]) for kind in ("all_reduce", "reduce_scatter")}
     owners = [owner for owner, rows in step.rows.items() if not sums.isdisjoint(rows)]
-    return f"{name_owners(owners)}[{facts['axis']}]: {became}"
+    return f"{name_modules(owners)}[{facts['axis']}]: {became}"
 
 
 def _times(count: int) -> str:
@@ -257,8 +289,8 @@ def _times(count: int) -> str:
 
 
 def _sums(step: Replaced) -> str:
-    """The kinds of collectives of its rows: ``all_reduce[rep], reduce_scatter[dp]``."""
-    return ", ".join(sorted({str(key) for held in step.rows.values() for key in held if key.axis}))
+    """Name the kinds of a step's collectives: ``all_reduce[rep], reduce_scatter[dp]``."""
+    return ", ".join(sorted({str(key) for rows in step.rows.values() for key in rows if key.axis}))
 
 
 def _calls(
@@ -267,11 +299,18 @@ def _calls(
     owners: Iterable[Owner] = (),
     *,
     is_new: bool = False,
-    more: str = "",
+    is_change: bool = False,
 ) -> str:
-    """How much more or less a rank sends: ``3 calls, 30.0 KiB in all``; empty if nothing is."""
-    # Count and bytes, by the ranks of rows.
-    amounts: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)
+    """Word by how much the calls of a rank differ; empty if they do not.
+
+    Args:
+        step: The step whose rows are counted.
+        includes: Whether to count a call.
+        owners: The modules to count; all of the step if empty.
+        is_new: Ignore the rows before the step.
+        is_change: Write ``+3 calls, +30.0 KiB`` instead of ``3 calls, 30.0 KiB in total``.
+    """
+    amounts: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)  # by the ranks of rows
     is_sized = True
     for sign, side in ((1, step.rows), (-1, {} if is_new else step.was)):
         for owner in owners or step.owners:
@@ -283,30 +322,36 @@ def _calls(
                         is_sized &= not call.lacks_size
 
     def amount_of(volume: Volume) -> str:
-        in_all, count = "", abs(volume.count)
-        # The bytes of some would read as those of all.
-        if volume.nbytes and is_sized:
-            size = show_nbytes(abs(volume.nbytes))
-            in_all = f" of {size}" if count == 1 else f", {size} in all"
-        return " ".join(filter(None, (f"{counted(count, 'call')}{in_all}", more)))
+        calls, size = counted(abs(volume.count), "call"), show_nbytes(abs(volume.nbytes))
+        # Where some calls have no size, the bytes of the others would read as the total.
+        has_size = bool(volume.nbytes) and is_sized
+        if is_change:
+            signs = ("-" if number < 0 else "+" for number in (volume.count, volume.nbytes))
+            signed = map("".join, zip(signs, (calls, size), strict=True))
+            return ", ".join(list(signed)[: 1 + has_size])
+        if not has_size:
+            return calls
+        return f"{calls} of {size}" if abs(volume.count) == 1 else f"{calls}, {size} in total"
 
     everywhere = amounts.pop((), Volume())
-    named = sorted(set(chain(*amounts)))
-    ranks_of: defaultdict[Volume, list[int]] = defaultdict(list)
-    for rank in named:
-        of_rank = (amount for ranks, amount in amounts.items() if rank in ranks)
-        ranks_of[sum(of_rank, everywhere)].append(rank)
+    ranks_with_rows = sorted(set(chain(*amounts)))
+    ranks_by_amount: defaultdict[Volume, list[int]] = defaultdict(list)
+    for rank in ranks_with_rows:
+        volumes = (volume for ranks, volume in amounts.items() if rank in ranks)
+        ranks_by_amount[sum(volumes, everywhere)].append(rank)
     texts = [
-        f"{amount_of(amount)} on {'each of ' * (len(ranks) > 1)}{name_ranks(ranks)}"
-        for amount, ranks in ranks_of.items()
-        if amount.count
+        f"{amount_of(volume)} on {'each of ' * (len(ranks) > 1)}{name_ranks(ranks)}"
+        for volume, ranks in ranks_by_amount.items()
+        if volume.count
     ]
     if len(texts) > _MAX_GROUPS:
-        fewest, most = (choose(abs(one.count) for one in ranks_of) for choose in (min, max))
+        fewest, most = (
+            choose(abs(volume.count) for volume in ranks_by_amount) for choose in (min, max)
+        )
         least = f"{fewest} to " if fewest < most else ""
-        texts = [f"{least}{counted(most, 'call')} on each of {name_ranks(named)}"]
+        texts = [f"{least}{counted(most, 'call')} on each of {name_ranks(ranks_with_rows)}"]
     if everywhere.count:
-        where = f" on each rank but {write_ranks(named)}" if named else ""
+        where = f" on each rank except {write_ranks(ranks_with_rows)}" if ranks_with_rows else ""
         texts.append(f"{amount_of(everywhere)}{where}")
     return ", ".join(texts)
 
@@ -316,22 +361,25 @@ def _with_calls(text: str, calls: str) -> str:
 
 
 def _sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
-    """Bytes before and after, the largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
-    # 0 where a module has several sizes.
+    """Word bytes before and after, the largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``.
+
+    Args:
+        sizes: 0 for a module with calls of several sizes.
+    """
     owners: dict[tuple[int, int], list[Owner]] = {}
     for owner, nbytes in sizes.items():
         owners.setdefault(nbytes, []).append(owner)
     groups = sorted(owners.items(), key=lambda group: -abs(group[0][1] - group[0][0]))
-    shown = [
-        f"{name_owners(some)} {show_nbytes_change(*nbytes) if all(nbytes) else 'resized'}"
+    texts = [
+        f"{name_modules(some)} {show_nbytes_change(*nbytes) if all(nbytes) else 'resized'}"
         for nbytes, some in groups[:_MAX_GROUPS]
     ]
-    more = len(groups) - len(shown)
-    return f"{', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
+    more = len(groups) - len(texts)
+    return f"{', '.join(texts)}{f' and {more} more' if more > 0 else ''}"
 
 
 def _of_training(change: TrainingChange) -> str:
-    who, over = name_owners(change.owners), " and ".join(change.axes)
+    who, over = name_modules(change.owners), " and ".join(change.axes)
     gradients, before, after = f"gradients of {who} are", change.before, change.after
     was, now = _amount(change.was), _amount(change.now)
     nbytes = f"{show_nbytes_change(change.was.nbytes, change.now.nbytes)} per rank"
@@ -339,16 +387,16 @@ def _of_training(change: TrainingChange) -> str:
         case "unsharded":
             return (
                 f"parameters of {who} are no longer sharded: no unit gathers them, and their "
-                f"gradients are no longer reduced over {over} ({was})"
+                f"gradients are no longer reduced over {over} (was {was})"
             )
         case "unreduced":
-            return f"{gradients} no longer reduced over {over}: {was}"
+            return f"{gradients} no longer reduced over {over} (was {was})"
         case "part":
-            fewer = f"fewer {gradients} reduced over {over}, gathers as before"
+            fewer = f"fewer {gradients} reduced over {over}, gathers unchanged"
             return f"{fewer}: {counted(change.now.count, 'call')}, {nbytes}"
         case "passes":
             passes = f"{counted(int(after), 'backward')} instead of {before}"
-            return f"gradients of {who} come from {passes}, forwards as before: {now} over {over}"
+            return f"gradients of {who} come from {passes}, forwards unchanged: {now} over {over}"
         case "ranks":
             return f"{gradients} reduced over {after} ranks instead of {before}: {now}"
         case "times":
@@ -356,14 +404,14 @@ def _of_training(change: TrainingChange) -> str:
             often = f"{before} -> {after} times per step"
             return f"{gradients} reduced {often} over {over}: {calls}, {nbytes}"
         case "backwards":
-            where = "in the last backward now"
+            where = "in the last backward"
             if after:
-                where = f"in {after.removesuffix(NOT_LAST)}, not in the last"
-            instead = f", before in {before.removesuffix(NOT_LAST)}" if before else ""
-            return f"{gradients} reduced {where}{instead}: {now} over {over}"
+                where = f"in {after.removesuffix(NOT_LAST)}, but not in the last"
+            instead = f" (was in {before.removesuffix(NOT_LAST)})" if before else ""
+            return f"{gradients} now reduced {where}{instead}: {now} over {over}"
         case "reduce_op":
-            how = f"combined by {after or 'sum'} instead of by {before or 'sum'}"
-            return f"{gradients} {how} over {over}: {now}"
+            how = f"by {after or 'sum'} instead of {before or 'sum'}"
+            return f"{gradients} reduced {how} over {over}: {now}"
         case "dtype":
             return f"{gradients} reduced over {over} in {after} instead of {before}: {now}"
 
@@ -373,17 +421,33 @@ def _amount(volume: Volume) -> str:
 
 
 def timing_sentence(change: TimingChange) -> str:
-    """Tell a change of when calls are issued."""
-    what = f"{name_owners(change.owners)} {change.key.phase}: {change.key}"
+    """Word a change of when calls are issued."""
+    where, calls = name_place(change.owners, change.key.phase), str(change.key)
     if change.subject == "ahead":
+        some, how = _prefetching(change.before, change.after)
         before, after = (
-            " or ".join(str(value) for value, _ in shares)
+            " or ".join(str(ahead) for ahead, _ in shares)
             for shares in (change.before, change.after)
         )
-        return f"{what} issued {before} -> {after} units ahead of use"
+        return f"{where}: {some}{calls} {how} ({before} -> {after} units ahead of use)"
     last, share = change.after[-1]
     if len(change.after) > 1:
-        return f"{what} asynchronous in {share} of its calls now"
+        return f"{where}: {calls} now asynchronous in {share} of its calls"
     if last:
-        return f"{what} asynchronous now (async_op=True)"
-    return f"{what} synchronous now: the caller waits for it"
+        return f"{where}: {calls} now asynchronous (async_op=True)"
+    return f"{where}: {calls} now synchronous: the caller waits for it"
+
+
+def _prefetching(was: Shares, now: Shares) -> tuple[str, str]:
+    """Word how gathers are prefetched: 0 units ahead of use is no prefetch."""
+    (fewest_was, most_was), (fewest, most) = ((side[0][0], side[-1][0]) for side in (was, now))
+    if most == 0 or fewest == 0 < fewest_was:
+        return "some " if most else "", "no longer prefetched"
+    if most_was == 0:
+        return "" if fewest else "some ", "now prefetched"
+    if fewest_was == 0 < fewest:
+        return "", "now always prefetched"
+    mean_was, mean = (sum(ahead * share for ahead, share in side) for side in (was, now))
+    if mean == mean_was:
+        return "", "prefetched at other times"
+    return "", "prefetched later" if mean < mean_was else "prefetched earlier"

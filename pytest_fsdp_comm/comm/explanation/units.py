@@ -371,6 +371,6 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
         != between.target[owner].gathers[Phase.BACKWARD]
         for owner in others
     )
-    rest = ("in forward as before" if is_other else "as before") if others else ""
+    rest = ("unchanged in forward" if is_other else "unchanged") if others else ""
     is_reduced = any(having[owner].reductions for owner in keys)
     yield from replaced(between, "unit", keys, came=came, others=rest, is_reduced=is_reduced)

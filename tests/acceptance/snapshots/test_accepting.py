@@ -203,7 +203,7 @@ def test_assertion_of_dict_reports_all_comparisons(changed):
     assert shown[0].removeprefix("AssertionError: ") == (
         f"assert comm_mode and fsdp_tree differ from {place} (2 files)"
     )
-    assert any(line.startswith("comm: {0..1} kept gathered after forward") for line in shown)
+    assert any(line.startswith("comm: modules {0..1} no longer resharded") for line in shown)
     assert "tree: {0..1}: reshard_after_forward True -> False" in shown
     assert "not compared:" not in result.stdout
     assert 'accept: pytest --snapshot-update "tests/test_other.py::test_step"' in shown

@@ -369,7 +369,8 @@ def test_differing_simulated_ranks_have_own_lines(project):
     explained(
         result,
         "comm_mode and fsdp_tree differ from snapshots/test_it/test_ranks.ws4 (2 files)",
-        "(no-module) outside: all_reduce[dp] 1 (of 8 B float32) on rank 3 -> 1 (of 8 B float32) on "
+        "(no-module) outside forward and backward: all_reduce[dp] x1 of 8 B float32 on rank 3 -> "
+        "x1 of 8 B float32 on "
         "rank 0",
     )
     project.update().assert_outcomes(passed=1)
@@ -537,7 +538,7 @@ def test_ranks_that_differ_are_named_and_compared(project):
     project.edit("dist.get_rank() == 0", "dist.get_rank() == 5")
     result = project.run()
     result.assert_outcomes(failed=1)
-    explained(result, "nothing is sent over size1 any more")
+    explained(result, "no more collectives over size1")
 
 
 def test_a_comparison_that_only_one_rank_makes_fails(project):
@@ -676,9 +677,9 @@ def test_unrewritten_assertion_is_explained(recorded, way):
     result.stdout.fnmatch_lines(
         [
             f"*comm_mode differs from {COMM}",
-            "*other sizes of parameters: {0..1} 256 B -> 1.0 KiB in each gather",
+            "*parameter sizes changed: {0..1} 256 B -> 1.0 KiB per gather",
             "*accept: pytest --snapshot-update *test_it.py::test_step*",
-            "FAILED test_it.py::test_step - other sizes of parameters: *",
+            "FAILED test_it.py::test_step - parameter sizes changed: *",
         ]
     )
     assert (recorded.path / "art" / "received").is_dir()
@@ -710,10 +711,10 @@ def test_artifacts_that_cannot_be_kept_cost_no_story(recorded):
     result.assert_outcomes(failed=1, warnings=1)
     result.stdout.fnmatch_lines(
         [
-            "*other sizes of parameters: {0..1} 256 B -> 1.0 KiB in each gather*",
+            "*parameter sizes changed: {0..1} 256 B -> 1.0 KiB per gather*",
             "*PytestWarning: --comm-artifacts: cannot write the recording (*Not a directory: "
             "'*art/received/test_it'), so `fsdp-comm accept` cannot accept it",
-            "FAILED test_it.py::test_step - other sizes of parameters: *",
+            "FAILED test_it.py::test_step - parameter sizes changed: *",
         ],
         consecutive=False,
     )

@@ -62,7 +62,8 @@ def test_one_rank_explains_once(changed, arguments, message):
     result.assert_outcomes(failed=2)
     text = result.stdout.str()
     assert len((changed.path / "calls.txt").read_text().split()) == 2
-    assert text.count("(no-module) outside: all_reduce[world] 1 -> 4 (+3)") == 2
+    outside = "(no-module) outside forward and backward"
+    assert text.count(f"{outside}: all_reduce[world] 1 -> 4 (+3)") == 2
     # No rank is odd.
     assert "still running" not in text
     assert "ranks 0" not in text

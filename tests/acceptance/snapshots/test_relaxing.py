@@ -134,9 +134,10 @@ STILL = {
     "a count": (
         'False, "tp"',
         'True, "tp"',
-        "counts of forward x2, of backward x1; (root) kept, and gathered as before, 1 more",
+        "forward calls x2, backward calls unchanged; gathers of (root) unchanged (not resharded "
+        "after forward), 1 more change",
     ),
-    "an axis": ('False, "tp"', 'False, "dp"', "(root): +1 all_gather[[]tp], 8 more"),
+    "an axis": ('False, "tp"', 'False, "dp"', "(root): +1 all_gather[[]tp], 8 more changes"),
 }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ FOLDER = "tests/models"
 # One all-gather in each of four calls, forward and backward. The others: lm_head is reduced, the
 # body is no longer gathered in backward, the root is gathered and reduced without lm_head, the
 # peak; and two units of the tree.
-HEADLINE = "lm_head: +8 all_gather, 7 more"
+HEADLINE = "lm_head: +8 all_gather, 7 more changes"
 
 
 class Project:
@@ -201,10 +201,11 @@ def test_verbose_and_ci_print_each_line_once(changed, monkeypatch):
     verbose = changed.run("-vv", "-k", "train_step or neighbour")
     shown, below = explained(failure(verbose, "test_train_step"))
     for line in (
-        "comm: lm_head split off (root), gathered 4 times in forward: 8 calls, 2.0 KiB in all, at "
+        "comm: lm_head split off from (root) as a separate unit, gathered 4 times in forward: "
+        "8 calls, 2.0 KiB in total, at "
         f"tests/models/test_llama.py:{line_of('self.lm_head(part)')}",
-        "comm: body.{0..3} kept gathered after forward, not gathered in backward: 4 calls, 1.0 KiB "
-        "in all less",
+        "comm: body.{0..3} no longer resharded after forward, so not gathered again in backward: "
+        "-4 calls, -1.0 KiB",
         "tree: lm_head: becomes a unit of its own (fsdp2)",
     ):
         assert shown.count(line) == 1
@@ -243,7 +244,9 @@ def test_each_style_of_traceback_has_the_headline_once(changed, style):
     result.assert_outcomes(failed=2)
     text = ESCAPE.sub("", result.stdout.str())
     line = line_of("assert fsdp_tree(make(")
-    crash = f"{changed.file}:{line}: body.{{0..3}}: reshard_after_forward True -> False, 1 more"
+    crash = (
+        f"{changed.file}:{line}: body.{{0..3}}: reshard_after_forward True -> False, 1 more change"
+    )
     assert text.count(crash) == (style == "line")
     # pytest 8 shows nothing else with --tb=line.
     assert text.count("fsdp_tree differs from") == (style != "no") or style == "line"

@@ -56,6 +56,6 @@ def test_a_declared_field_reaches_file_and_failure_without_a_change_elsewhere(tm
     assert is_read_back
     assert explained == [
         "comm_mode differs from x",
-        "  layers.0 forward: all_gather[dp] 1, x1 of 8 B float32 weighs 6 -> x1 of 8 B float32 "
-        "weighs 9, issued at train.py:7",
+        "  layers.0 in forward: all_gather[dp] x1 of 8 B float32 weighs 6 -> x1 of 8 B float32 "
+        "weighs 9, called from train.py:7",
     ]

@@ -72,7 +72,7 @@ def part_reduced(old):
     )
 
 
-NOT_CALLED = "the forward of the root is not called, so each unit below is a root of its own"
+NOT_CALLED = "the root's forward is not called, so each unit below becomes a root"
 
 
 def texts(change, new_tree):
@@ -84,46 +84,46 @@ def texts(change, new_tree):
 @pytest.mark.parametrize(
     ("change", "new_tree", "text"),
     [
-        (frozen, tree(layers_1_weight={"trainable": False}), "frozen, as the tree says"),
+        (frozen, tree(layers_1_weight={"trainable": False}), "frozen, as the tree shows"),
         (
             frozen,
             tree(),
-            "detached, or not synchronized: as the tree says, nothing was frozen",
+            "detached, or not synchronized: nothing was frozen, as the tree shows",
         ),
         # Adapters that were attached after fully_shard.
         (
             frozen,
             with_adapter(tree(layers_1_weight={"trainable": False})),
-            "frozen, as the tree says; parameters inside of them are trained, and no unit reduces "
-            "their gradients",
+            "frozen, as the tree shows; trained parameters inside have gradients that no unit "
+            "reduces",
         ),
         (
             part_reduced,
             tree(),
-            "a part of the parameters got no gradient, as behind detach() or no_grad(): as the "
-            "tree says, nothing was frozen",
+            "some parameters got no gradient, e.g. because of detach() or no_grad(): nothing was "
+            "frozen, as the tree shows",
         ),
         (
             kept,
             tree(**layers(reshard_after_forward=False)),
-            "reshard_after_forward True -> False, as the tree says",
+            "reshard_after_forward True -> False, as the tree shows",
         ),
         (kept, tree(**layers(is_root=True)), NOT_CALLED),
         (
             kept,
             without_root(tree(**layers(is_root=True, reshard_after_forward=False))),
-            "fully_shard on the root is missing: each unit below is a root of its own and keeps "
-            "its parameters after forward",
+            "fully_shard on the root is missing: each unit below becomes a root and keeps its "
+            "parameters after forward",
         ),
         (
             in_bfloat16,
             tree(**layers("_weight", dtype="bfloat16")),
-            "the model's own dtype, as the tree says",
+            "the dtype of the model's parameters, as the tree shows",
         ),
         (
             in_bfloat16,
             tree(**layers(precision=Precision(param_dtype="bfloat16"))),
-            "MixedPrecisionPolicy, as the tree says",
+            "MixedPrecisionPolicy, as the tree shows",
         ),
     ],
 )
@@ -142,14 +142,14 @@ def test_lost_root_of_an_evaluation_loses_no_gradients(is_trained):
     new = changed(old, lambda one: None if one.owner == "" else one)
     gone = without_root(tree(**layers(is_root=True), head_weight={"managed": False}))
     comparison = compare(old, new, evidence=tree_evidence(tree(), gone))
-    lost = " nor reduced" * is_trained
-    unreduced = ", their gradients not reduced by FSDP" * is_trained
+    lost = " or reduced" * is_trained
+    unreduced = ", FSDP does not reduce their gradients" * is_trained
     assert [sentence(step) for step in comparison.explanation.steps] == [
-        f"(root) no longer gathered{lost}, other units gathered as before"
+        f"(root) no longer gathered{lost}, gathers of other units unchanged"
     ]
     assert [cause.text for cause in comparison.causes] == [
-        f"fully_shard on the root is missing: its own parameters are not sharded{unreduced}, and "
-        "each unit below is a root of its own"
+        f"fully_shard on the root is missing: its parameters are not sharded{unreduced}, and each "
+        "unit below becomes a root"
     ]
 
 
@@ -164,7 +164,7 @@ def forward_alone(one):
         (frozen, tree(layers_2_weight={"trainable": False}), "detached, or not synchronized"),
         # A tree that changed in nothing says nothing of a policy.
         (kept, tree(), "reshard_after_forward became False"),
-        (in_bfloat16, tree(), "the weights' own fsdp_pre_all_gather"),
+        (in_bfloat16, tree(), "an fsdp_pre_all_gather hook of the weights"),
         (reduced_often, tree(layers_1_weight={"trainable": False}), "reduced in each micro-batch"),
     ],
 )
@@ -194,8 +194,8 @@ def test_weights_in_8_bits_may_be_gathered_by_their_own_way(into):
     sides = [profile(), in_dtype(profile(), "float8_e4m3fn", roles=("parameters",))]
     comparison = compare(*(sides if into else sides[::-1]))
     assert [cause.text for cause in comparison.causes] == [
-        "the weights' own fsdp_pre_all_gather, such as torchao's float8 all-gather, "
-        "MixedPrecisionPolicy, or the model's own dtype"
+        "an fsdp_pre_all_gather hook of the weights, such as torchao's float8 all-gather, "
+        "MixedPrecisionPolicy, or the dtype of the model's parameters"
     ]
 
 
@@ -233,7 +233,7 @@ def test_units_that_were_gathered_in_vain_lose_no_gradients():
     old = freeze(profile())
     comparison = compare(old, spare(old), evidence=tree_evidence(tree(), tree()))
     (step,) = comparison.explanation.steps
-    assert sentence(step) == "layers.1 not gathered in backward any more"
+    assert sentence(step) == "layers.1 no longer gathered in backward"
     assert comparison.causes == ()
 
 
@@ -252,8 +252,8 @@ def in_dtype(old, dtype, *, roles, version=""):
 
 HALF = in_dtype(profile(), "bfloat16", roles=("parameters", "gradients"), version="2.13.0+cpu")
 FULL = in_dtype(HALF, "float32", roles=("gradients",), version="2.15.0+cu130")
-UNSET = "FSDP2 reduces in float32 since torch 2.15, in bfloat16 before"
-KEEPS = "reduce_dtype=torch.bfloat16 keeps the bytes"
+UNSET = "since torch 2.15, FSDP2 reduces in float32, not bfloat16"
+KEEPS = "pass reduce_dtype=torch.bfloat16 to keep the bytes"
 # As of DDP, whose communication hook may have gone: of it nothing is gathered.
 HOOKED = made([row(BACKWARD, "", "all_reduce", NBYTES, "gradients", dtype="bfloat16")])
 
@@ -303,15 +303,15 @@ SET_TREE = in_half(param_dtype="bfloat16", reduce_dtype="float32")
     ("was", "now", "text"),
     [
         (None, None, f"reduce_dtype was changed, or is unset: {UNSET}; {KEEPS}"),
-        (HALF_TREE, HALF_TREE, f"reduce_dtype is unset, as the tree says: {UNSET}; {KEEPS}"),
-        (HALF_TREE, SET_TREE, "MixedPrecisionPolicy, as the tree says"),
+        (HALF_TREE, HALF_TREE, f"reduce_dtype is unset, as the tree shows: {UNSET}; {KEEPS}"),
+        (HALF_TREE, SET_TREE, "MixedPrecisionPolicy, as the tree shows"),
         # FSDP1 reduces in param_dtype with every torch; a hook does as it likes.
         (
             of_fsdp1(HALF_TREE),
             of_fsdp1(HALF_TREE),
-            "a communication hook, or gradients cast by hand",
+            "a communication hook, or a manual cast of gradients",
         ),
-        (SET_TREE, SET_TREE, "a communication hook, or gradients cast by hand"),
+        (SET_TREE, SET_TREE, "a communication hook, or a manual cast of gradients"),
     ],
 )
 def test_the_tree_decides_whether_torch_reduces_otherwise(was, now, text):
@@ -328,7 +328,7 @@ def test_the_page_about_versions_has_the_cause_as_it_is_told():
 
 def test_what_keeps_the_bytes_is_the_type_of_the_snapshot():
     (cause,) = compare(FULL, HALF).causes
-    assert cause.text.endswith("in bfloat16 before; reduce_dtype=torch.float32 keeps the bytes")
+    assert cause.text.endswith("not bfloat16; pass reduce_dtype=torch.float32 to keep the bytes")
 
 
 def test_partial_gradients_of_another_axis_need_no_unset_reduce_dtype():
@@ -339,8 +339,8 @@ def test_partial_gradients_of_another_axis_need_no_unset_reduce_dtype():
     wide = [row(BACKWARD, "layers.0", "all_reduce", 128, "gradients", axis="tp")]
     new = replace(made([*HALF.rows, *wide]), torch_version="2.15.0")
     text = (
-        "FSDP2 has partial gradients reduced over tp in float32 since torch 2.15, in bfloat16 "
-        "before: it casts them to reduce_dtype, or to the parameters' own type, first"
+        "since torch 2.15, FSDP2 casts partial gradients to reduce_dtype or the parameter dtype "
+        "before DTensor reduces them over tp: in float32, not bfloat16"
     )
     for evidence in (None, tree_evidence(SET_TREE, SET_TREE)):
         assert [cause.text for cause in compare(old, new, evidence=evidence).causes] == [text]
@@ -350,9 +350,9 @@ def test_partial_gradients_of_another_axis_need_no_unset_reduce_dtype():
 @pytest.mark.parametrize(
     ("evidence", "text"),
     [
-        (None, "MixedPrecisionPolicy, autocast, or a cast by hand"),
-        (tree_evidence(SET_TREE, SET_TREE), "autocast, or a cast by hand"),
-        (tree_evidence(tree(), SET_TREE), "MixedPrecisionPolicy, as the tree says"),
+        (None, "MixedPrecisionPolicy, autocast, or a manual cast"),
+        (tree_evidence(SET_TREE, SET_TREE), "autocast, or a manual cast"),
+        (tree_evidence(tree(), SET_TREE), "MixedPrecisionPolicy, as the tree shows"),
     ],
 )
 def test_partial_gradients_in_bfloat16_are_cast(evidence, text):
@@ -370,7 +370,7 @@ def test_what_the_user_changed_is_told_before_what_torch_changed():
         *("reshard_after_forward", "reduce_dtype"),
     ]
     assert [step.kind for step in comparison.told] == ["freed", "dtype"]
-    assert headline_of_steps(comparison).startswith("layers.{0..2} kept gathered after forward")
+    assert headline_of_steps(comparison).startswith("layers.{0..2} no longer resharded")
     # With one version, the order is that of the steps.
     alike = compare(HALF, replace(new, torch_version="2.13.0"))
     assert [step.kind for step in alike.told] == ["dtype", "freed"]
@@ -387,7 +387,8 @@ def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):
 
 GATHERED = "full_tensor() or redistribute()"
 OTHERWISE = (
-    "norms of gradients or weights are no longer computed as clip_grad_norm_ does, or not at all"
+    "norms of gradients or weights are no longer computed, or no longer the way clip_grad_norm_ "
+    "does"
 )
 
 
@@ -407,7 +408,7 @@ def logged(old):
         (
             profile(),
             clipped(profile()),
-            ["norms of gradients or weights are computed, as by clip_grad_norm_"],
+            ["norms of gradients or weights are now computed, e.g. by clip_grad_norm_"],
         ),
         (
             clipped(profile(), "(Replicate(),_NormPartial(2.0))->(Replicate(),Replicate())"),

@@ -113,8 +113,8 @@ def test_the_text_of_a_change_names_site_cause_and_remedy():
     text = rendered(old, new, notes=("odd",))
     assert text.lines == (
         "comm_mode differs from s.comm",
-        "  layers.2 forward: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB in all per rank, issued "
-        "in layers.1 at model.py:88",
+        "  layers.2 in forward: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB per rank, "
+        "requested by the forward of layers.1, called from model.py:88",
         "  note: odd",
     )
 
@@ -123,8 +123,8 @@ def test_ranks_that_differ_are_named():
     old = profile(row(FORWARD, "a", "all_gather"))
     new = profile(row(FORWARD, "a", "all_gather", 2, 2 * KIB, ranks=(0, 1)))
     assert rendered(old, new).lines[1] == (
-        "  a forward: all_gather[dp] 1 (of 1_024 B float32) on all ranks -> 2 (of 1_024 B float32) "
-        "on ranks 0-1"
+        "  a in forward: all_gather[dp] x1 of 1_024 B float32 on all ranks -> x2 of 1_024 B "
+        "float32 on ranks 0-1"
     )
     new = profile(row(FORWARD, "a", "all_gather", 2, 2 * KIB, ranks=tuple(range(0, 64, 8))))
     assert rendered(old, new).lines[1].endswith(" on ranks 0-56/8")
@@ -141,34 +141,54 @@ def calls(count=1, nbytes=64, dtype="float32", **changes):
         (
             [calls(dtype="float16")],
             [calls(dtype="bfloat16")],
-            "1, x1 of 64 B float16 -> x1 of 64 B bfloat16",
+            "all_gather[dp] x1 of 64 B float16 -> x1 of 64 B bfloat16",
         ),
         # Sizes that cancel.
         (
             [calls(2, 32)],
             [calls(1, 4), calls(1, 60)],
-            "2, x2 of 32 B float32 -> x1 of 4 B float32, x1 of 60 B float32",
+            "all_gather[dp] x2 of 32 B float32 -> x1 of 4 B float32, x1 of 60 B float32",
         ),
         (
             [calls(3), calls(1, 32)],
             [calls(3, ahead=1), calls(1, 32)],
-            "issued 0 -> 0 or 1 units ahead of use",
+            "some all_gather[dp] now prefetched (0 -> 0 or 1 units ahead of use)",
         ),
-        ([calls(is_async=True)], [calls()], "synchronous now: the caller waits for it"),
-        ([calls(peer=1)], [calls(peer=-1)], "1, x1 of 64 B float32 peer +1 -> x1 of 64 B float32 "),
-        ([calls()], [calls(reduce_op="max")], "1, x1 of 64 B float32 -> x1 of 64 B float32 by max"),
-        ([calls(root_rank=0)], [calls(root_rank=2)], "1, x1 of 64 B float32 root 0 -> x1 of 64 B "),
+        (
+            [calls(is_async=True)],
+            [calls()],
+            "all_gather[dp] now synchronous: the caller waits for it",
+        ),
+        (
+            [calls(peer=1)],
+            [calls(peer=-1)],
+            "all_gather[dp] x1 of 64 B float32 peer +1 -> x1 of 64 B float32 ",
+        ),
+        (
+            [calls()],
+            [calls(reduce_op="max")],
+            "all_gather[dp] x1 of 64 B float32 -> x1 of 64 B float32 by max",
+        ),
+        (
+            [calls(root_rank=0)],
+            [calls(root_rank=2)],
+            "all_gather[dp] x1 of 64 B float32 root 0 -> x1 of 64 B ",
+        ),
         # A batch that grows needs no more than its bytes.
-        ([calls()], [calls(nbytes=96)], "1, 64 -> 96 B per rank"),
+        ([calls()], [calls(nbytes=96)], "all_gather[dp] x1, 64 -> 96 B per rank"),
         # Sides that would be rounded to the same.
-        ([calls(nbytes=74_000)], [calls(nbytes=74_008)], "1, 74_000 -> 74_008 B per rank"),
+        (
+            [calls(nbytes=74_000)],
+            [calls(nbytes=74_008)],
+            "all_gather[dp] x1, 74_000 -> 74_008 B per rank",
+        ),
     ],
 )
 def test_calls_that_differ_are_a_difference(before, after, line):
     old = profile(row(FORWARD, "a", "all_gather", calls=tuple(sorted(before))))
     new = profile(row(FORWARD, "a", "all_gather", calls=tuple(sorted(after))))
     assert compare(old, old).changes == ()
-    assert rendered(old, new).lines[1].startswith(f"  a forward: all_gather[dp] {line}")
+    assert rendered(old, new).lines[1].startswith(f"  a in forward: {line}")
 
 
 def test_layers_that_are_gathered_anew_are_one_change_whatever_their_distance():
@@ -190,7 +210,7 @@ def test_a_size_that_is_no_longer_known_is_not_told_as_0_bytes():
     both = (sent(is_object=False), sent(is_object=True))
     assert "128 B -> 2 of unknown size" in headline(compare(*both).changes)
     text = "\n".join(rendered(*both).lines)
-    assert "128 B -> 2 of unknown size in all per rank" in text
+    assert "128 B -> 2 of unknown size per rank" in text
     assert " 0 B" not in text
 
 
@@ -280,18 +300,18 @@ A, B, C, D, E = (f"{name}.py:1" for name in "abcde")
     ("before", "after", "place"),
     [
         # Added, with a size of its own; then with that of an unchanged call.
-        ([(A, 1)], [(A, 1), (B, 5)], ", issued at b.py:1"),
-        ([(A, 1)], [(A, 1), (B, 1)], ", issued at a.py:1 or b.py:1"),
+        ([(A, 1)], [(A, 1), (B, 5)], ", called from b.py:1"),
+        ([(A, 1)], [(A, 1), (B, 1)], ", called from a.py:1 or b.py:1"),
         # The size of one of two changes, and becomes that of the other.
-        ([(A, 1), (B, 4)], [(A, 1), (B, 9)], ", issued at b.py:1"),
-        ([(A, 1), (B, 4)], [(A, 1), (B, 1)], ", issued at a.py:1 or b.py:1"),
+        ([(A, 1), (B, 4)], [(A, 1), (B, 9)], ", called from b.py:1"),
+        ([(A, 1), (B, 4)], [(A, 1), (B, 1)], ", called from a.py:1 or b.py:1"),
         # Two are new.
-        ([(A, 1)], [(A, 1), (B, 5), (C, 5)], ", issued at b.py:1 and c.py:1"),
-        ([], [(A, 1), (B, 5)], ", issued at a.py:1 and b.py:1"),
+        ([(A, 1)], [(A, 1), (B, 5), (C, 5)], ", called from b.py:1 and c.py:1"),
+        ([], [(A, 1), (B, 5)], ", called from a.py:1 and b.py:1"),
         (
             [],
             [(line, 1) for line in (A, B, C, D, E)],
-            ", issued at a.py:1, b.py:1, c.py:1 and 2 more",
+            ", called from a.py:1, b.py:1, c.py:1 and 2 more",
         ),
         # The lines that are left did not change.
         ([(A, 1), (B, 5)], [(A, 1)], ""),
@@ -304,16 +324,16 @@ def test_change_names_all_lines_that_may_be_new(before, after, place):
     old = profile(*[sent(*before)] * bool(before), other)
     text = rendered(old, profile(sent(*after), other))
     line = next(one for one in text.changes if "all_gather" in one)
-    assert line.partition(", issued")[1:] == place.partition(", issued")[1:]
+    assert line.partition(", called")[1:] == place.partition(", called")[1:]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "place"),
     [
         # Of the line with 4 calls, at most one was there before; of one with 3 of 4, all may have.
-        ([A], [A, B, B, B, B], "at b.py:1"),
-        ([A, A, A], [A, B, B, B], "at a.py:1 or b.py:1"),
-        ([A, B, B], [A, B, B, B], "at a.py:1 or b.py:1"),
+        ([A], [A, B, B, B, B], "called from b.py:1"),
+        ([A, A, A], [A, B, B, B], "called from a.py:1 or b.py:1"),
+        ([A, B, B], [A, B, B, B], "called from a.py:1 or b.py:1"),
     ],
 )
 def test_line_with_more_calls_than_before_is_named(before, after, place):
@@ -334,22 +354,24 @@ def reduced(*sums):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "place"), [("", "max", "at b.py:1"), ("max", "", "at a.py:1 or b.py:1")]
+    ("before", "after", "place"),
+    [("", "max", "called from b.py:1"), ("max", "", "called from a.py:1 or b.py:1")],
 )
 def test_line_that_reduces_otherwise_is_named(before, after, place):
     old, new = (profile(reduced((A, "", False), (B, op, False))) for op in (before, after))
-    assert rendered(old, new).changes[0].partition("issued ")[2] == place
+    assert rendered(old, new).changes[0].rpartition(", ")[2] == place
 
 
 @pytest.mark.parametrize(
-    ("is_of_dtensor", "place"), [(False, "at b.py:1"), (True, "at a.py:1 or b.py:1")]
+    ("is_of_dtensor", "place"),
+    [(False, "at b.py:1"), (True, "at a.py:1 or b.py:1")],
 )
 def test_step_of_dtensors_names_no_plain_call(is_of_dtensor, place):
     new = profile(
         reduced((A, "", is_of_dtensor), (B, "", True)),
         row(Phase.OUTSIDE, None, "(Partial(sum))->(Replicate())", subject="redistribution"),
     )
-    text = "partial DTensors reduced outside of forward and backward: 1 call of 4 B more"
+    text = "partial DTensors reduced outside forward and backward: +1 call, +4 B"
     assert rendered(profile(reduced((A, "", False))), new).changes == (f"{text}, {place}",)
 
 
@@ -364,23 +386,23 @@ def test_calls_that_differ_in_time_alone_are_not_new():
 def test_change_of_some_ranks_names_their_lines():
     old = profile(sent((A, 1), ranks=(0, 1)), sent((B, 1), ranks=(2, 3)))
     new = profile(sent((A, 1), ranks=(0, 1)), sent((B, 1), (C, 5), ranks=(2, 3)))
-    assert rendered(old, new).changes[0].endswith(", issued at c.py:1")
+    assert rendered(old, new).changes[0].endswith(", called from c.py:1")
 
 
 def test_change_of_two_modules_names_the_lines_of_both():
     old = profile(sent((A, 1)), sent((A, 1), owner="b"))
     new = profile(sent((A, 1), (B, 5)), sent((A, 1), (C, 5), owner="b"))
-    assert rendered(old, new).changes[0].endswith(", issued at b.py:1 and c.py:1")
+    assert rendered(old, new).changes[0].endswith(", called from b.py:1 and c.py:1")
 
 
 @pytest.mark.parametrize(
-    ("is_of_backward", "place"), [(False, ", issued at hooks.py:7"), (True, "")]
+    ("is_of_backward", "place"), [(False, ", called from hooks.py:7"), (True, "")]
 )
 def test_change_in_backward_names_the_line_of_a_hook(is_of_backward, place):
     call = row(BACKWARD, "a", "broadcast")
     hook = sent(("hooks.py:7", 1), phase=BACKWARD, is_of_backward=is_of_backward)
     (line,) = rendered(profile(call), profile(call, hook)).changes
-    assert line == f"a backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank{place}"
+    assert line == f"a in backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank{place}"
 
 
 def test_fold_tells_hooks_from_the_line_with_backward():
@@ -445,4 +467,4 @@ def test_the_largest_growth_comes_first():
         for place, owner in enumerate(owners)
     ]
     text = rendered(profile(*step(owners=owners)), profile(*new))
-    assert text.changes[0].startswith("module_p forward")
+    assert text.changes[0].startswith("module_p in forward")

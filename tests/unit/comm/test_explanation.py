@@ -137,7 +137,8 @@ def test_a_head_that_is_split_off_and_called_for_each_chunk_is_named_as_both():
     comparison = compare(old, new)
     (step,) = comparison.explanation.steps
     assert sentence(step) == (
-        "head split off (root), gathered 4 times in forward: 8 calls, 8.0 KiB in all"
+        "head split off from (root) as a separate unit, gathered 4 times in forward: 8 calls, "
+        "8.0 KiB in total"
     )
     assert [cause.text[:30] for cause in comparison.causes] == ["called several times in one fo"]
 
@@ -156,7 +157,7 @@ def test_a_unit_that_is_split_off_under_accumulation_is_called_as_often_as_the_o
     new = made(four_micro_batches([*rest, *units, *unit("embed", 1_024)]))
     comparison = compare(old, new)
     (step,) = comparison.explanation.steps
-    assert sentence(step).startswith("embed split off (root): ")
+    assert sentence(step).startswith("embed split off from (root) as a separate unit: ")
     assert comparison.causes == ()
 
 
@@ -170,13 +171,13 @@ def test_one_unit_whose_name_the_root_takes_has_not_moved_there():
     old = made([*unit("head+model.norm", 516), *units("model.", NBYTES)])
     adapted = [one for one in units("base.model.", NBYTES + 64) if role(one) != "gradients"]
     new = made([*unit("", 4, kept=True), *adapted])
-    assert not any("at the top now" in sentence(step) for step in explain(old, new).steps)
+    assert not any("moved to the top level" in sentence(step) for step in explain(old, new).steps)
 
 
 def test_a_unit_that_came_has_bytes_that_no_other_unit_lost():
     old, new = profile(), profile(extra=[unit("head", 512)])
     assert [sentence(step) for step in explain(old, new).steps] == [
-        "head gathered now, other units as before: 2 calls, 1.0 KiB in all"
+        "head now gathered, other units unchanged: 2 calls, 1.0 KiB in total"
     ]
     # The same beside a unit that shrank by other bytes: two changes, neither of which is told so.
     shrunk = changed(new, lambda one: sized(one, Fraction(1, 2)) if one.owner == "" else one)
@@ -191,7 +192,10 @@ def test_a_unit_that_came_has_bytes_that_no_other_unit_lost():
         ({(0,): 32, (1, 2): 16}, "1 call of 32 B on rank 0, 1 call of 16 B on each of ranks 1-2"),
         ({(0, 1): 16, (2, 3): 16}, "1 call of 16 B on each of ranks 0-3"),
         ({(rank,): 16 * (1 + rank) for rank in range(4)}, "1 call on each of ranks 0-3"),
-        ({(): 8, (1,): 16}, "2 calls, 24 B in all on rank 1, 1 call of 8 B on each rank but 1"),
+        (
+            {(): 8, (1,): 16},
+            "2 calls, 24 B in total on rank 1, 1 call of 8 B on each rank except 1",
+        ),
     ],
 )
 def test_calls_are_counted_for_each_rank(ranks, calls):
@@ -201,7 +205,7 @@ def test_calls_are_counted_for_each_rank(ranks, calls):
         for place, (of, nbytes) in enumerate(ranks.items())
     ]
     (step,) = explain(profile(), profile(extra=[rows])).steps
-    assert sentence(step) == f"sent over tp now, over which nothing was: {calls}"
+    assert sentence(step) == f"new collectives over tp, which had none before: {calls}"
 
 
 def recomputed_unit(phase):
@@ -223,7 +227,7 @@ IN_BACKWARD = {(BACKWARD, "all_gather"), (BACKWARD, "unshard")}
         (
             [*unit("a"), *split("b")],
             split("b"),
-            "a no longer gathered nor reduced",
+            "a no longer gathered or reduced",
         ),
         (
             [*unit("a"), *unit("b")],
@@ -231,7 +235,7 @@ IN_BACKWARD = {(BACKWARD, "all_gather"), (BACKWARD, "unshard")}
                 *[times(one, 2) if one.what == "all_gather" else one for one in unit("a")],
                 *unit("b"),
             ],
-            "gathered in forward: a 2 times; other units once",
+            "a gathered 2 times in forward, other units once",
         ),
         (
             [
@@ -239,23 +243,23 @@ IN_BACKWARD = {(BACKWARD, "all_gather"), (BACKWARD, "unshard")}
                 *unit("b"),
             ],
             [*unit("a"), *unit("b")],
-            "a gathered 2 -> 1 times in forward, as often as other units",
+            "a gathered 2 -> 1 times in forward, like the other units",
         ),
         (
             recomputed_unit(RECOMPUTE),
             recomputed_unit(BACKWARD),
-            "a gathered in backward instead of by recomputation",
+            "a gathered in backward instead of recomputation",
         ),
         (
             recomputed_unit(BACKWARD),
             recomputed_unit(RECOMPUTE),
-            "a gathered by recomputation instead of in backward",
+            "a gathered in recomputation instead of backward",
         ),
         # Gathered in both is repeated.
         (
             unit("a"),
             [*unit("a"), row(RECOMPUTE, "a", "all_gather", NBYTES, "parameters")],
-            "forward collectives of a repeated by recomputation in backward: 1 call of 5.0 KiB",
+            "recomputation now repeats the forward collectives of a: 1 call of 5.0 KiB",
         ),
     ],
 )
@@ -277,8 +281,8 @@ def test_ddp_in_place_of_hsdp_tells_every_unit_that_is_gathered_now():
     explanation = explain(ddp, hsdp)
     assert explanation.is_exact
     assert {sentence(step) for step in explanation.steps} == {
-        "nothing is sent over world any more",
-        "(root), a gathered now: 3 calls, 320 B in all",
+        "no more collectives over world",
+        "(root), a now gathered: 3 calls, 320 B in total",
     }
 
 

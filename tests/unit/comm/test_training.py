@@ -148,25 +148,26 @@ LAYERS = [f"layers.{n}" for n in range(3)]
         (
             profile(),
             without(gathered(profile(), 0.5), *LAYERS),
-            "gradients of layers.{0..2} are no longer reduced over dp: 3 calls, 30.0 KiB per rank",
+            "gradients of layers.{0..2} are no longer reduced over dp "
+            "(was 3 calls, 30.0 KiB per rank)",
         ),
         (
             GATED,
             PARALLEL,
-            "gradients of layers.{0..1}.gate are no longer reduced over tp: 2 calls, 512 B per "
-            "rank",
+            "gradients of layers.{0..1}.gate are no longer reduced over tp (was 2 calls, 512 B "
+            "per rank)",
         ),
         # The gate is left in the model: other modules of its layer still send.
         (
             made([*GATES, *ATTENTION]),
             made(ATTENTION),
-            "gradients of layers.0.gate are no longer reduced over tp: 1 call, 256 B per rank",
+            "gradients of layers.0.gate are no longer reduced over tp (was 1 call, 256 B per rank)",
         ),
         (
             over(profile(), "shard", "replicate"),
             over(gathered(profile(), 2), "shard"),
-            "gradients of (root), layers.{0..2} are no longer reduced over replicate: 4 calls, "
-            "35.0 KiB per rank",
+            "gradients of (root), layers.{0..2} are no longer reduced over replicate (was 4 calls, "
+            "35.0 KiB per rank)",
         ),
         (
             over(profile(), "world"),
@@ -190,42 +191,44 @@ LAYERS = [f"layers.{n}" for n in range(3)]
             profile(),
             made(ATTENTION),
             "parameters of (root), layers.{0..2} are no longer sharded: no unit gathers them, and "
-            "their gradients are no longer reduced over dp (4 calls, 35.0 KiB per rank)",
+            "their gradients are no longer reduced over dp (was 4 calls, 35.0 KiB per rank)",
         ),
         (
             backwards(profile(), "the last of 4 backwards"),
             backwards(gathered(profile(), 2), "the first of 4 backwards"),
-            "gradients of (root), layers.{0..2} are reduced in the first of 4 backwards, not in "
-            "the last: 4 calls, 35.0 KiB per rank over dp",
+            "gradients of (root), layers.{0..2} are now reduced in the first of 4 backwards, but "
+            "not in the last: 4 calls, 35.0 KiB per rank over dp",
         ),
         # By the new names of modules, and the old ones of axes.
         (
             profile(),
             renamed(without(gathered(profile(), 0.5), *LAYERS)),
-            "gradients of blocks.{0..2} are no longer reduced over dp: 3 calls, 30.0 KiB per rank",
+            "gradients of blocks.{0..2} are no longer reduced over dp "
+            "(was 3 calls, 30.0 KiB per rank)",
         ),
         (
             profile(),
             over_data(without(gathered(profile(), 0.5), *LAYERS)),
-            "gradients of layers.{0..2} are no longer reduced over dp: 3 calls, 30.0 KiB per rank",
+            "gradients of layers.{0..2} are no longer reduced over dp "
+            "(was 3 calls, 30.0 KiB per rank)",
         ),
         # Others reduce more, of which this one is no part; or as many in another type.
         (
             made([*unit("a"), *unit("b")]),
             made([*without(made(unit("a", 64)), "a").rows, *unit("b", 2 * NBYTES)]),
-            "gradients of a are no longer reduced over dp: 1 call, 5.0 KiB per rank",
+            "gradients of a are no longer reduced over dp (was 1 call, 5.0 KiB per rank)",
         ),
         (
             in_bfloat16(profile()),
             without(gathered(profile(), 2), "layers.1"),
-            "gradients of layers.1 are no longer reduced over dp: 1 call, 5.0 KiB per rank",
+            "gradients of layers.1 are no longer reduced over dp (was 1 call, 5.0 KiB per rank)",
         ),
         # Over one rank.
         (
             profile(),
             replace(gathered(profile(), 2), mesh_axes=(replace(DP, size=1, dims=()),)),
-            "gradients of (root), layers.{0..2} are no longer reduced over dp: 4 calls, 35.0 KiB "
-            "per rank",
+            "gradients of (root), layers.{0..2} are no longer reduced over dp (was 4 calls, 35.0 "
+            "KiB per rank)",
         ),
         # Backward ran twice.
         (
@@ -241,33 +244,33 @@ LAYERS = [f"layers.{n}" for n in range(3)]
         (
             profile(),
             fewer(profile(), "layers.1"),
-            "fewer gradients of layers.1 are reduced over dp, gathers as before: 1 call, 10.0 -> "
+            "fewer gradients of layers.1 are reduced over dp, gathers unchanged: 1 call, 10.0 -> "
             "5.0 KiB per rank",
         ),
         # Forwards that no backward follows.
         (
             run(profile(), forwards=4, backwards=4),
             run(profile(), forwards=4, backwards=1),
-            "gradients of (root), layers.{0..2} come from 1 backward instead of 4, forwards as "
-            "before: 4 calls, 35.0 KiB per rank over dp",
+            "gradients of (root), layers.{0..2} come from 1 backward instead of 4, forwards "
+            "unchanged: 4 calls, 35.0 KiB per rank over dp",
         ),
         (
             run(profile(tensor_parallel=True), forwards=4, backwards=4),
             run(profile(tensor_parallel=True), forwards=4, backwards=2),
-            "gradients of (root), layers.{0..2} come from 2 backwards instead of 4, forwards as "
-            "before: 4 calls, 35.0 KiB per rank over dp",
+            "gradients of (root), layers.{0..2} come from 2 backwards instead of 4, forwards "
+            "unchanged: 4 calls, 35.0 KiB per rank over dp",
         ),
         # The worst first.
         (
             profile(),
             without(often(profile(), 4, forward=2), "layers.2"),
-            "gradients of layers.2 are no longer reduced over dp: 1 call, 10.0 KiB per rank",
+            "gradients of layers.2 are no longer reduced over dp (was 1 call, 10.0 KiB per rank)",
         ),
         (
             profile(),
             over(profile(), "dp", "dp"),
-            "gradients of (root), layers.{0..2} reduced by all_reduce[dp] too now, all else as "
-            "before",
+            "gradients of (root), layers.{0..2} now also reduced by all_reduce[dp], all else "
+            "unchanged",
         ),
         # Each rank reduces those of its own stage.
         (
@@ -278,7 +281,8 @@ LAYERS = [f"layers.{n}" for n in range(3)]
                     *on_ranks(without(made(unit("layers.1", 64)), "layers.1").rows, 2, 3),
                 ]
             ),
-            "gradients of layers.{0..1} are no longer reduced over dp: 1 call, 5.0 KiB per rank",
+            "gradients of layers.{0..1} are no longer reduced over dp "
+            "(was 1 call, 5.0 KiB per rank)",
         ),
     ],
 )
@@ -304,7 +308,7 @@ HEAD = unit("head", 1_024)
         (profile(), renamed(gathered(profile(), 2))),
         (profile(), more_layers(gathered(profile(), 2))),
         (profile(5), gathered(profile(), 2)),
-        # Merged into the root, split off it, and in another group.
+        # Merged into the root, split off from it, and in another group.
         (made([*unit(""), *HEAD]), made(unit("", NBYTES + 1_024))),
         (made([*unit("", NBYTES + 1_024)]), made([*unit(""), *HEAD])),
         (made([*unit("head"), *unit("norm")]), made(unit("head+norm", 2 * NBYTES))),
@@ -417,9 +421,9 @@ def test_step_without_backward_loses_all_gradients(old):
     """A loss that is detached, or computed without a graph."""
     text = render_comparison(compare(old, without_backward(old)), snapshot="s")
     assert text.training == (
-        "nothing is sent in backward any more, forward as before",
-        "gradients of (root), layers.{0..2} are no longer reduced over dp: 4 calls, 35.0 KiB per "
-        "rank",
+        "no more collectives in backward, forward unchanged",
+        "gradients of (root), layers.{0..2} are no longer reduced over dp (was 4 calls, 35.0 KiB "
+        "per rank)",
     )
 
 
@@ -468,10 +472,14 @@ def reduced(**fields):
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
-        (LAST, FIRST, "in the first of 4 backwards, not in the last"),
-        ("", EARLY, "in 2 of 4 backwards, not in the last"),
-        (FIRST, EARLY, "in 2 of 4 backwards, not in the last, before in the first of 4 backwards"),
-        (EARLY, "", "in the last backward now, before in 2 of 4 backwards"),
+        (LAST, FIRST, "in the first of 4 backwards, but not in the last"),
+        ("", EARLY, "in 2 of 4 backwards, but not in the last"),
+        (
+            FIRST,
+            EARLY,
+            "in 2 of 4 backwards, but not in the last (was in the first of 4 backwards)",
+        ),
+        (EARLY, "", "in the last backward (was in 2 of 4 backwards)"),
         # As many micro-batches as there are follow from what else is sent.
         (LAST, "the last of 8 backwards", ""),
         (LAST, "2 of 4 backwards", ""),
@@ -480,7 +488,7 @@ def reduced(**fields):
 )
 def test_backward_that_reduces_no_more_is_named(before, after, text):
     old, new = reduced(backwards=before), reduced(backwards=after)
-    line = f"gradients of (root), layers.{{0..2}} are reduced {text}"
+    line = f"gradients of (root), layers.{{0..2}} are now reduced {text}"
     line += ": 4 calls, 35.0 KiB per rank over dp"
     assert training(old, new) == ([line] if text else [])
     assert bool(compare(old, new).changes) is bool(text)
@@ -489,7 +497,7 @@ def test_backward_that_reduces_no_more_is_named(before, after, text):
 
 
 def test_way_to_combine_gradients_is_told():
-    line = "gradients of (root), layers.{0..2} are combined by avg instead of by sum over dp: "
+    line = "gradients of (root), layers.{0..2} are reduced by avg instead of sum over dp: "
     assert training(reduced(), reduced(reduce_op="avg")) == [f"{line}4 calls, 35.0 KiB per rank"]
 
 
@@ -535,4 +543,4 @@ def test_fewer_gradients_come_before_larger_gathers():
     new = made([*new.rows, *unit("c")])
     lines = render_comparison(compare(old, new), snapshot="s").changes
     first = next(line for line in lines if line.startswith("a "))
-    assert first.startswith("a backward: reduce_scatter[dp] 1, 2.0 KiB -> 500 B")
+    assert first.startswith("a in backward: reduce_scatter[dp] x1, 2.0 KiB -> 500 B")

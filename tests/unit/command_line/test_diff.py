@@ -13,7 +13,7 @@ OLD, NEW = (format_profile(sample_profiles.profile(layers=layers)) for layers in
 EXPLANATION = [
     "  +30 % bytes in all (100.0 -> 130.0 KiB per rank and step)",
     "  all_gather[dp] +31 % (65.0 -> 85.0 KiB), reduce_scatter[dp] +29 % (35.0 -> 45.0 KiB)",
-    "  layers: 3 -> 4 modules, each as its siblings",
+    "  layers: 3 -> 4 modules, the new ones like their siblings",
 ]
 
 
@@ -51,7 +51,7 @@ def test_a_recording_is_compared_with_a_snapshot(write, fsdp_comm):
     result = fsdp_comm("diff", "one.json", "more.json")
     assert result.status == 1
     # A recording has call sites, a snapshot has none.
-    assert any(line.endswith("at train.py:3") for line in result.lines), result.out
+    assert any(line.endswith("called from train.py:3") for line in result.lines), result.out
 
 
 def test_diff_of_different_kinds_is_not_explained(write, fsdp_comm):
@@ -85,7 +85,7 @@ def test_the_tree_of_a_test_explains_what_it_sends(write, fsdp_comm):
     for side, policy in (("old", "true"), ("new", "false")):
         text = tree.replace("reshard_after_forward=true", f"reshard_after_forward={policy}")
         write(f"{side}/test_x.ws4.tree.comm", text)
-    assert f"{likely}True -> False, as the tree says\n" in fsdp_comm("diff", "old", "new").out
+    assert f"{likely}True -> False, as the tree shows\n" in fsdp_comm("diff", "old", "new").out
 
 
 def test_directories_are_compared_file_by_file(write, fsdp_comm):

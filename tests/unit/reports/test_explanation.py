@@ -120,7 +120,7 @@ def test_long_lines_are_cut_before_they_are_left_out(training, cost, changes, sh
 
 
 def test_line_that_is_cut_keeps_its_place():
-    sent = "lm_head split off (root): " + "-" * 200
+    sent = "lm_head split off from (root) as a separate unit: " + "-" * 200
     text = replace(comm(0), changes=(f"{sent}, at examples/train.py:43", f"{sent} at {'x' * 100}"))
     _, first, second, *_ = failure_lines({"": text}, accept="n" * 300)
     assert first.endswith("---... at examples/train.py:43")
@@ -196,14 +196,14 @@ def test_regression_comes_first_with_its_cause():
     comparison = compare(old, reduced_often(in_bfloat16(old)))
     explained = render_comparison(comparison, snapshot="x")
     reduced = "gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter)"
-    assert headline_of_steps(comparison) == f"{reduced}, gathers as before, 1 more"
+    assert headline_of_steps(comparison) == f"{reduced}, gathers unchanged, 1 more change"
     assert [line.partition("; likely: ")[0] for line in explained.summaries] == [
-        f"{reduced}, gathers as before",
+        f"{reduced}, gathers unchanged",
         "parameters[dp], gradients[dp] float32 -> bfloat16, x1/2 bytes",
     ]
     causes = [line.partition("; likely: ")[2] for line in explained.summaries]
     assert causes[0].startswith("reduced in each micro-batch, or in several backwards of one")
-    assert causes[1] == "MixedPrecisionPolicy, or the model's own dtype"
+    assert causes[1] == "MixedPrecisionPolicy, or the dtype of the model's parameters"
     # The same order on the terminal, before what it costs.
     assert explained.training[0].startswith(reduced)
     assert "bfloat16" in explained.training[1]

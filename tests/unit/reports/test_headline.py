@@ -63,7 +63,7 @@ CASES = {
             counted("lm_head", 0, 1, "reduce_scatter[dp]", Phase.BACKWARD),
             PEAK,
         ],
-        "lm_head: +8 all_gather, 3 more",
+        "lm_head: +8 all_gather, 3 more changes",
     ),
     "an unshard repeats its all-gather": (
         [counted("a", 2, 1), reshards("a", 2, 1)],
@@ -78,28 +78,28 @@ CASES = {
     "of no module": ([counted(None, 1, 2)], "(no-module): +1 all_gather"),
     "an axis where there are several": (
         [counted("a", 1, 5), counted("a", 1, 2, "all_gather[tp]")],
-        "a: +4 all_gather[dp], 1 more",
+        "a: +4 all_gather[dp], 1 more change",
     ),
     "bytes": (
         [change("a", amounts(calls(2, 512)), amounts(calls(2, 1024)))],
-        "a forward: all_gather[dp] 2, 1.0 -> 2.0 KiB in all per rank",
+        "a in forward: all_gather[dp] x2, 1.0 -> 2.0 KiB per rank",
     ),
     "from one phase to another": (
         [counted("a", 1, 0), counted("a", 0, 1, phase=Phase.BACKWARD)],
-        "a backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank",
+        "a in backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank",
     ),
     "an element type": (
         [change("a", amounts(calls(2)), amounts(calls(2, dtype="bfloat16")))],
-        "a forward: all_gather[dp] 2, x2 of 1_024 B float32 -> x2 of 1_024 B bfloat16",
+        "a in forward: all_gather[dp] x2 of 1_024 B float32 -> x2 of 1_024 B bfloat16",
     ),
     "on other ranks": (
         [change(None, amounts(calls(1), ranks=(3,)), amounts(calls(1), ranks=(0,)))],
-        "(no-module) forward: all_gather[dp] 1 (of 1_024 B float32) on rank 3 -> 1 (of 1_024 B "
-        "float32) on rank 0",
+        "(no-module) in forward: all_gather[dp] x1 of 1_024 B float32 on rank 3 -> x1 of 1_024 B "
+        "float32 on rank 0",
     ),
     "a frame before what follows from it": (
         [counted("a", 1, 9), MESH],
-        "mesh: dp=2 -> dp=4, 1 more",
+        "mesh: dp=2 -> dp=4, 1 more change",
     ),
     "memory alone": ([PEAK], "peak gathered: 512 B -> 1_024 B"),
     "a tree": (
@@ -107,11 +107,11 @@ CASES = {
             TreeChange(subject="lm_head", what="becomes a root"),
             TreeChange(subject="a", what="gone"),
         ],
-        "lm_head: becomes a root, 1 more",
+        "lm_head: becomes a root, 1 more change",
     ),
     "a recording before its tree": (
         [TreeChange(subject="lm_head", what="becomes a root"), counted("a", 1, 2)],
-        "a: +1 all_gather, 1 more",
+        "a: +1 all_gather, 1 more change",
     ),
 }  # fmt: skip
 
@@ -124,9 +124,12 @@ def test_the_headline_is(changes, text):
 def test_a_change_of_the_whole_is_its_own_headline():
     old = profile()
     assert headline_of_steps(compare(old, profile(5))) == (
-        "layers: 3 -> 5 modules, each as its siblings"
+        "layers: 3 -> 5 modules, the new ones like their siblings"
     )
-    assert headline_of_steps(compare(old, renamed(twice(old)))) == "layers is blocks now, 1 more"
+    assert (
+        headline_of_steps(compare(old, renamed(twice(old))))
+        == "module layers renamed to blocks, 1 more change"
+    )
     # Of single modules, the largest change says more.
     for new in (kept(old), profile(extra=[unit("head", 64)])):
         assert not headline_of_steps(compare(old, new))

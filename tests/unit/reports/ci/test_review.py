@@ -179,17 +179,25 @@ def test_changes_that_look_alike_are_told_apart(line):
 
 
 COSTS = ("+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB)",), ("x4.0 bytes in all", "peak")
-MOVED = "  head split off (root): {}"
+MOVED = "  head split off from (root) as a separate unit: {}"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "is_same"),
     [
-        (MOVED.format("2 calls, 20.0 KiB in all"), MOVED.format("1 call of 96 B"), True),
-        ("  head 10.1 -> 40.2 KiB in each gather", "  head 64 B -> 1.0 MiB in each gather", True),
-        ("  head 10.1 -> 40.2 KiB in each gather", "  head 1.0 MiB -> 64 B in each gather", False),
-        ("  head forward: all_gather[dp] 1 -> 2", "  head forward: all_gather[dp] 1 -> 3", False),
-        (MOVED.format("2 calls"), "  head split off layers.0: 2 calls", False),
+        (MOVED.format("2 calls, 20.0 KiB in total"), MOVED.format("1 call of 96 B"), True),
+        ("  head 10.1 -> 40.2 KiB per gather", "  head 64 B -> 1.0 MiB per gather", True),
+        ("  head 10.1 -> 40.2 KiB per gather", "  head 1.0 MiB -> 64 B per gather", False),
+        (
+            "  head in forward: all_gather[dp] 1 -> 2",
+            "  head in forward: all_gather[dp] 1 -> 3",
+            False,
+        ),
+        (
+            MOVED.format("2 calls"),
+            "  head split off from layers.0 as a separate unit: 2 calls",
+            False,
+        ),
         # Without a change, the cost is all there is.
         (None, None, False),
     ],

@@ -115,7 +115,7 @@ MODULES = ", ".join(
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        (f"{MODULES} and 9 more forward: x 1 -> 2, each", "x 1 -> 2, each; model.transformer"),
+        (f"{MODULES} and 9 more in forward, each: x 1 -> 2", "x 1 -> 2; model.transformer"),
         (f"{MODULES}: gradients gathered in full", "gradients gathered in full; model.transformer"),
         (
             f"gradients of {MODULES} and 9 more are no longer reduced over dp",
@@ -123,7 +123,7 @@ MODULES = ", ".join(
             "longer reduced over dp</td>",
         ),
         # There is room for it, or it has no modules to leave out.
-        ("a, b forward: x 1 -> 2", "a, b forward: x 1 -&gt; 2</td>"),
+        ("a, b in forward: x 1 -> 2", "a, b in forward: x 1 -&gt; 2</td>"),
         ("mesh: " + "y" * 999, "mesh: yyy"),
     ],
 )
