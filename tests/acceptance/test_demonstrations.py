@@ -124,7 +124,7 @@ def test_lm_head_gathered_per_loss_chunk_is_explained(llama):
     assert lines[1].startswith("comm: +63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank")
     assert lines[2] == "comm: peak gathered -23 % (545.2 -> 417.2 KiB per rank)"
     assert lines[3] == (
-        "comm: lm_head split off from (root) as a separate unit, gathered 4 times in forward: "
+        "comm: lm_head split off from unit (root), gathered 4 times in forward: "
         "8 calls, 1.0 MiB in total, at "
         f"examples/llama_training.py:{line}"
     )

@@ -141,8 +141,8 @@ def test_accumulation_reduces_in_each_batch(comm_mode):
     a_step = fsdp_lines(units_of(), axis="data_parallel", kept="model", unreduced_batches=1)
     assert sent_by_modules(comm_mode) == sorted(a_step)
     assert told_of(last, each)[0] == (
-        "gradients of model, model.layers.{0..1} reduced 1 -> 2 times (reduce_scatter), gathers as "
-        "before"
+        "gradients of model, model.layers.{0..1} reduced 1 -> 2 times (reduce_scatter), gathers "
+        "unchanged"
     )
 
 

@@ -77,9 +77,7 @@ def test_change_of_adapters_is_reported(comm_mode, device_mesh):
         "base_model.model.model.layers.{0..1} 4.0 -> 164.5 KiB per call",
         "likely: no longer frozen, as the tree shows",
     ]
-    assert told_of(reviewed, of(units=1))[0] == (
-        f"{MODEL}.layers.1 merged into (root), no longer a separate unit"
-    )
+    assert told_of(reviewed, of(units=1))[0] == f"{MODEL}.layers.1 merged into unit (root)"
     # Adds a second head, which is gathered with the first; only the second is trained.
     copied = told_of(reviewed, of(modules_to_save=["lm_head"]))
     assert copied[:2] == [

@@ -200,7 +200,7 @@ def frozen_backbone_gathered_for_each_micro_batch(changed):
     "sgl-project/SpecForge/pull/566",
     happened="The whole model was one unit: nothing was sent while it computed.",
     cost="0.99 s a step instead of 0.92 s, on 8 GPUs.",
-    first="layers.{0..2} merged into (root), no longer separate units",
+    first="layers.{0..2} merged into unit (root)",
     tree="layers.{0..2}: is no longer a unit (fsdp2)",
     more={"all_gather": -6, "reduce_scatter": -3},
 )
@@ -212,7 +212,7 @@ def one_unit_for_all(changed):
     "NVIDIA-NeMo/Automodel/pull/3708",
     happened="Embedding and head were in the root's unit, whose gradients are reduced in one piece.",
     cost="A buffer of 9.5 GiB for a model of 27B, whose backward failed on 64 H100.",
-    first="embed, head merged into (root), no longer separate units",
+    first="embed, head merged into unit (root)",
     tree="embed: is no longer a unit (fsdp2)",
     more={"all_gather": -4, "reduce_scatter": -2},
 )

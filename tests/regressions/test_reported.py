@@ -103,8 +103,8 @@ def test_reducing_gradients_for_each_micro_batch_is_explained(record, device_mes
     assert (count(reviewed, "reduce_scatter"), count(regressed, "reduce_scatter")) == (3, 12)
     assert count(reviewed, "all_gather") == count(regressed, "all_gather") == 20
     assert said(reviewed, regressed) == [
-        "gradients of (root), layers.{0..1} reduced 1 -> 4 times (reduce_scatter), gathers as "
-        "before",
+        "gradients of (root), layers.{0..1} reduced 1 -> 4 times (reduce_scatter), gathers "
+        "unchanged",
         "likely: reduced in each micro-batch: call set_requires_gradient_sync(False), or enter "
         "no_sync() with FSDP1, for all micro-batches but the last",
     ]
@@ -145,8 +145,8 @@ def test_gathering_the_head_for_each_chunk_of_the_loss_is_explained(record, devi
     reviewed = record(model, lambda: step(model))
     regressed = record(chunked, lambda: step(chunked, chunks=4))
     assert said(reviewed, regressed)[-1] == (
-        "likely: called several times in one forward, as by a loss in chunks: unshard it once "
-        "around the calls, or leave it in its parent's unit"
+        "likely: called several times in one forward, e.g. by a chunked loss: call unshard() "
+        "once before, or leave it in its parent's unit"
     )
 
 
@@ -168,7 +168,7 @@ def test_gathering_an_embedding_in_backward_is_explained(record, device_mesh):
     assert likely.startswith("likely: set_unshard_in_backward(False) is no longer called on it")
     assert said(regressed, reviewed) == [
         "embed no longer gathered in backward",
-        "likely: set_unshard_in_backward(False)",
+        "likely: set_unshard_in_backward(False) is now called on it",
     ]
 
 
@@ -186,7 +186,7 @@ def test_a_full_state_dict_in_each_step_is_explained(record, device_mesh):
     assert told.startswith(
         "embed, head, layers.{0..1}.down and 1 more: full parameters gathered outside "
     )
-    assert "a full state dict as of a checkpoint" in likely
+    assert "a full state dict (e.g. for a checkpoint)" in likely
 
 
 def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, device_mesh):

@@ -513,7 +513,7 @@ def _of_called(step: Replaced, seen: Seen) -> str:
     if is_freed:
         return (
             "called several times in one forward, e.g. by a chunked loss: call unshard() once "
-            "before the calls, or leave it in its parent's unit"
+            "before, or leave it in its parent's unit"
         )
     again = "runs again without a backward, e.g. under no_grad()"
     # Of several layers of a list, all but the first get inputs that need gradients.

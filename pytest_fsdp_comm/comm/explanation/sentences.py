@@ -36,13 +36,13 @@ _PLACES: Final[Mapping[str, str]] = {
     Phase.OUTSIDE: "outside forward and backward",
     Phase.OPTIMIZER: "in the optimizer",
 }
-_NUMBERS: Final = re.compile(r"[0-9{},. ]+")
+_NUMBERS: Final = re.compile(r"[0-9{},.]+")
 
 
 def name_modules(owners: Collection[Owner], *, most: int = 3) -> str:
-    """Name modules as `name_owners` does, but a bare number as ``module 0``."""
+    """Name modules as `name_owners` does, but a bare number with its noun: ``module 0``."""
     text = name_owners(owners, most=most)
-    if _NUMBERS.fullmatch(text) is None:
+    if not any(map(_NUMBERS.fullmatch, text.split(", "))):
         return text
     return f"{'module' if len(owners) == 1 else 'modules'} {text}"
 
@@ -227,13 +227,13 @@ def _of_replaced(step: Replaced) -> str:
                 "longer gathered"
             )
         case "split off":
-            parts, parents = name_modules(facts["modules"]), name_modules(facts["parents"])
-            units = "a separate unit" if len(facts["modules"]) == 1 else "separate units"
+            parts = name_modules(facts["modules"])
+            parents = f"unit{'s' * (len(facts['parents']) > 1)} {name_owners(facts['parents'])}"
             if not step.came:
-                return f"{parts} merged into {parents}, no longer {units}"
+                return f"{parts} merged into {parents}"
             times = f", gathered {facts['times']} times in forward" if facts["times"] else ""
             calls = _calls(step, is_gather, facts["modules"])
-            return _with_calls(f"{parts} split off from {parents} as {units}{times}", calls)
+            return _with_calls(f"{parts} split off from {parents}{times}", calls)
         case "regrouped":
             return (
                 "units regrouped, same bytes in total: "

@@ -251,7 +251,9 @@ def _with_change_first(line: str) -> str:
     """Move a long list of modules behind the change, or name one of them, in a long line."""
     if len(line) <= _MAX_HEADLINE:
         return line
-    if match := re.fullmatch(rf"({_NAMES}(?: (?:in|outside) [a-z ]+)?(?:, each)?): (.+)", line):
+    if match := re.fullmatch(
+        rf"((?:modules )?{_NAMES}(?: (?:in|outside) [a-z ]+)?(?:, each)?): (.+)", line
+    ):
         return f"{match[2]}; {match[1]}"
 
     def first_name(match: re.Match[str]) -> str:

@@ -201,7 +201,7 @@ def test_verbose_and_ci_print_each_line_once(changed, monkeypatch):
     verbose = changed.run("-vv", "-k", "train_step or neighbour")
     shown, below = explained(failure(verbose, "test_train_step"))
     for line in (
-        "comm: lm_head split off from (root) as a separate unit, gathered 4 times in forward: "
+        "comm: lm_head split off from unit (root), gathered 4 times in forward: "
         "8 calls, 2.0 KiB in total, at "
         f"tests/models/test_llama.py:{line_of('self.lm_head(part)')}",
         "comm: body.{0..3} no longer resharded after forward, so not gathered again in backward: "

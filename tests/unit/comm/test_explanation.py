@@ -137,8 +137,7 @@ def test_a_head_that_is_split_off_and_called_for_each_chunk_is_named_as_both():
     comparison = compare(old, new)
     (step,) = comparison.explanation.steps
     assert sentence(step) == (
-        "head split off from (root) as a separate unit, gathered 4 times in forward: 8 calls, "
-        "8.0 KiB in total"
+        "head split off from unit (root), gathered 4 times in forward: 8 calls, 8.0 KiB in total"
     )
     assert [cause.text[:30] for cause in comparison.causes] == ["called several times in one fo"]
 
@@ -157,7 +156,7 @@ def test_a_unit_that_is_split_off_under_accumulation_is_called_as_often_as_the_o
     new = made(four_micro_batches([*rest, *units, *unit("embed", 1_024)]))
     comparison = compare(old, new)
     (step,) = comparison.explanation.steps
-    assert sentence(step).startswith("embed split off from (root) as a separate unit: ")
+    assert sentence(step).startswith("embed split off from unit (root): ")
     assert comparison.causes == ()
 
 

@@ -120,7 +120,7 @@ def test_long_lines_are_cut_before_they_are_left_out(training, cost, changes, sh
 
 
 def test_line_that_is_cut_keeps_its_place():
-    sent = "lm_head split off from (root) as a separate unit: " + "-" * 200
+    sent = "lm_head split off from unit (root): " + "-" * 200
     text = replace(comm(0), changes=(f"{sent}, at examples/train.py:43", f"{sent} at {'x' * 100}"))
     _, first, second, *_ = failure_lines({"": text}, accept="n" * 300)
     assert first.endswith("---... at examples/train.py:43")

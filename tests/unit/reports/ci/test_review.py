@@ -179,7 +179,7 @@ def test_changes_that_look_alike_are_told_apart(line):
 
 
 COSTS = ("+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB)",), ("x4.0 bytes in all", "peak")
-MOVED = "  head split off from (root) as a separate unit: {}"
+MOVED = "  head split off from unit (root): {}"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ MOVED = "  head split off from (root) as a separate unit: {}"
         ),
         (
             MOVED.format("2 calls"),
-            "  head split off from layers.0 as a separate unit: 2 calls",
+            "  head split off from unit layers.0: 2 calls",
             False,
         ),
         # Without a change, the cost is all there is.
