@@ -114,8 +114,10 @@ def _sent(
     ]
     if not num_of_training and not any(_lines(calls) for calls, _ in pairs):
         new = [calls for row in differing if _lines(calls := _new_lines(row, comparison))][:1]
-        text = [*summaries, headline(comparison.changes)][0]
-        pairs = [(calls, _with_lines(text, calls)) for calls in new]
+        pairs = [
+            (calls, _with_lines([*summaries, headline(comparison.changes)][0], calls))
+            for calls in new
+        ]
     # Missing calls have no call site; use that of the backward, if it sends other calls.
     backward = [change.new_calls for change in differing if change.phase is Phase.BACKWARD]
     first = [(calls, line) for calls in backward[:1] for line in summaries[:num_of_training]]
