@@ -129,10 +129,8 @@ def under_way(recorder: Recorder) -> Iterator[None]:
 
 
 def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
-    """Return the recordings that record this thread's call, and those that only add a gap.
-
-    See Note [Whose call].
-    """
+    """Return the recordings that record this thread's call, and those that only add a gap."""
+    # See Note [Whose call].
     if entered():
         return _recorders, ()
     # Not threading.current_thread(), which registers each C++ thread that calls it.

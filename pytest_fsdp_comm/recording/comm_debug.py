@@ -288,8 +288,7 @@ class CommDebugAnswers(ABC):
         """Count by operation, e.g. ``torch.ops.c10d._allgather_base_``; 0 for other keys.
 
         As in CommDebugMode, operations of ``_c10d_functional`` are counted under their names in
-        ``c10d_functional``. Unlike there, point-to-point calls, barriers and in-place variants
-        count too.
+        ``c10d_functional``. Point-to-point calls, barriers and in-place variants also count.
         """
         counts: defaultdict[Any, int] = defaultdict(int)
         for event in self._current_block().recording.collectives:

@@ -45,8 +45,7 @@ class CommMode(CommDebugAnswers):
     outermost module that ran. If several outermost modules ran, FQNs in the second begin with
     ``@2``, in the third with ``@3`` and so on, in the order in which they first ran. If none ran,
     FQNs are as in an earlier block, or relative to the FSDP root. Collectives of other threads are
-    recorded without an owner. The recording stays available after the block; entering again starts
-    a new one.
+    recorded without an owner. The recording stays available until the next block starts.
     """
 
     def __init__(

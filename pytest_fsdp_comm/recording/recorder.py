@@ -91,7 +91,7 @@ class Recorder:
     ) -> None:
         """Prepare a recording; FQNs are relative to `models`, or to the outermost modules that run.
 
-        `backward` also maps nodes of earlier blocks, `earlier_roots` may run only backward here.
+        `backward` also maps nodes of earlier blocks, whose roots are `earlier_roots`.
         """
         # Read now: the block may destroy the process group.
         self._rank, self._world_size, self._backend = current_world()

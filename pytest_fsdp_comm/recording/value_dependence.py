@@ -83,8 +83,7 @@ class ValueReads:
 class KeptAnswers:
     """Assumed values outside of blocks: most code asks for a device before a block begins.
 
-    A test has the answers to its questions and to those of the fixtures that it uses, also if
-    another test set the fixtures up.
+    A test has its answers and those of its fixtures, even if another test set these up.
     """
 
     def __init__(self) -> None:

@@ -33,8 +33,7 @@ class Finding:
     cure: str
     """The change of code that fixes it."""
     nbytes: int | None = None
-    """Its cost in bytes on each rank: memory, or traffic of a step, as the reason says; None if
-    unknown."""
+    """Its bytes on each rank, of memory or of traffic per step (see `reason`); None if unknown."""
     count: int = 1
     """The number of cases that it combines, which differ only in names, such as equal layers:
     `reason` describes one case, `nbytes` is the sum."""
@@ -100,8 +99,7 @@ class FindingSettings:
 
     A unit is too small if it gathers less than this, and less than a sixteenth of the largest unit.
     A change that adds collectives pays if it saves more bytes than this for each. 1 MiB is our
-    choice, not a measurement: 20 us at 50 GB/s. Measure with nccl-tests on your machines, and set
-    it.
+    choice, not a measurement: 20 us at 50 GB/s. Measure with nccl-tests on your machines.
     """
     large_nbytes: int = 4 << 30
     """A larger unit is too large. 4 GiB is our choice, as prefetching gathers two units at once."""

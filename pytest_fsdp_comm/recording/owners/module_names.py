@@ -53,9 +53,9 @@ class ModuleNames:
     """The FQNs of all modules below some roots."""
 
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
-        """Name all modules. FQNs below a second root start with ``@2``, unless roots `are_parts`.
+        """Name all modules; below a second root, names start with ``@2``, unless roots `are_parts`.
 
-        The parts of one model keep their names in it.
+        Parts of one model have their names in it.
         """
         # A number, not the root's class: renaming a class must not change snapshots.
         self.by_id: dict[int, str] = {}

@@ -215,10 +215,7 @@ class TensorOwners:
         return merged([None if extent is None else self._label_at(extent) for extent in extents])
 
     def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
-        """Return what the model holds at `extent`.
-
-        With `whole`, the label is empty if a part of the extent belongs to nothing known.
-        """
+        """Return the label at `extent`; with `whole`, an empty one if only a part is labelled."""
         candidates = self._table.get(extent.storage)
         if candidates is None:
             return None
