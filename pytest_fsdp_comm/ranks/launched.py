@@ -64,9 +64,7 @@ def join_session(
 ) -> Callable[[pytest.Item], RankRunner | None]:
     """Join the session of all launched processes; only rank 0 returns from this.
 
-    Returns:
-        A function that returns the runner of a test, or None for a test with another world size,
-        which is skipped.
+    It returns a function that chooses a test's runner. A test with another world size has none.
     """
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")

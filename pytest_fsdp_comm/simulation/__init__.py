@@ -1,1 +1,1 @@
-"""Runs the code of one rank of any number, with tensors that have no memory."""
+"""Simulates one rank of a job of any size, with tensors that have no memory."""

@@ -1,11 +1,11 @@
-"""Code that says "cuda", where no GPU is visible: answered as cuda, executed on the CPU."""
+"""Runs code for "cuda" on the CPU, if no GPU is visible, and pretends to it that a GPU exists."""
 
 # Note [Cuda without CUDA]
-# What is to be on cuda reaches `values.SimulatedTensors`, which has the CPU do it and marks the
-# memory that it fills; what an operation makes of marked memory is marked. Users' code reads cuda
-# of marked tensors, and what `torch.cuda` says of a GPU; torch's own code reads the truth, so that
-# it sends what it sends on the CPU. Patched are only what refuses before any operation runs, and
-# what is read back. Read in torch 2.7, 2.13 and 2.15.
+# `values.SimulatedTensors` runs operations for cuda on the CPU, and marks the storages of their
+# results with the device. The results of operations on marked tensors are marked, too. User code
+# sees marked tensors on cuda, and an H100 in `torch.cuda`. torch's code sees the CPU, so that it
+# sends what it would send on the CPU. This module patches only calls that fail before any operation
+# runs, and attributes that user code reads. Checked in torch 2.7, 2.13 and 2.15.
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _NOTHING: Final = (
     *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
     *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "set_stream"),
 )
-"""Functions that change nothing that a simulated rank has."""
+"""Functions of torch.cuda that a simulated rank can ignore."""
 _ZERO: Final = (
     *("memory_allocated", "memory_reserved", "memory_cached"),
     *("max_memory_allocated", "max_memory_reserved", "max_memory_cached"),
@@ -75,7 +75,7 @@ _GENERATOR: Final = torch.Generator
 
 
 class _Idle:
-    """A stream, an event, or a block that selects a stream or a device: nothing waits."""
+    """Replaces streams, events, and blocks that select a stream or device: they do nothing."""
 
     cuda_stream = 0
 
@@ -95,30 +95,30 @@ class _Idle:
         return event or _Idle()
 
     def elapsed_time(self, _: _Idle) -> float:
-        """A number of milliseconds that nobody knows."""
+        """Return an assumed number of milliseconds."""
         return cast("float", _state.answer(1.0, "elapsed_time"))
 
     def record(self, *_: Any) -> None:
-        """Nothing runs."""
+        """Do nothing."""
 
     synchronize = wait = wait_event = wait_stream = record
 
 
 class _AnyGenerator(type):
-    def __instancecheck__(cls, own: object) -> bool:
-        return isinstance(own, _GENERATOR)
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _GENERATOR)
 
     def __call__(cls, device: Any = "cpu") -> torch.Generator:
-        device = _place(device)
+        device = _device(device)
         return _GENERATOR(CPU if device.type == "cuda" else device)
 
 
 class _Generator(metaclass=_AnyGenerator):
-    """In place of ``torch.Generator``, which looks for the GPU."""
+    """Replaces ``torch.Generator``, which would look for the GPU."""
 
 
 class _State:
-    """What code of this process has said of devices."""
+    """Whether GPU properties may be assumed, and the devices that this process uses."""
 
     answers = True
     index = 0
@@ -127,11 +127,11 @@ class _State:
     def answer(self, value: Any, how: str) -> Any:
         if not self.answers:
             raise SimulationError(
-                f"{find_call_site()} asks for {how}, which a simulated rank has no GPU to know: "
-                "let a number of the configuration decide in its place, or use simulate=True"
+                f"{find_call_site()} reads {how}, but a simulated rank has no GPU: decide from a "
+                "configuration value instead, or use simulate=True, which assumes a value"
             )
-        shown = "H100" if value is _H100 else value or 0
-        note_answer(str(shown).replace(" ", ""), how, of_process=True)
+        text = "H100" if value is _H100 else value or 0
+        note_answer(str(text).replace(" ", ""), how, of_process=True)
         return value
 
 
@@ -140,25 +140,25 @@ _state = _State()
 
 @contextlib.contextmanager
 def cuda_on_cpu(*, answers: bool) -> Iterator[None]:
-    """Have code that says "cuda" run on the CPU; nothing changes where a GPU is visible."""
+    """Run code for "cuda" on the CPU during the block, if no GPU is visible."""
     if torch.cuda.is_available():
         yield
         return
     _state.answers = answers
-    own = (
+    patches = (
         _of_tensors(),
-        replaced_functions(_place),
+        replaced_functions(_device),
         _of_meshes(),
         _of_amp(),
         _of_gpus_alone(),
         _of_cuda(),
     )
-    with patched(*chain.from_iterable(own)):
+    with patched(*chain.from_iterable(patches)):
         yield
 
 
 def is_cuda_used() -> bool:
-    """Whether a test has put something on cuda, where no GPU is visible, or made a mesh of it."""
+    """Return whether a test has used cuda without a visible GPU, for a tensor or a mesh."""
     return SimulatedTensors.has_cuda
 
 
@@ -166,35 +166,35 @@ def _current() -> torch.device:
     return torch.device("cuda", _state.index)
 
 
-def _place(given: Any) -> Any:
-    """A device with its number, where one is given as torch takes it; anything else as it is."""
-    # Without a number, or as a number alone, a CPU build refuses it before any operation runs.
-    if isinstance(given, int) and not isinstance(given, bool):
-        return torch.device("cuda", given)
-    if isinstance(given, str):
-        given = torch.device(given)
-    is_bare = isinstance(given, torch.device) and given.type == "cuda" and given.index is None
-    return _current() if is_bare else given
+def _device(value: Any) -> Any:
+    """Return the device, with its index, that torch takes `value` for; other values unchanged."""
+    # A CPU build rejects an index alone, and cuda without one, before any operation runs.
+    if isinstance(value, int) and not isinstance(value, bool):
+        return torch.device("cuda", value)
+    if isinstance(value, str):
+        value = torch.device(value)
+    is_bare = isinstance(value, torch.device) and value.type == "cuda" and value.index is None
+    return _current() if is_bare else value
 
 
-def _moved(own: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As ``Tensor.to``: on the CPU, and marked by where it is to be."""
+def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Do what ``Tensor.to`` does, on the CPU, and mark the result with the device."""
     other = kwargs.pop("other", args[0] if args else None)
     if isinstance(other, torch.Tensor):
         args = (mark_of(other) or other.device, other.dtype, *args[1:])
-    place = _place(args[0] if args else kwargs.get("device"))
-    if not isinstance(place, torch.device):
-        return _TO(own, *args, **kwargs)
-    is_to_cuda = place.type == "cuda"
-    # A tensor that stays where it is stays itself: to copy a partial one, DTensor would send it.
+    device = _device(args[0] if args else kwargs.get("device"))
+    if not isinstance(device, torch.device):
+        return _TO(tensor, *args, **kwargs)
+    is_to_cuda = device.type == "cuda"
+    # Copy only if the device changes: to copy a partial DTensor, torch would communicate. A move to
+    # the CPU changes it only for user code, since torch's code sees the tensor there already.
     frame, movers = sys._getframe(1), {__file__, nn.modules.module.__file__}
-    # To the CPU, torch's own code takes it for where it is already.
-    if is_to_cuda != (mark_of(own) is not None) and (
+    if is_to_cuda != (mark_of(tensor) is not None) and (
         is_to_cuda or is_outside_torch(frame) or frame.f_code.co_filename in movers
     ):
         kwargs["copy"] = True
-    place, mark_as = (CPU, place) if is_to_cuda else (place, None)
-    result = _TO(own, place, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
+    device, mark_as = (CPU, device) if is_to_cuda else (device, None)
+    result = _TO(tensor, device, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
     if mark_as is not None:
         mark(result, mark_as)
     return result
@@ -203,41 +203,41 @@ def _moved(own: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _of_tensors() -> Iterator[tuple[Any, str, Any]]:
     parse = torch._C._nn._parse_to
 
-    def cuda(own: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cuda(tensor: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         non_blocking = dict(zip(("non_blocking",), args, strict=False))
-        return _moved(own, _current() if device is None else device, **non_blocking, **kwargs)
+        return _moved(tensor, _current() if device is None else device, **non_blocking, **kwargs)
 
-    def cpu(own: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return _moved(own, CPU, **kwargs)
+    def cpu(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return _moved(tensor, CPU, **kwargs)
 
     def parsed(*args: Any, **kwargs: Any) -> Any:
-        return parse(*map(_place, args), **{name: _place(own) for name, own in kwargs.items()})
+        return parse(*map(_device, args), **{name: _device(arg) for name, arg in kwargs.items()})
 
-    def device_read_by(true: Callable[[torch.Tensor], torch.device]) -> property:
-        def read(own: torch.Tensor) -> torch.device:
+    def device_read_by(original: Callable[[torch.Tensor], torch.device]) -> property:
+        def read(tensor: torch.Tensor) -> torch.device:
             frame = sys._getframe(1)
-            is_asked = is_outside_torch(frame) or frame.f_code.co_filename == batchnorm.__file__
-            return _place(mark_of(own) if is_asked else None) or true(own)
+            sees_mark = is_outside_torch(frame) or frame.f_code.co_filename == batchnorm.__file__
+            return _device(mark_of(tensor) if sees_mark else None) or original(tensor)
 
         return property(read)
 
-    def is_cuda(own: torch.Tensor) -> bool:
-        return is_outside_torch(sys._getframe(1)) and mark_of(own) is not None
+    def is_cuda(tensor: torch.Tensor) -> bool:
+        return is_outside_torch(sys._getframe(1)) and mark_of(tensor) is not None
 
-    def get_device(own: torch.Tensor) -> int:
-        place = mark_of(own)
-        return -1 if place is None else _place(place).index
+    def get_device(tensor: torch.Tensor) -> int:
+        device = mark_of(tensor)
+        return -1 if device is None else _device(device).index
 
-    tensor = torch.Tensor
-    yield tensor, "to", _moved
-    yield tensor, "get_device", _to_users(get_device, tensor.get_device)
-    yield tensor, "cuda", cuda
-    yield tensor, "cpu", cpu
-    yield tensor, "pin_memory", lambda own, *_, **__: own
-    yield tensor, "record_stream", lambda *_: None
-    yield tensor, "is_cuda", property(is_cuda)
+    cls = torch.Tensor
+    yield cls, "to", _moved
+    yield cls, "get_device", _to_users(get_device, cls.get_device)
+    yield cls, "cuda", cuda
+    yield cls, "cpu", cpu
+    yield cls, "pin_memory", lambda tensor, *_, **__: tensor
+    yield cls, "record_stream", lambda *_: None
+    yield cls, "is_cuda", property(is_cuda)
     yield FakeTensor, "device", device_read_by(vars(FakeTensor)["device"].fget)
-    yield DTensor, "device", device_read_by(tensor.device.__get__)
+    yield DTensor, "device", device_read_by(cls.device.__get__)
     yield torch._C._nn, "_parse_to", parsed
 
 
@@ -245,27 +245,27 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
     make = DeviceMesh.__init__
 
     @functools.wraps(make)
-    def made(own: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+    def init(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
         _state.has_mesh |= device_type == "cuda"
         SimulatedTensors.has_cuda |= device_type == "cuda"
-        make(own, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+        make(mesh, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    # An attribute before torch 2.10, a property of `_device_type` since.
-    def read(own: DeviceMesh) -> str:
-        is_asked = _state.has_mesh and is_outside_torch(sys._getframe(1))
-        found = vars(own).get("device_type") or own._device_type
-        return "cuda" if is_asked and found == "cpu" else found
+    # An attribute before torch 2.10, then a property that returns `_device_type`.
+    def read(mesh: DeviceMesh) -> str:
+        is_read_by_user = _state.has_mesh and is_outside_torch(sys._getframe(1))
+        device_type = vars(mesh).get("device_type") or mesh._device_type
+        return "cuda" if is_read_by_user and device_type == "cpu" else device_type
 
     def move_and_mark(move: Any, parameters: Any, buffers: Any, *args: Any) -> None:
         move(parameters, buffers, *args)
-        for own in (*parameters, *buffers) if _state.has_mesh else ():
-            mark(own, _current())
+        for tensor in (*parameters, *buffers) if _state.has_mesh else ():
+            mark(tensor, _current())
 
-    yield DeviceMesh, "__init__", made
+    yield DeviceMesh, "__init__", init
     yield (
         DeviceMesh,
         "device_type",
-        property(read, lambda own, value: vars(own).update(device_type=value)),
+        property(read, lambda mesh, value: vars(mesh).update(device_type=value)),
     )
     for module in (_fsdp_init, _fully_shard):
         move = getattr(module, "_move_states_to_device", None)
@@ -274,65 +274,66 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _of_gpus_alone() -> Iterator[tuple[Any, str, Any]]:
-    """Modules and optimizers that refuse the CPU."""
+    """Make modules and optimizers that need a GPU accept the CPU."""
 
-    def capturable(true: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
-        return [*true(*args, **kwargs), *(["cpu"] if is_cuda_used() else [])]
+    def capturable(original: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
+        return [*original(*args, **kwargs), *(["cpu"] if is_cuda_used() else [])]
 
     for name, module in sys.modules.items():
-        true = vars(module).get(_CAPTURABLE) if name.startswith("torch.optim.") else None
-        if true is not None:
-            yield module, _CAPTURABLE, functools.partial(capturable, true)
+        original = vars(module).get(_CAPTURABLE) if name.startswith("torch.optim.") else None
+        if original is not None:
+            yield module, _CAPTURABLE, functools.partial(capturable, original)
     yield batchnorm, "sync_batch_norm", _SyncBatchNorm
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """Sends what torch's does, whose kernels are a GPU's alone (read in torch 2.7 to 2.15)."""
+    """Sends what torch's class sends, without its GPU kernels (checked in torch 2.7 to 2.15)."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, weight: torch.Tensor | None, *how: Any) -> Any:
-        *_, group, size = how
+    def forward(ctx: Any, batch: torch.Tensor, weight: torch.Tensor | None, *args: Any) -> Any:
+        *_, group, size = args
         ctx.group = group
-        ctx.save_for_backward(own, weight)
-        # The mean and the deviation of each channel, and a count.
-        sent = _sums(own, 2 * own.shape[1] + 1)
+        ctx.save_for_backward(batch, weight)
+        # The mean and the inverse deviation of each channel, and a count.
+        statistics = _sums(batch, 2 * batch.shape[1] + 1)
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13
-        gather(sent.new_empty(size * len(sent)), sent, group)
-        return torch.empty_like(own)
+        gather(statistics.new_empty(size * len(statistics)), statistics, group)
+        return torch.empty_like(batch)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        own, weight = ctx.saved_tensors
+        batch, weight = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
-            dist.all_reduce(_sums(own, 2 * own.shape[1]), group=ctx.group)
-        made = [None if each is None else torch.empty_like(each) for each in (own, weight, weight)]
-        return (*made, *[None] * 6)
+            dist.all_reduce(_sums(batch, 2 * batch.shape[1]), group=ctx.group)
+        inputs = (batch, weight, weight)
+        gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
+        return (*gradients, *[None] * 6)
 
 
-def _sums(own: torch.Tensor, size: int) -> torch.Tensor:
-    is_half = own.numel() and own.dtype in {torch.float16, torch.bfloat16}
-    return own.new_empty(size, dtype=torch.float32 if is_half else own.dtype)
+def _sums(batch: torch.Tensor, size: int) -> torch.Tensor:
+    is_half = batch.numel() and batch.dtype in {torch.float16, torch.bfloat16}
+    return batch.new_empty(size, dtype=torch.float32 if is_half else batch.dtype)
 
 
 def _of_amp() -> Iterator[tuple[Any, str, Any]]:
     cast_, scale = torch.autocast.__init__, GradScaler.__init__
 
     def autocast(
-        own: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
+        block: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
     ) -> None:
         if device_type.partition(":")[0] == "cuda":
             device_type, dtype = "cpu", dtype or autocast_dtype("cuda")
-            # Of what runs in float32 all the same, it knows less than that of cuda.
+            # An assumption: the CPU's autocast keeps other operations in float32 than cuda's.
             if enabled:
                 _state.answer("cpu", "torch.autocast")
-        cast_(own, device_type, dtype, enabled, **kwargs)
+        cast_(block, device_type, dtype, enabled, **kwargs)
 
-    def scaler(own: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-        scale(own, "cpu" if device == "cuda" else device, *args, **kwargs)
+    def init_scaler(scaler: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        scale(scaler, "cpu" if device == "cuda" else device, *args, **kwargs)
 
     autocast_dtype = torch.get_autocast_dtype
     yield torch.autocast, "__init__", autocast
-    yield GradScaler, "__init__", scaler
+    yield GradScaler, "__init__", init_scaler
     for name in (
         "is_autocast_enabled",
         "set_autocast_enabled",
@@ -347,67 +348,69 @@ def _of_cpu(function: Callable[..., Any], device: Any = "cuda", *args: Any) -> A
 
 
 def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
-    def told(value: Any, how: str) -> Callable[..., Any]:
-        return lambda *_, **__: _state.answer(value, f"torch.cuda.{how}")
+    def answer(value: Any, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: _state.answer(value, f"torch.cuda.{name}")
 
     def set_device(device: Any) -> None:
-        _state.index = _place(device).index
+        _state.index = _device(device).index
 
     def module_of(device: Any = None) -> Any:
-        return torch.cuda if device is None else true_module_of(device)
+        return torch.cuda if device is None else get_module(device)
 
-    cuda, nbytes, true_module_of = torch.cuda, _H100.total_memory, torch.get_device_module
-    found: dict[str, Callable[..., Any]] = {
+    cuda, nbytes, get_module = torch.cuda, _H100.total_memory, torch.get_device_module
+    replacements: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(_NOTHING, lambda *_, **__: None),
-        **{name: told(0, name) for name in _ZERO},
+        **{name: answer(0, name) for name in _ZERO},
         **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
         "can_device_access_peer": lambda *_: True,
         "is_current_stream_capturing": lambda: False,
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), lambda *_, **__: True),
-        # In `torch.accelerator` the names have an ending.
+        # In `torch.accelerator` the names have a suffix.
         **{f"current_device{end}": lambda: _state.index for end in ("", "_index", "_idx")},
         **{f"set_device{end}": set_device for end in ("", "_index", "_idx")},
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        # As many as the launcher starts ranks on a host.
+        # The number of ranks that a launcher starts on one host.
         "device_count": lambda: int(os.environ["LOCAL_WORLD_SIZE"]),
-        "get_device_capability": told((_H100.major, _H100.minor), "get_device_capability"),
-        "get_device_name": told(_H100.name, "get_device_name"),
-        "get_device_properties": told(_H100, "get_device_properties"),
+        "get_device_capability": answer((_H100.major, _H100.minor), "get_device_capability"),
+        "get_device_name": answer(_H100.name, "get_device_name"),
+        "get_device_properties": answer(_H100, "get_device_properties"),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "initial_seed": torch.initial_seed,
-        **{name: told((nbytes, nbytes), name) for name in ("mem_get_info", "get_memory_info")},
-        **{name: told(defaultdict(int), name) for name in ("memory_stats", "host_memory_stats")},
-        "memory_summary": told("0", "memory_summary"),
-        "memory_snapshot": told([], "memory_snapshot"),
+        **{name: answer((nbytes, nbytes), name) for name in ("mem_get_info", "get_memory_info")},
+        **{name: answer(defaultdict(int), name) for name in ("memory_stats", "host_memory_stats")},
+        "memory_summary": answer("0", "memory_summary"),
+        "memory_snapshot": answer([], "memory_snapshot"),
         **dict.fromkeys(("is_built", "is_nccl_available"), lambda: True),
     }
-    places = (cuda, cuda.memory, cuda.profiler, torch.accelerator, dist, torch.backends.cuda)
-    for module, name, own in _present(places, found):
-        # `fork_rng`, too, asks for the states of devices that it is given.
-        is_open = "rng_state" in name
-        yield module, name, own if is_open else _to_users(own, getattr(module, name))
+    modules = (cuda, cuda.memory, cuda.profiler, torch.accelerator, dist, torch.backends.cuda)
+    for module, name, function in _present(modules, replacements):
+        # torch's `fork_rng` reads the states of devices too, so replace these for all callers.
+        is_for_all = "rng_state" in name
+        yield module, name, function if is_for_all else _to_users(function, getattr(module, name))
     yield from _present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
     for module, version in ((cuda.nccl, (2, 28, 9)), (cudnn, 91002)):
-        yield module, "version", _to_users(told(version, "version"), module.version)
+        yield module, "version", _to_users(answer(version, "version"), module.version)
     yield cudnn, "is_available", _to_users(lambda: True, cudnn.is_available)
     yield torch.version, "cuda", torch.version.cuda or _CUDA_VERSION
-    yield torch, "get_device_module", _to_users(module_of, true_module_of)
+    yield torch, "get_device_module", _to_users(module_of, get_module)
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, lambda *_: None
-    for name, own in (("Stream", _Idle), ("Event", _Idle), ("Generator", _Generator)):
-        yield torch, name, own
+    for name, cls in (("Stream", _Idle), ("Event", _Idle), ("Generator", _Generator)):
+        yield torch, name, cls
 
 
-def _present(places: Iterable[Any], named: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
-    for module, (name, own) in product(places, named.items()):
+def _present(modules: Iterable[Any], named: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    for module, (name, value) in product(modules, named.items()):
         if hasattr(module, name):
-            yield module, name, own
+            yield module, name, value
 
 
-def _to_users(answer: Callable[..., Any], true: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(true)
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        return (answer if is_outside_torch(sys._getframe(1)) else true)(*args, **kwargs)
+def _to_users(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a function for callers outside torch."""
 
-    return ask
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (answer if is_outside_torch(sys._getframe(1)) else original)(*args, **kwargs)
+
+    return call

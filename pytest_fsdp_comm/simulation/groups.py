@@ -1,7 +1,7 @@
-"""Other ranks of a simulation: what a collective brings of them, and which of them differ.
+"""The other ranks of a simulation: results of collectives, and ranks with other local shapes.
 
-Along real axes the whole numbers that ranks send to each other arrive. Of all other groups the
-result is that of peers which hold what this rank holds.
+Along real axes, ranks exchange the integers and booleans that they send. On all other groups, a
+collective's result is computed as if all peers held the same values as this rank.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pytest_fsdp_comm.recording.operations import Operation, reduce_op
 
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()
-"""The axes of all meshes that the process has made, None if one names none."""
+"""The axes of all meshes that this process has created; None for a mesh without names."""
 
 
 class RealGroups:
-    """What this rank exchanges with those that differ from it in real axes alone."""
+    """Exchanges values between this rank and the others along real axes."""
 
     def __init__(
         self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], texts: TextStore
     ) -> None:
-        """Begin a test, which all `peers` begin; `axes` by name with size and stride."""
+        """Begin a test, which all `peers` begin; `axes` maps names to sizes and strides."""
         self._axes = axes
         self._peers = frozenset(peers)
         self._texts = texts
@@ -46,32 +46,33 @@ class RealGroups:
         self._counts: Counter[str] = Counter()
 
     def has(self, group: dist.ProcessGroup) -> bool:
-        """Whether all ranks of a group run, and others than this one."""
+        """Return whether all ranks of a group run, and there are several."""
         return group.size() > 1 and self._peers.issuperset(dist.get_process_group_ranks(group))
 
     def check(self, mesh: DeviceMesh) -> None:
-        """Raise FsdpCommError if a mesh has a real axis of another size or stride."""
+        """Raise FsdpCommError if a mesh has a real axis with another size or stride."""
         _meshes.update(mesh.mesh_dim_names or (None,))
-        for place, name in enumerate(mesh.mesh_dim_names or ()):
-            line = mesh.mesh.movedim(place, -1).reshape(-1, mesh.shape[place])[0].tolist()
-            given, found = self._axes.get(name), (len(line), line[-1] - line[-2] if line[1:] else 0)
-            if given is not None and len(line) > 1 and found != given:
+        for dim, name in enumerate(mesh.mesh_dim_names or ()):
+            ranks = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])[0].tolist()
+            expected = self._axes.get(name)
+            actual = (len(ranks), ranks[-1] - ranks[-2] if ranks[1:] else 0)
+            if expected is not None and len(ranks) > 1 and actual != expected:
                 raise FsdpCommError(
-                    f"expected axis {name!r} of a mesh to have size {given[0]} and stride "
-                    f"{given[1]}, as real= says, got size {found[0]} and stride {found[1]}: write "
-                    f"real={{{name!r}: {found}}}, or give the mesh the axis as it is there"
+                    f"expected axis {name!r} of a mesh to have size {expected[0]} and stride "
+                    f"{expected[1]}, as in real=, got size {actual[0]} and stride {actual[1]}: "
+                    f"write real={{{name!r}: {actual}}}, or change the mesh"
                 )
 
     def check_used(self) -> None:
-        """Raise FsdpCommError if there are meshes, and none has some real axis."""
+        """Raise FsdpCommError if there are meshes, but none of them has some real axis."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
-        # Groups made by hand, and axes without a name, may be meant.
+        # A real axis may also be a group created without a mesh, or an axis without a name.
         if unused and _meshes and None not in _meshes:
             raise FsdpCommError(
                 f"expected a mesh with each axis of real=, got none with {', '.join(unused)}, only "
-                f"with {', '.join(sorted(map(str, _meshes)))}: name it in real= as the mesh does, "
-                "or drop it there"
+                f"with {', '.join(sorted(map(str, _meshes)))}: rename the axis in real=, or remove "
+                "it there"
             )
 
     def exchange(
@@ -81,17 +82,18 @@ class RealGroups:
         bound: Mapping[str, Any],
         sent: Sequence[torch.Tensor] | None,
     ) -> Callable[[], Sequence[torch.Tensor] | None] | None:
-        """Send what is known, None if it is not; return what waits for what this rank receives.
+        """Send this rank's values (None if unknown) to its peers.
 
-        That gives the received elements in order, or None if they are unknown.
+        Returns a function that waits for the values to receive, in order, and returns None if they
+        are unknown; or returns None if this rank receives nothing.
         """
         rank, kind = group.rank(), operation.kind
         if kind in {"send", "recv"}:
             peer = bound.get(operation.peer)
             if peer is None:
                 raise FsdpCommError(
-                    f"{find_call_site()} receives from any rank, and a simulation has no order in "
-                    "which ranks come: name the rank that sends"
+                    f"{find_call_site()} receives from any rank, but in a simulation it is unknown "
+                    "which rank sends first: pass the rank to receive from"
                 )
             ends = (rank, peer) if kind == "send" else (peer, rank)
             key = self._next(f"{group.group_name}/{ends}/{bound['tag']}")
@@ -108,38 +110,39 @@ class RealGroups:
         def receive() -> Sequence[torch.Tensor] | None:
             ranks = range(group.size()) if root is None or kind == "gather" else [root]
             parts = [self._fetch(f"{key}/{number}") for number in ranks]
-            known = [own for own in parts if own is not None]
-            return _received(kind, bound, rank, known) if len(known) == len(parts) else None
+            values = [part for part in parts if part is not None]
+            return _received(kind, bound, rank, values) if len(values) == len(parts) else None
 
         return receive
 
-    def _next(self, what: str) -> str:
-        self._counts[what] += 1
-        return f"{what}/{self._counts[what]}"
+    def _next(self, key: str) -> str:
+        self._counts[key] += 1
+        return f"{key}/{self._counts[key]}"
 
     def _post(self, key: str, values: Sequence[torch.Tensor] | None) -> None:
-        sent = [(str(own.dtype).removeprefix("torch."), own.tolist()) for own in values or ()]
+        sent = [(str(value.dtype).removeprefix("torch."), value.tolist()) for value in values or ()]
         self._texts.put(f"{self._test}/{key}", json.dumps(None if values is None else sent))
 
     def _fetch(self, key: str) -> list[torch.Tensor] | None:
         parts: list[Any] | None = json.loads(self._texts.get(f"{self._test}/{key}"))
         if parts is None:
             return None
-        return [torch.tensor(own, dtype=getattr(torch, name)) for name, own in parts]
+        return [torch.tensor(data, dtype=getattr(torch, name)) for name, data in parts]
 
 
 def _received(
     kind: str, bound: Mapping[str, Any], rank: int, parts: Sequence[Sequence[torch.Tensor]]
 ) -> list[torch.Tensor] | None:
     if kind in {"all_gather", "gather", "broadcast"}:
-        # Several at once are received one after the other, those of all ranks for each.
+        # A coalesced call receives each tensor from all ranks, then the next tensor.
         rows = zip(*parts, strict=True) if "inputs" in bound else parts
-        return [own for given in rows for own in given]
+        return [value for row in rows for value in row]
     if kind in {"all_to_all", "scatter"}:
-        return [given[rank] for given in parts]
+        return [row[rank] for row in parts]
     reduced = reduction(bound)
     if kind == "all_reduce" and reduced is not None:
-        return [reduced[0](torch.stack(own)).to(own[0].dtype) for own in zip(*parts, strict=True)]
+        by_tensor = zip(*parts, strict=True)
+        return [reduced[0](torch.stack(values)).to(values[0].dtype) for values in by_tensor]
     return None
 
 
@@ -147,30 +150,30 @@ _Reduction = tuple[
     Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, int], torch.Tensor]
 ]
 _REDUCED: Final[Mapping[str | None, _Reduction]] = {
-    "sum": (lambda parts: parts.sum(0), lambda own, size: own * size),
-    "product": (lambda parts: parts.prod(0), lambda own, size: own**size),
-    "min": (lambda parts: parts.amin(0), lambda own, _: own),
-    "max": (lambda parts: parts.amax(0), lambda own, _: own),
-    "avg": (lambda parts: parts.double().mean(0), lambda own, _: own),
-    "band": (functools.partial(functools.reduce, torch.bitwise_and), lambda own, _: own),
-    "bor": (functools.partial(functools.reduce, torch.bitwise_or), lambda own, _: own),
+    "sum": (lambda parts: parts.sum(0), lambda value, size: value * size),
+    "product": (lambda parts: parts.prod(0), lambda value, size: value**size),
+    "min": (lambda parts: parts.amin(0), lambda value, _: value),
+    "max": (lambda parts: parts.amax(0), lambda value, _: value),
+    "avg": (lambda parts: parts.double().mean(0), lambda value, _: value),
+    "band": (functools.partial(functools.reduce, torch.bitwise_and), lambda value, _: value),
+    "bor": (functools.partial(functools.reduce, torch.bitwise_or), lambda value, _: value),
     "bxor": (
         functools.partial(functools.reduce, torch.bitwise_xor),
-        lambda own, size: own * (size % 2),
+        lambda value, size: value * (size % 2),
     ),
 }
-"""By name, of what several ranks hold, stacked, and of what a number of ranks hold alike."""
+"""By name: reduces the stacked values of all ranks, or the same value on `size` ranks."""
 
 
 def reduction(bound: Mapping[str, Any]) -> _Reduction | None:
-    """The reduction that a call asks for; None if it is not known, or the call reduces nothing."""
+    """Return the reduction of a call; None if it is unknown, or the call reduces nothing."""
     return _REDUCED.get(reduce_op(bound.get("reduce_op", bound.get("red_op"))))
 
 
 def parts_for_each(
     bound: Mapping[str, Any], sent: Sequence[torch.Tensor], size: int
 ) -> Sequence[torch.Tensor]:
-    """What an all-to-all sends to each rank of a group of `size`."""
+    """Return the parts that an all-to-all sends to the ranks of a group of `size`."""
     if len(sent) == size > 1:
         return sent
     return torch.split(sent[0], bound.get("input_split_sizes") or len(sent[0]) // size)
@@ -183,13 +186,13 @@ def mirrored(
     sent: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """The values of each output, from those that are sent; None for those that do not follow."""
+    """Compute outputs as if all peers sent what this rank sends; None for unknown ones."""
     parts = _parts(kind, group, bound, sent, len(outputs))
     if not parts:
         return [None] * len(outputs)
     return [
-        _filled(output, parts[place % len(parts)], group.size())
-        for place, output in enumerate(outputs)
+        _filled(output, parts[index % len(parts)], group.size())
+        for index, output in enumerate(outputs)
     ]
 
 
@@ -200,7 +203,7 @@ def _parts(
     sent: Sequence[torch.Tensor],
     num_outputs: int,
 ) -> Sequence[torch.Tensor]:
-    """What each output has once, or once for each rank, in turn; nothing if unknown."""
+    """Return the part that fills each output, once or once per rank; nothing if unknown."""
     rank, size = group.rank(), group.size()
     if kind in {"all_gather", "gather", "broadcast"}:
         return sent
@@ -208,38 +211,38 @@ def _parts(
         if len(sent) == size > 1:
             return [sent[rank]]
         part = parts_for_each(bound, sent, size)[rank]
-        # Where parts of other sizes are awaited, peers hold something else.
-        awaits = {*(bound.get("output_split_sizes") or [len(part)])}
-        return [part.flatten().repeat(size)] if awaits == {len(part)} else ()
+        # If this rank expects parts of other sizes, peers hold other values.
+        expected = {*(bound.get("output_split_sizes") or [len(part)])}
+        return [part.flatten().repeat(size)] if expected == {len(part)} else ()
     reduced = reduction(bound)
     if reduced is None or kind not in {"all_reduce", "reduce_scatter"}:
         return ()
     if kind == "reduce_scatter":
         is_list = len(sent) != num_outputs
-        sent = [sent[rank]] if is_list else [own.flatten().chunk(size)[rank] for own in sent]
-    return [reduced[1](own, size) for own in sent]
+        sent = [sent[rank]] if is_list else [value.flatten().chunk(size)[rank] for value in sent]
+    return [reduced[1](value, size) for value in sent]
 
 
 def _filled(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor | None:
     for times in (1, size):
         if part.numel() * times == output.numel():
             return part.flatten().repeat(times).view(output.shape).to(output.dtype)
-    return None  # parts of unequal size, of which a peer holds others
+    return None  # the parts have different sizes, so peers hold other values
 
 
-# Note [Distinct ranks]
-# FSDP pads what it shards, so along its own axis all ranks send the same, and one says it all. What
-# is sharded before it, by tensor or expert parallelism, is registered as a parameter: if its size
-# does not divide, some ranks keep less, and gather less. FSDP registers none (torch 2.7 to 2.15).
+# FSDP pads its shards, so along its axis all ranks send the same, and one rank is enough. Tensor
+# and expert parallelism shard earlier, and register the shards as parameters: if a size is not
+# divisible, some ranks keep less, and gather less. FSDP itself registers no parameters (torch 2.7
+# to 2.15), so each DTensor that is registered comes from the former.
 
 
 class DistinctRanks:
-    """Collects a rank for each local shape that this one does not have."""
+    """Collects one rank for each local parameter shape that this rank does not have."""
 
     def __init__(self) -> None:
         self.further: set[int] = set()
-        """The other ranks."""
-        self._seen: set[Any] = set()
+        """The ranks with other shapes."""
+        self._parameters: set[Any] = set()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -255,41 +258,44 @@ class DistinctRanks:
             return
         mesh = parameter.device_mesh
         key = (mesh, tuple(parameter.shape), tuple(parameter.placements))
-        own = mesh.get_coordinate()
-        if key in self._seen or own is None:
+        coordinate = mesh.get_coordinate()
+        if key in self._parameters or coordinate is None:
             return
-        self._seen.add(key)
+        self._parameters.add(key)
         dims = [getattr(placement, "dim", None) for placement in parameter.placements]
-        places = distinct_places(parameter.shape, tuple(mesh.shape), dims, own)
+        places = distinct_places(parameter.shape, tuple(mesh.shape), dims, coordinate)
         with unset_fake_temporarily():
             ranks = {int(mesh.mesh[place]) for place in itertools.product(*places)}
-            self.further |= ranks - {int(mesh.mesh[tuple(own)])}
+            self.further |= ranks - {int(mesh.mesh[tuple(coordinate)])}
 
 
 def distinct_places(
-    shape: Sequence[int], sizes: Sequence[int], dims: Sequence[int | None], own: Sequence[int]
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    dims: Sequence[int | None],
+    coordinate: Sequence[int],
 ) -> list[list[int]]:
-    """The coordinates on each axis of a mesh of which one keeps each local shape.
+    """Return coordinates on each mesh axis that together cover all local shapes.
 
     Args:
-        shape: Of the whole parameter.
-        sizes: Of the mesh.
-        dims: What each axis shards; None if it replicates.
-        own: The coordinates of this rank, which stands for those that keep the same.
+        shape: Of the unsharded parameter.
+        sizes: Of the mesh axes.
+        dims: The dimension that each axis shards; None if it replicates.
+        coordinate: Of this rank, always included; it covers all ranks with the same local shape.
     """
     lengths = [{length} for length in shape]
     places: list[list[int]] = []
-    for size, dim, place in zip(sizes, dims, own, strict=True):
-        others = {place}
+    for size, dim, place in zip(sizes, dims, coordinate, strict=True):
+        distinct = {place}
         if dim is not None:
-            kept = set()
+            local_lengths = set()
             for length in lengths[dim]:
                 chunk = -(-length // size)
-                # The last that keeps a whole chunk, that keeps the rest, and the last of all.
+                # The last rank with a full chunk, the one with the remainder, and the last rank.
                 ends = {max(0, length // (chunk or 1) - 1), (length - 1) // (chunk or 1), size - 1}
-                left = {end: max(0, min(chunk, length - end * chunk)) for end in (place, *ends)}
-                others |= {end for end in ends if left[end] != left[place]}
-                kept |= {*left.values()}
-            lengths[dim] = kept
-        places.append(sorted(others))
+                local = {end: max(0, min(chunk, length - end * chunk)) for end in (place, *ends)}
+                distinct |= {end for end in ends if local[end] != local[place]}
+                local_lengths |= {*local.values()}
+            lengths[dim] = local_lengths
+        places.append(sorted(distinct))
     return places

@@ -1,10 +1,9 @@
-"""The values of simulated tensors, kept for each storage and computed when they are read."""
+"""The known values of simulated tensors, stored per storage and computed when they are read."""
 
-# Note [Values of a storage]
-# A fake tensor knows its storage and its place there, so all views of a storage share one `Values`,
-# and a write through one view reaches the others. An operation on known values is only noted.
-# Reading computes it, and a write first computes whatever still needs the old values. Small results
-# are computed at once, which costs less than a note.
+# A fake tensor knows its storage and its position there. So all views of a storage share one
+# `Values`, and a write through one view reaches the others. Operations on known values are recorded
+# and computed when a result is read. A write first computes all results that need the old values.
+# Small results are computed immediately, which costs less than recording them.
 
 from __future__ import annotations
 
@@ -21,21 +20,21 @@ from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.operations import tensors_in
 
 MAX_NUMEL: Final = 2**24
-"""The most elements of which values are computed."""
+"""The largest tensor whose values are computed, in elements."""
 TOO_MANY: Final = (
-    f"they follow from a tensor of more than {MAX_NUMEL:_} elements (2**24), the most that are "
-    "computed; use a smaller tensor in the test, or let numbers of the configuration decide"
+    f"they depend on a tensor of more than {MAX_NUMEL:_} elements (2**24), the most that a "
+    "simulation computes; use a smaller tensor in the test, or decide from configuration values"
 )
 _SMALL: Final = 2**12
-"""The most elements that are computed at once."""
+"""The largest tensor that is computed immediately, in elements."""
 _MAX_DEPTH: Final = 32
-"""The most noted operations in a row, since computing them recurses."""
+"""The longest chain of recorded operations, since computing them recurses."""
 _VALUES: Final = "_fsdp_comm_values"
 _REASON: Final = "_fsdp_comm_reason"
 
 
 class SimulationError(FsdpCommError):
-    """Code of a simulated rank needs a value that nothing knows."""
+    """Code of a simulated rank needs an unknown value, or does what a simulation cannot do."""
 
 
 class Values:
@@ -44,15 +43,15 @@ class Values:
     def __init__(
         self, compute: Callable[[], torch.Tensor], inputs: Sequence[Values] = (), *, later: bool
     ) -> None:
-        """Compute values from `inputs`: at once, or later, when they are read."""
+        """Compute values from `inputs`: immediately or, if `later`, when they are read."""
         self._compute = compute
         self._storage: torch.UntypedStorage | None = None
         self.readers: weakref.WeakSet[Values] | None = None
-        """What is computed from these values later."""
+        """Values that are computed from these later."""
         self.is_large = False
-        """Whether there are too many to compute, or they follow from too many."""
+        """Whether there are too many to compute, or they depend on too many."""
         self.is_mirrored: bool = any(each.is_mirrored for each in inputs)
-        """Whether other ranks hold them only if they hold what this one does."""
+        """Whether they assume that other ranks hold the same values as this rank."""
         self.depth: int = 1 + max((each.depth for each in inputs), default=0)
         if not later or self.depth > _MAX_DEPTH:
             self.storage()
@@ -63,21 +62,21 @@ class Values:
 
     @classmethod
     def too_large(cls) -> Values:
-        """Values that are an error to read."""
+        """Create values that are too many to compute: reading them raises a SimulationError."""
         values = cls(_refuse_size, later=True)
         values.is_large, values.depth = True, 0
         return values
 
     def storage(self) -> torch.UntypedStorage:
-        """The memory of the values, which are computed now if they have not been before."""
+        """Return the memory of the values; compute them first if necessary."""
         if self._storage is None:
             with torch.no_grad(), unset_fake_temporarily():
                 self._storage = self._compute().untyped_storage()
-            self._compute, self.depth = _refuse_size, 0  # drops what it was computed from
+            self._compute, self.depth = _refuse_size, 0  # frees the inputs
         return self._storage
 
     def settle(self) -> None:
-        """Compute what needs these values, before they are overwritten."""
+        """Compute everything that needs these values, before they are overwritten."""
         self.storage()
         for reader in [*(self.readers or ())]:
             reader.storage()
@@ -86,13 +85,13 @@ class Values:
 
 def _refuse_size() -> torch.Tensor:
     raise SimulationError(
-        f"{find_call_site()} reads values of a tensor, which a simulated rank does not have: "
+        f"{find_call_site()} reads values of a tensor, which a simulated rank does not know: "
         f"{TOO_MANY}; or run the test on real ranks, without simulate="
     )
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
 
     dtype: torch.dtype
     size: Sequence[int]
@@ -100,120 +99,125 @@ class _Place(NamedTuple):
     offset: Any  # an int, which torch types as possibly symbolic
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor with memory that lies there."""
-        own = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return own.set_(storage, self.offset, self.size, self.stride)
+        """Return a tensor with this layout in a storage with memory."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
-def _place(own: torch.Tensor) -> _Place:
-    return _Place(own.dtype, own.size(), own.stride(), own.storage_offset())
+def _place(tensor: torch.Tensor) -> _Place:
+    return _Place(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def _attributes(own: torch.Tensor) -> dict[str, Any]:
-    """What is noted of a tensor's storage; not kept for sparse tensors, which have none."""
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a tensor's storage; not stored for sparse tensors."""
     try:
-        return vars(own.untyped_storage())
+        return vars(tensor.untyped_storage())
     except NotImplementedError:
         return {}
 
 
-def values_in(own: torch.Tensor) -> Values | None:
-    """The values in a tensor's storage, None if unknown."""
-    if isinstance(own, FakeTensor):
-        return _attributes(own).get(_VALUES)
-    if type(own) is torch.Tensor and own.numel() <= MAX_NUMEL and own.layout is torch.strided:
-        return Values(lambda: own, later=False)
+def values_in(tensor: torch.Tensor) -> Values | None:
+    """Return the values in a tensor's storage; None if unknown."""
+    if isinstance(tensor, FakeTensor):
+        return _attributes(tensor).get(_VALUES)
+    if (
+        type(tensor) is torch.Tensor
+        and tensor.numel() <= MAX_NUMEL
+        and tensor.layout is torch.strided
+    ):
+        return Values(lambda: tensor, later=False)
     return None
 
 
-def is_known(own: torch.Tensor) -> bool:
-    """Whether a tensor has values, possibly too many to compute."""
-    return values_in(own) is not None
+def is_known(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values are known, possibly too many to compute."""
+    return values_in(tensor) is not None
 
 
-def is_mirrored(own: torch.Tensor) -> bool:
-    """Whether a tensor has values that rest on those of other ranks."""
-    values = values_in(own)
+def is_mirrored(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values assume that other ranks hold the same as this one."""
+    values = values_in(tensor)
     return values is not None and values.is_mirrored
 
 
-def is_whole(own: torch.Tensor) -> bool:
-    """Whether a tensor has integers or booleans."""
-    return not (own.dtype.is_floating_point or own.dtype.is_complex)
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds integers or booleans."""
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
-def _may_hold(own: FakeTensor) -> bool:
-    is_plain = own.layout is torch.strided and not own.dtype.is_complex
-    return is_plain and own.fake_device.type != "meta"
+def _may_hold(tensor: FakeTensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.dtype.is_complex
+    return is_plain and tensor.fake_device.type != "meta"
 
 
-def covers(own: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage."""
-    is_strided = own.layout is torch.strided
-    return is_strided and own.numel() * own.itemsize == own.untyped_storage().nbytes()
+def covers(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor covers its entire storage."""
+    is_strided = tensor.layout is torch.strided
+    return is_strided and tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
 
 
-def real(own: torch.Tensor) -> torch.Tensor:
-    """A known tensor with memory, which a write reaches; an unknown one as it is."""
-    values = values_in(own) if isinstance(own, FakeTensor) else None
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with memory that shares the known values; an unknown tensor unchanged."""
+    values = values_in(tensor) if isinstance(tensor, FakeTensor) else None
     if values is None:
-        return own
+        return tensor
     with unset_fake_temporarily():
-        return _place(own).view(values.storage())
+        return _place(tensor).view(values.storage())
 
 
-def forget(own: torch.Tensor) -> None:
-    """Have all views of a tensor's storage without values."""
-    _attributes(own).pop(_VALUES, None)
+def forget(tensor: torch.Tensor) -> None:
+    """Forget the values of a tensor's storage, for all of its views."""
+    _attributes(tensor).pop(_VALUES, None)
 
 
-def keep(own: torch.Tensor, values: Values) -> None:
-    """Have all views of a tensor's storage with these values."""
-    _attributes(own)[_VALUES] = values
+def keep(tensor: torch.Tensor, values: Values) -> None:
+    """Set the values of a tensor's storage, for all of its views."""
+    _attributes(tensor)[_VALUES] = values
 
 
-def put(own: torch.Tensor, found: torch.Tensor | None, *, is_mirrored: bool = False) -> None:
-    """Write values with memory into a simulated tensor; None if they are unknown."""
-    if not isinstance(own, FakeTensor):
+def put(tensor: torch.Tensor, value: torch.Tensor | None, *, is_mirrored: bool = False) -> None:
+    """Write a tensor with memory into a simulated one; None makes its values unknown."""
+    if not isinstance(tensor, FakeTensor):
         return
-    own.constant = None  # torch's own note of a value
-    values = values_in(own)
-    if found is None:
-        _attributes(own).pop(_VALUES, None)
-    elif covers(own):
-        keep(own, Values(functools.partial(_laid, found, _place(own)), later=False))
+    tensor.constant = None  # where torch stores a known value
+    values = values_in(tensor)
+    if value is None:
+        _attributes(tensor).pop(_VALUES, None)
+    elif covers(tensor):
+        keep(tensor, Values(functools.partial(_laid, value, _place(tensor)), later=False))
     elif values is not None and not values.is_large:
         values.settle()
-        real(own).copy_(found.reshape(own.shape))
-    if is_mirrored and (values := values_in(own)) is not None:
+        real(tensor).copy_(value.reshape(tensor.shape))
+    if is_mirrored and (values := values_in(tensor)) is not None:
         values.is_mirrored = True
 
 
-def explain(own: torch.Tensor, reason: str) -> None:
-    """Keep why the integers or booleans of a tensor are unknown, if they are."""
-    if is_whole(own) and values_in(own) is None:
-        _attributes(own)[_REASON] = reason
+def explain(tensor: torch.Tensor, reason: str) -> None:
+    """Store why the integers or booleans of a tensor are unknown, if they are."""
+    if is_whole(tensor) and values_in(tensor) is None:
+        _attributes(tensor)[_REASON] = reason
 
 
-def share(own: torch.Tensor, other: torch.Tensor) -> None:
-    """Have a tensor with the values of another one of the same layout, if these are known."""
-    values = values_in(other)
+def share(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Give a tensor the values of another one with the same layout, or why they are unknown."""
+    values = values_in(source)
     if values is not None:
-        keep(own, values)
-    elif (reason := reason_of(other)) is not None:
-        explain(own, reason)
+        keep(tensor, values)
+    elif (reason := reason_of(source)) is not None:
+        explain(tensor, reason)
 
 
-def reason_of(own: torch.Tensor) -> str | None:
-    """Why the values of a tensor are unknown, if that is kept."""
-    return _attributes(own).get(_REASON)
+def reason_of(tensor: torch.Tensor) -> str | None:
+    """Return why the values of a tensor are unknown; None if that is not stored."""
+    return _attributes(tensor).get(_REASON)
 
 
-def are_too_many(given: Iterable[torch.Tensor]) -> bool:
-    """Whether some known tensors are too large to compute with, or follow from such."""
+def are_too_many(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether a tensor is too large to compute with, or depends on one that is."""
     return any(
-        own.numel() > MAX_NUMEL or ((values := values_in(own)) is not None and values.is_large)
-        for own in given
+        tensor.numel() > MAX_NUMEL
+        or ((values := values_in(tensor)) is not None and values.is_large)
+        for tensor in tensors
     )
 
 
@@ -221,44 +225,44 @@ def note(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    given: Sequence[torch.Tensor],
-    made: Sequence[FakeTensor],
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[FakeTensor],
 ) -> None:
-    """Note the values of new tensors, which `func` computes from known ones."""
+    """Record how `func` computes the values of new tensors from known ones."""
     new = []
-    for index, own in enumerate(made):
-        if _may_hold(own) and not is_known(own):  # otherwise it is a view of an input
-            own.constant = None
-            new.append((index, own))
-    if are_too_many([*given, *(own for _, own in new)]):
-        for _, own in new:
-            keep(own, Values.too_large())
+    for index, tensor in enumerate(outputs):
+        if _may_hold(tensor) and not is_known(tensor):  # a known one is a view of an input
+            tensor.constant = None
+            new.append((index, tensor))
+    if are_too_many([*tensors, *(tensor for _, tensor in new)]):
+        for _, tensor in new:
+            keep(tensor, Values.too_large())
         return
-    is_small = all(own.numel() <= _SMALL for own in (*given, *made))
+    is_small = all(tensor.numel() <= _SMALL for tensor in (*tensors, *outputs))
     is_drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-    later = not (is_small or is_drawn) and all(isinstance(own, FakeTensor) for own in given)
+    later = not (is_small or is_drawn) and all(isinstance(tensor, FakeTensor) for tensor in tensors)
     results = functools.cache(functools.partial(_run, func, _noted(args), _noted(kwargs)))
-    inputs = [values for own in given if (values := values_in(own)) is not None]
-    for index, own in new:
-        compute = functools.partial(_part, results, index, _place(own))
-        keep(own, Values(compute, inputs, later=later))
+    inputs = [values for tensor in tensors if (values := values_in(tensor)) is not None]
+    for index, tensor in new:
+        compute = functools.partial(_part, results, index, _place(tensor))
+        keep(tensor, Values(compute, inputs, later=later))
 
 
 def write(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    given: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
     written: Sequence[torch.Tensor],
 ) -> None:
     """Run an operation that writes known values into known tensors."""
-    if are_too_many(given):
-        for own in written:
-            if isinstance(own, FakeTensor):
-                keep(own, Values.too_large())
+    if are_too_many(tensors):
+        for tensor in written:
+            if isinstance(tensor, FakeTensor):
+                keep(tensor, Values.too_large())
         return
-    inputs = [values for own in given if (values := values_in(own)) is not None]
-    outputs = [values for own in written if (values := values_in(own)) is not None]
+    inputs = [values for tensor in tensors if (values := values_in(tensor)) is not None]
+    outputs = [values for tensor in written if (values := values_in(tensor)) is not None]
     for values in outputs:
         values.settle()
     _run(func, _noted(args), _noted(kwargs))
@@ -270,59 +274,59 @@ def read(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    given: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
 ) -> Any:
-    """The result of an operation on known tensors, with memory."""
-    if are_too_many(given):
+    """Run an operation on known tensors; return its result, with memory."""
+    if are_too_many(tensors):
         _refuse_size()
-    return func(*_found(_noted(args)), **_found(_noted(kwargs)))
+    return func(*_resolved(_noted(args)), **_resolved(_noted(kwargs)))
 
 
 class _Noted(NamedTuple):
-    """A tensor that an operation is given, as it is when it is noted."""
+    """A tensor argument of a recorded operation, as of the recording."""
 
     values: Values
     place: _Place
 
 
-def _noted(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        return _Noted(values_in(given) or Values.too_large(), _place(given))
-    if isinstance(given, (list, tuple)):
-        return [_noted(own) for own in given]
-    if isinstance(given, Mapping):
-        return {name: _noted(own) for name, own in given.items() if name != "pin_memory"}
-    return given
+def _noted(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Noted(values_in(value) or Values.too_large(), _place(value))
+    if isinstance(value, (list, tuple)):
+        return [_noted(part) for part in value]
+    if isinstance(value, Mapping):
+        return {name: _noted(part) for name, part in value.items() if name != "pin_memory"}
+    return value
 
 
-def _found(noted: Any) -> Any:
+def _resolved(noted: Any) -> Any:
     if isinstance(noted, _Noted):
         return noted.place.view(noted.values.storage())
     if isinstance(noted, list):
-        return [_found(own) for own in noted]
+        return [_resolved(part) for part in noted]
     if isinstance(noted, dict):
-        return {name: _found(own) for name, own in noted.items()}
+        return {name: _resolved(part) for name, part in noted.items()}
     return noted
 
 
 def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[torch.Tensor]:
-    return tensors_in(func(*_found(args), **_found(kwargs)))
+    return tensors_in(func(*_resolved(args), **_resolved(kwargs)))
 
 
 def _part(results: Callable[[], Sequence[torch.Tensor]], index: int, place: _Place) -> torch.Tensor:
     return _laid(results()[index], place)
 
 
-def _laid(found: torch.Tensor, place: _Place) -> torch.Tensor:
-    """Values with memory, laid out as `place` says."""
-    if (found.dtype, found.stride(), found.storage_offset()) == (
+def _laid(value: torch.Tensor, place: _Place) -> torch.Tensor:
+    """Return a tensor with memory in the given layout, copied if necessary."""
+    if (value.dtype, value.stride(), value.storage_offset()) == (
         place.dtype,
         tuple(place.stride),
         place.offset,
     ):
-        return found
+        return value
     last = sum((size - 1) * step for size, step in zip(place.size, place.stride, strict=True))
     numel = max(0, place.offset + last + 1)
-    laid = torch.empty(numel, dtype=place.dtype, device=found.device)
+    laid = torch.empty(numel, dtype=place.dtype, device=value.device)
     laid = laid.as_strided(place.size, place.stride, place.offset)
-    return laid.copy_(found.reshape(place.size))
+    return laid.copy_(value.reshape(place.size))

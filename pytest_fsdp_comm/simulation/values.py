@@ -1,19 +1,21 @@
-"""Tensors without memory, and what is known of their values."""
+"""Tensors without memory, some of whose values are known."""
 
 # Note [Known values]
-# Integers and booleans have values, and so do floats that follow from them and from constants, such
-# as an optimizer's count of steps. Weights, activations and random floats have none. They are taken
-# to be finite, so `isfinite` and comparisons with infinity are known.
-# A collective on known values leaves what it would if every peer held the same, and these are
-# marked, as is what is computed from them: reading them is recorded as an answer, since what a rank
-# computes from its own number is another value on each.
-# In a group whose ranks run, integers and booleans arrive, as objects do. They are awaited where
-# they are first used: a rank that receives ahead of its use must not wait for the peer.
+# Integers and booleans have known values, and so do floats that depend only on these and on
+# constants, such as an optimizer's step count. Weights, activations and random floats are unknown.
+# They are assumed to be finite, so the results of `isfinite` and of comparisons with infinity are
+# known.
+# The result of a collective on known values is computed as if every peer held the same. It is
+# marked as mirrored, and so is everything computed from it. Reading a mirrored value is recorded as
+# an assumption, because values that depend on the rank differ between ranks.
+# Between ranks that run (real axes), integers, booleans and objects are sent. A rank waits for them
+# at their first use, not in the collective: code may call a receive long before it needs the value.
 
 # Note [Declared routing]
-# Experts are chosen by scores, which nobody knows, in one operation on their last dimension. With
-# `simulation_splits` its indices have values, and what is counted, sorted and sent by them follows:
-# the counts of all ranks fit together, as those of splits that are made up one by one would not.
+# Routers choose experts by unknown scores, with one operation on the last dimension. With
+# `simulation_splits`, the indices that it returns are known, and so are counts, sorted orders and
+# split sizes computed from them. So the counts of all ranks fit together, which they would not if
+# each were assumed separately.
 
 from __future__ import annotations
 
@@ -54,29 +56,29 @@ _CHOICES: Final = {
     torch.ops.aten.argmax.default,
     torch.ops.aten.max.dim,
 }
-"""The operations by which experts are chosen; the last that they return are indices."""
+"""Operations that choose experts; their last result is the indices."""
 _ROUNDING: Final = 1e-9
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _DRAWS: Final = {
     *("bernoulli", "bernoulli_", "geometric", "geometric_", "multinomial"),
     *("randint", "randint_like", "random_", "randperm"),
 }
-"""Random operations whose results have values, if what they are given has."""
+"""Random operations whose results are known if their arguments are."""
 _SHAPED: Final = {
     *("full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "randint_like"),
 }
-"""Operations that read no value of the tensor that they are given."""
+"""Operations that use only the shape and dtype of their tensor argument."""
 _OVERWRITES: Final = {"bernoulli_", "copy_", "fill_", "random_", "zero_"}
 _CHOOSES: Final = {"argmax", "argmin", "argsort", "max", "min", "multinomial", "sort", "topk"}
 _COMPARES: Final = {"eq", "ne", "lt", "le", "gt", "ge"}
 _ABSORBS: Final = {"bitwise_or": 1, "logical_or": 1, "bitwise_and": 0, "logical_and": 0}
-"""The value of one argument that decides the result, whatever the other one is."""
+"""The value of one argument that determines the result, whatever the other argument is."""
 _KEEP_STATISTICS: Final = {"native_batch_norm", "cudnn_batch_norm"}
 _STATISTICS: Final = {"running_mean", "running_var"}
-"""What these write, of which their schemas tell nothing."""
+"""The arguments that these write, although their schemas do not say so."""
 _ASKS_FINITE: Final = {"isnan", "isinf", "isposinf", "isneginf"}
 _MARK: Final = "_fsdp_comm_device"
-"""Of memory: the device that it would be on. See Note [Cuda without CUDA] in `devices.py`."""
+"""Attribute of a storage: its device. See Note [Cuda without CUDA] in `devices.py`."""
 CPU: Final = torch.device("cpu")
 _SWAP: Final = torch.utils.swap_tensors
 _DEVICE: Final = torch.ops.prim.device.default
@@ -88,40 +90,40 @@ _SIZED: Final = {
     torch.ops.aten._ctc_loss.default,
     torch.ops.aten._ctc_loss.Tensor,
 }
-"""Operations whose first argument does not decide how many elements they return."""
+"""Operations whose result size does not depend on their first argument."""
 _TRUTHS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 _READ: Final = torch.ops.aten._local_scalar_dense.default
 _COPY: Final = torch.ops.aten.copy_.default
 _MOST_ANSWERS: Final = 10_000
-"""The most answers to one line in one test."""
+"""The most values that are assumed at one line in one test."""
 _ADVICE: Final = {
     "floats": (
-        "they follow from floats; let tokens, labels and counts follow from integers instead, such "
-        "as torch.randint(vocabulary, (batch, length)) for a batch of tokens, or from the "
-        "configuration"
+        "they depend on floats; compute tokens, labels and counts from integers instead (for "
+        "example torch.randint(vocabulary, (batch, length)) for tokens), or from configuration "
+        "values"
     ),
     "matches": (
-        "whether predictions are right follows from floats; leave the count to code that the test "
-        "does not run, or log a mean, (a == b).float().mean(), which is a float and is answered"
+        "which predictions are right depends on floats; count them in code that the test does not "
+        "run, or log a mean, (a == b).float().mean(), which is a float and gets an assumed value"
     ),
     "scores": (
-        "they are chosen by scores, which are floats; where a router chooses experts, declare "
-        "their shares, simulation_splits='even', or let fixed numbers route, as a balanced routing "
-        "does; where a model predicts tokens, use fixed ones, such as torch.randint"
+        "they are chosen by scores, which are floats; if a router chooses experts, declare their "
+        "shares (simulation_splits='even') or use balanced routing; if a model predicts tokens, "
+        "use fixed tokens, for example from torch.randint"
     ),
     "size": memory.TOO_MANY,
     "peer": (
-        "a rank that does not run would send them, such as a stage of a pipeline its shapes; have "
-        "the ranks of that axis run, real={'pp': 4}, or send integers that this rank knows too"
+        "a rank that does not run would send them, as a pipeline stage sends its shapes; run the "
+        "ranks of that axis (for example real={'pp': 4}), or send integers that this rank knows"
     ),
     "strict": (
-        "use simulate=True, which answers and records it in the snapshot, or leave the line to "
-        "code that the test does not run"
+        "use simulate=True, which assumes a value and records it in the snapshot, or move the line "
+        "to code that the test does not run"
     ),
 }
-"""What to do about unknown values, by why they are unknown."""
+"""By the reason why values are unknown: what to do about it."""
 _awaited: Final[dict[int, list[Callable[[], None]]]] = {}
-"""By the address of a storage, which these keep: what writes the values that arrive in it."""
+"""By the address of a storage: functions that write the values it receives, and keep it alive."""
 
 
 _PLAIN: Final = frozenset(
@@ -130,13 +132,13 @@ _PLAIN: Final = frozenset(
         *(torch.device, torch.dtype, torch.layout, torch.memory_format),
     }
 )
-"""Of these, two of one type that are equal do the same."""
+"""Types whose equal values can share a cache entry."""
 _PLAIN_TENSORS: Final = frozenset({FakeTensor, torch.Tensor, torch.nn.Parameter})
 _LISTS: Final = frozenset({list, tuple, torch.Size})
 
 
 class _OfThread:
-    """An attribute that each thread has for itself."""
+    """A thread-local attribute."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._held = make, threading.local()
@@ -151,45 +153,47 @@ class _OfThread:
 
 
 class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Have every tensor made without memory. See Note [Known values]."""
+    """A mode that makes all tensors without memory. See Note [Known values]."""
 
     has_marks = False
     has_cuda = False
-    # torch keeps these in the mode, which threads share.
+    # torch stores these in the mode, which all threads share here.
     in_kernel_invocation = _OfThread(bool)
     enter_stack = _OfThread(list)
     _is_composing = _OfThread(bool)
     supports_higher_order_operators = True
 
     def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
-        """Prepare to answer for some unknown values, or to refuse for all.
+        """Prepare the mode.
 
-        `shares` are those of experts in what is chosen, empty if equal, None if not declared.
+        Args:
+            answers: Whether to assume values for unknown floats and booleans that are read.
+            shares: The share of choices for each expert; empty if equal, None if not declared.
         """
         hide_from_compiler()
-        # What a test module has made before has memory; it counts as known.
+        # Tensors from before, such as those of a test module, have memory and count as known.
         super().__init__(allow_non_fake_inputs=True)
         self._answers = answers
         self._shares = shares
         self.begin(None)
 
     def begin(self, groups: RealGroups | None) -> None:
-        """Begin a test; `groups` are those whose ranks run, None if this rank runs alone."""
+        """Begin a test; `groups` connect it to real ranks, None if this rank runs alone."""
         self._groups = groups
         self._answered: Counter[str] = Counter()
         SimulatedTensors.has_cuda = False
         _awaited.clear()
 
-    def known(self, given: torch.Tensor) -> torch.Tensor:
-        """A tensor with memory as one without, whose values are known unless it is large."""
-        own = self.from_tensor(given)
+    def simulate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a simulated tensor with the values of a real one, known unless it is large."""
+        simulated = self.from_tensor(tensor)
         with unset_fake_temporarily():
-            memory.put(own, given.clone())
-        return own
+            memory.put(simulated, tensor.clone())
+        return simulated
 
     @staticmethod
     def _should_skip_dynamo() -> bool:
-        # torch's way around the compiler takes as long as what it is put around.
+        # torch's wrapper that skips the compiler takes as long as an operation.
         return False
 
     def __torch_dispatch__(
@@ -199,7 +203,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Half of all operations of a step ask for a device, and an eighth is DTensor's to run.
+        # Shortcuts: half of all operations in a step read a device, and an eighth are DTensor's.
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if DTensor in types:
@@ -225,18 +229,20 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if custom and _names_group((*args, *kwargs.values())):
             with self:
                 return custom(*args, **kwargs)
-        given = _tensors(args) + _tensors(kwargs.values())
-        _await(given)
+        tensors = _tensors(args) + _tensors(kwargs.values())
+        _await(tensors)
         if not (self.has_marks or place):
-            return self._run(func, types, args, kwargs, given)
-        marks = [place] if place else [] if func is _COPY else [*filter(None, map(mark_of, given))]
-        result = self._run(func, types, args, kwargs, given)
+            return self._run(func, types, args, kwargs, tensors)
+        marks = (
+            [place] if place else [] if func is _COPY else [*filter(None, map(mark_of, tensors))]
+        )
+        result = self._run(func, types, args, kwargs, tensors)
         if marks and marks[0].type == "cuda":
-            for own in (*_made(result), *(given if _writes(func) else ())):
-                mark(own, marks[0])
-        elif place:  # which torch may have made from a copy with a mark
-            for own in _made(result):
-                vars(own.untyped_storage()).pop(_MARK, None)
+            for tensor in (*_fake_tensors(result), *(tensors if _writes(func) else ())):
+                mark(tensor, marks[0])
+        elif place:  # torch may have made the result from a marked copy
+            for tensor in _fake_tensors(result):
+                vars(tensor.untyped_storage()).pop(_MARK, None)
         return result
 
     def _run(
@@ -245,43 +251,43 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         types: Sequence[type],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
     ) -> Any:
-        # torch has not taken it apart, as in inference mode.
-        if _is_composite(func) and all(own.__class__ in _PLAIN_TENSORS for own in given):
+        # In inference mode, torch does not decompose composite operations.
+        if _is_composite(func) and all(tensor.__class__ in _PLAIN_TENSORS for tensor in tensors):
             with self:
                 return func.decompose(*args, **kwargs)
-        follows = all(map(is_known, given)) and not _is_made_up(func)
-        if follows and func is _READ:  # torch would look for a note of its own
-            return self._read(func, args, kwargs, given)
+        follows = all(map(is_known, tensors)) and not _is_made_up(func)
+        if follows and func is _READ:  # torch would only look at `FakeTensor.constant`
+            return self._read(func, args, kwargs, tensors)
         try:
             result = self._shaped(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if follows:
-                return self._read(func, args, kwargs, given)
-            if func in _SIZED and all(map(is_known, filter(is_whole, given[1:]))):
+                return self._read(func, args, kwargs, tensors)
+            if func in _SIZED and all(map(is_known, filter(is_whole, tensors[1:]))):
                 return self._size(func, args)
             return self._answer(func, args)
         except UnsupportedOperatorException:
             raise SimulationError(
-                f"{find_call_site()} calls {func.namespace}.{func._opname}, which does not say "
-                "what sizes it returns, and a simulated rank cannot run it: register a fake "
-                "implementation with torch.library.register_fake, or run the test on real ranks, "
+                f"{find_call_site()} calls {func.namespace}.{func._opname}, which has no fake "
+                "implementation, so that a simulated rank does not know its result's shape: "
+                "register one with torch.library.register_fake, or run the test on real ranks, "
                 "without simulate="
             ) from None
         if isinstance(func, OpOverload) and result is not NotImplemented:
             if not follows:
-                self._follow(func, args, kwargs, given, result)
+                self._follow(func, args, kwargs, tensors, result)
             elif _writes(func):
-                memory.write(func, args, kwargs, given, _written(func, args, kwargs))
+                memory.write(func, args, kwargs, tensors, _written(func, args, kwargs))
             else:
-                memory.note(func, args, kwargs, given, _made(result))
+                memory.note(func, args, kwargs, tensors, _fake_tensors(result))
         return result
 
     def _shaped(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        # torch may compose an operation of others, which show it alone what they write.
+        # torch may decompose an operation into others; only the outer one is handled here.
         self._is_composing = isinstance(func, OpOverload)
         try:
             return self.dispatch(func, types, args, kwargs)
@@ -293,38 +299,38 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         func: OpOverload,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
         result: Any,
     ) -> None:
-        """Know what follows without all values; forget what is overwritten otherwise."""
+        """Deduce known results although some inputs are unknown; forget overwritten values."""
         if func.namespace in NAMESPACES:
             self._communicate(func, args, kwargs, result)
         elif _writes(func):
-            self._overwrite(func, args, kwargs, given)
+            self._overwrite(func, args, kwargs, tensors)
         else:
             if self._shares is not None and func in _CHOICES:
                 self._choose(_named(func, args, kwargs), result)
-            made = _made(result)
-            if made and is_whole(made[-1]):
-                _deduce(func, args, kwargs, given, made)
+            outputs = _fake_tensors(result)
+            if outputs and is_whole(outputs[-1]):
+                _deduce(func, args, kwargs, tensors, outputs)
 
     def _overwrite(
         self,
         func: OpOverload,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
     ) -> None:
-        is_filled = func._opname in _OVERWRITES and all(map(is_known, given[1:]))
+        is_filled = func._opname in _OVERWRITES and all(map(is_known, tensors[1:]))
         if is_filled and is_whole(args[0]) and memory.covers(args[0]):
             _zero(args[0])
-            memory.write(func, args, kwargs, given, args[:1])
+            memory.write(func, args, kwargs, tensors, args[:1])
             return
-        if any(_absorbs(func._opname[:-1], own, own.dtype) for own in given[:1]):
+        if any(_absorbs(func._opname[:-1], tensor, tensor.dtype) for tensor in tensors[:1]):
             return  # as "bitwise_or_" of True
-        for own in _written(func, args, kwargs):
-            memory.put(own, None)
-            memory.explain(own, _reason(func._opname, args, given))
+        for tensor in _written(func, args, kwargs):
+            memory.put(tensor, None)
+            memory.explain(tensor, _reason(func._opname, args, tensors))
         if func is _UNSCALE:  # unknown gradients are finite
             _zero(args[1])
 
@@ -333,19 +339,19 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         func: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
     ) -> Any:
-        if any(map(is_mirrored, given)):
+        if any(map(is_mirrored, tensors)):
             self._answer_mirrored(func, args)
-        found = memory.read(func, args, kwargs, given)
-        result = tree_map_only(torch.Tensor, self.from_tensor, found)
-        for own, value in zip(_made(result), tensors_in(found), strict=True):
-            memory.put(own, value, is_mirrored=any(map(is_mirrored, given)))
+        values = memory.read(func, args, kwargs, tensors)
+        result = tree_map_only(torch.Tensor, self.from_tensor, values)
+        for tensor, value in zip(_fake_tensors(result), tensors_in(values), strict=True):
+            memory.put(tensor, value, is_mirrored=any(map(is_mirrored, tensors)))
         return result
 
     def _size(self, func: Any, args: Sequence[Any]) -> Any:
-        """Run an operation on values that are unknown, since others alone decide its sizes."""
-        if func is _INDEX:  # by positions in place of masks, which takes no memory
+        """Run an operation of `_SIZED`, whose result size does not need the unknown values."""
+        if func is _INDEX:  # use indices instead of masks, which takes no memory
             places: list[torch.Tensor | None] = []
             with self:
                 for index in args[1]:
@@ -354,90 +360,92 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                     else:
                         places += index.nonzero().unbind(1)
                 return torch.ops.aten.index.Tensor(args[0], places)
-        others = tree_map_only(torch.Tensor, memory.real, args[1:])
-        found = func(_blank(args[0], func._opname), *others)
-        result = tree_map_only(torch.Tensor, self.from_tensor, found)
-        for own, value in zip(_made(result), tensors_in(found), strict=True):
+        arguments = tree_map_only(torch.Tensor, memory.real, args[1:])
+        values = func(_blank(args[0], func._opname), *arguments)
+        result = tree_map_only(torch.Tensor, self.from_tensor, values)
+        for tensor, value in zip(_fake_tensors(result), tensors_in(values), strict=True):
             if is_whole(value):
-                memory.put(own, value)
+                memory.put(tensor, value)
         return result
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
-        """As torch's, of which jagged tensors ask for a length: without symbols."""
+        """Return a length for jagged tensors as torch does, but not a symbolic one."""
         self.nt_tensor_id_counter += nt_tensor_id is None
         return torch._C._get_nested_int(nt_tensor_id or self.nt_tensor_id_counter - 1, 1)
 
-    # Read in torch 2.13; where it is called otherwise, or never, it is torch's.
+    # Overrides a private method (checked in torch 2.13). If it has moved, torch's slower one runs.
     def _cache_key(
         self, state: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """As torch's, which takes a sixth of a step, of what nearly all operations are given."""
+        """Return a cache key for common arguments, faster than torch (a sixth of a step)."""
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         key.append(torch.is_inference_mode_enabled())
         if self._add_to_key(key, args) and self._add_to_key(key, [*kwargs, *kwargs.values()]):
             return tuple(key)
         return super()._cache_key(state, func, args, kwargs)
 
-    def _add_to_key(self, key: list[Any], given: Sequence[Any]) -> bool:
-        """Add all that a result may depend on; False for anything special."""
-        key.append(len(given))
-        for own in given:
-            kind = type(own)
+    def _add_to_key(self, key: list[Any], args: Sequence[Any]) -> bool:
+        """Add everything that a result may depend on; False for special arguments."""
+        key.append(len(args))
+        for arg in args:
+            kind = type(arg)
             key.append(kind)
             if kind is FakeTensor:
                 if (
-                    own.constant is not None
-                    or own.fake_mode is not self
-                    or own.layout is not torch.strided
-                    or own._has_symbolic_sizes_strides
-                    or own.is_quantized
+                    arg.constant is not None
+                    or arg.fake_mode is not self
+                    or arg.layout is not torch.strided
+                    or arg._has_symbolic_sizes_strides
+                    or arg.is_quantized
                 ):
                     return False
-                key += (own.dtype, own.shape, own.stride(), own.storage_offset(), own.fake_device)
-                key += (own.untyped_storage().nbytes(), own.requires_grad, own.is_conj())
-                key += (own.is_neg(), own.is_inference())
+                key += (arg.dtype, arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device)
+                key += (arg.untyped_storage().nbytes(), arg.requires_grad, arg.is_conj())
+                key += (arg.is_neg(), arg.is_inference())
             elif kind in _PLAIN:
-                key.append(own)
-            elif kind not in _LISTS or not self._add_to_key(key, own):
+                key.append(arg)
+            elif kind not in _LISTS or not self._add_to_key(key, arg):
                 return False
         return True
 
-    def swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """As torch's, which `Module.to` and ``to_empty`` use for simulated parameters."""
-        # It refuses what has weak references, as torch keeps some of what was made on meta.
+    def swap(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Swap tensors as torch does, in `Module.to` and ``to_empty``."""
+        # It fails if there are weak references, which torch has to tensors made on meta.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        _SWAP(one, other)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        _SWAP(first, second)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _communicate(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Know what a collective leaves, if what is sent is known. See Note [Known values]."""
+        """Set the results of a collective, if its inputs are known. See Note [Known values]."""
         call = call_of(func)
-        if call is None:  # it waits for one, or wraps its result
-            for own, other in zip(_made(result), tensors_in([*args, kwargs]), strict=False):
-                memory.share(own, other)
+        if call is None:  # it waits for a collective, or wraps its result
+            for tensor, source in zip(
+                _fake_tensors(result), tensors_in([*args, kwargs]), strict=False
+            ):
+                memory.share(tensor, source)
             return
         bound, operation = call.bind(args, kwargs), call.operation
         group = group_of(bound)
         sent = operation.tensors_sent(bound)
-        # The schemas of c10d tell of no writes.
+        # The schemas of c10d do not declare all writes.
         outputs = [*operation.tensors_received(bound, result), *_written(func, args, kwargs)]
         if operation.kind == "reduce" or operation.kind.startswith(UNKNOWN):
             outputs += sent
-        held, reason = _held(sent, outputs)
+        values_sent, reason = _values_sent(sent, outputs)
         values: list[torch.Tensor | None] = [None] * len(outputs)
         if group is not None and self._groups is not None and self._groups.has(group):
             moved = [*sent, *outputs]
             is_exchanged = bool(moved) and is_whole(moved[0])
             exchange = self._groups.exchange
-            arrives = exchange(operation, group, bound, held) if is_exchanged else None
+            arrives = exchange(operation, group, bound, values_sent) if is_exchanged else None
             if arrives is not None:
                 fill = functools.cache(functools.partial(_fill, outputs, arrives))
-                for own in outputs:
-                    _awaited.setdefault(own.untyped_storage()._cdata, []).append(fill)
+                for tensor in outputs:
+                    _awaited.setdefault(tensor.untyped_storage()._cdata, []).append(fill)
                 return
-        elif group is not None and held:
-            values = mirrored(operation.kind, group, bound, held, outputs)
+        elif group is not None and values_sent:
+            values = mirrored(operation.kind, group, bound, values_sent, outputs)
         is_shared = group is not None and group.size() > 1
         for output, value in zip(outputs, values, strict=True):
             memory.put(output, value, is_mirrored=is_shared)
@@ -450,7 +458,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             reason = next(filter(None, map(memory.reason_of, tensors_in(args))), "floats")
             advice = _ADVICE["strict" if is_answered else reason]
             raise SimulationError(
-                f"{site} reads values of a tensor ({how}), which a simulated rank does not have: "
+                f"{site} reads values of a tensor ({how}), which a simulated rank does not know: "
                 f"{advice}; or run the test on real ranks, without simulate="
             ) from None
         is_number = args[0].dtype != torch.bool and func not in _TRUTHS
@@ -459,30 +467,30 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if self._answered[site] > _MOST_ANSWERS:
             raise SimulationError(
                 f"{site} has read unknown values ({how}) {_MOST_ANSWERS:_} times in this test, and "
-                f"got {answer} each time, so that a loop which waits for another value does not "
-                "end: bound the loop by a number of the configuration, leave it to code that the "
-                "test does not run, or run the test on real ranks, without simulate="
+                f"got {answer} each time. A loop that waits for another value would never end: "
+                "limit it by a configuration value, move it to code that the test does not run, or "
+                "run the test on real ranks, without simulate="
             ) from None
         note_answer(answer, how)
         return answer
 
     def _answer_mirrored(self, func: Any, args: Sequence[Any]) -> None:
-        """Note that values are read which are right only if other ranks hold the same."""
+        """Record a read of values that are right only if other ranks hold the same."""
         if self._shares is not None and running():
-            return  # it is declared that all ranks route alike
+            return  # simulation_splits declares that all ranks route in the same way
         if not self._answers:
             raise SimulationError(
-                f"{find_call_site()} reads what other ranks would have sent ({_how(func)}): a "
-                "simulated rank takes them to hold what it holds itself; if they do, as where all "
-                "route alike, declare simulation_splits='even', or simulate=True; otherwise run "
-                "the test on real ranks, without simulate="
+                f"{find_call_site()} reads values that other ranks would have sent ({_how(func)}). "
+                "A simulated rank can only assume that they hold the same values as it does: if "
+                "they do, as with balanced routing, use simulation_splits='even' or simulate=True; "
+                "otherwise run the test on real ranks, without simulate="
             ) from None
-        # A count may decide what is sent long after it was read.
+        # A count may determine what is sent long after it was read.
         note_answer("mirrored", _how(func), of_process=not _is_answered(func, args))
 
     def _choose(self, named: Mapping[str, Any], result: Any) -> None:
-        """Know which experts are chosen. See Note [Declared routing]."""
-        scores, indices = named["self"], _made(result)[-1]
+        """Set the indices of the chosen experts. See Note [Declared routing]."""
+        scores, indices = named["self"], _fake_tensors(result)[-1]
         num_experts, k = scores.shape[-1] if scores.dim() else 0, named.get("k", 1)
         shares = self._shares or (1.0,) * num_experts
         is_last = named.get("dim", -1 if "k" in named else None) in {-1, scores.dim() - 1}
@@ -492,11 +500,12 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         most = max(shares) / sum(shares)
         if most * k > 1 + _ROUNDING:
             raise SimulationError(
-                f"{find_call_site()} chooses {k} experts of {num_experts} for each token, so that "
-                f"none has a share above {1 / k:.3g}; simulation_splits gives one {most:.3g}: "
-                "give each at most that, or 'even'"
+                f"{find_call_site()} chooses {k} of {num_experts} experts for each token, so the "
+                f"share of an expert is at most {1 / k:.3g}, but simulation_splits has one of "
+                f"{most:.3g}: use smaller shares, or 'even'"
             )
-        # At equal distances in the sum of all shares, those of one token the furthest apart.
+        # Place all choices at equal distances on the cumulated shares; those of one token are the
+        # furthest apart, so that they differ.
         total = indices.numel()
         places = torch.arange(total, device="cpu").view(k, -1).T.flatten()
         limits = torch.tensor(shares, device="cpu", dtype=torch.float64).cumsum(0)
@@ -505,7 +514,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
 
 def _is_answered(func: Any, args: Sequence[Any]) -> bool:
-    # A made-up count would decide shapes. A number or a truth rarely decides what is sent.
+    # An assumed count would determine shapes. Floats and booleans rarely affect communication.
     if func in _TRUTHS:
         return True
     dtype = args[0].dtype
@@ -519,7 +528,7 @@ def _how(func: Any) -> str:
 
 
 def mark(tensor: torch.Tensor, device: torch.device) -> None:
-    """Mark the memory of a simulated tensor as that of a device."""
+    """Mark the storage of a simulated tensor with a device."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type != "meta":
         setattr(tensor.untyped_storage(), _MARK, device)
@@ -527,34 +536,34 @@ def mark(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def mark_of(tensor: torch.Tensor) -> torch.device | None:
-    """The device that a simulated tensor would be on, if it is another one than it says."""
+    """Return the device that a simulated tensor is marked with; None if it is not marked."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(tensor, FakeTensor):
         return None
     return vars(tensor.untyped_storage()).get(_MARK)
 
 
-def _tensors(given: Iterable[Any]) -> list[torch.Tensor]:
-    # As torch's tree_leaves finds them, which takes a fifth of a step.
-    found = []
-    for own in given:
-        if isinstance(own, torch.Tensor):
-            found.append(own)
-        elif isinstance(own, (list, tuple)):
-            found += _tensors(own)
-    return found
+def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
+    # torch's tree_leaves does the same, but takes a fifth of a step.
+    tensors = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            tensors.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            tensors += _tensors(arg)
+    return tensors
 
 
-def _made(result: Any) -> list[FakeTensor]:
+def _fake_tensors(result: Any) -> list[FakeTensor]:
     if isinstance(result, FakeTensor):
         return [result]
-    return [own for own in tensors_in(result) if isinstance(own, FakeTensor)]
+    return [tensor for tensor in tensors_in(result) if isinstance(tensor, FakeTensor)]
 
 
-def _held(
+def _values_sent(
     sent: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor] | None, str]:
-    """The values that a collective sends, None if unknown; and why those that it leaves are."""
+    """Return the values that a collective sends; None, and the reason, if they are unknown."""
     if not all(map(is_known, sent)):
         return None, next(filter(None, map(memory.reason_of, sent)), "peer")
     if memory.are_too_many([*sent, *outputs]):
@@ -564,7 +573,7 @@ def _held(
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    # Some that ask for sizes are not registered at all.
+    # Some operations that read sizes have no kernels at all.
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func._schema.name):
         return False
     return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -572,19 +581,19 @@ def _is_composite(func: Any) -> bool:
 
 @functools.cache
 def _custom_function(func: Any) -> Callable[..., Any] | None:
-    """The function of a custom operator, whose fake sends nothing."""
+    """Return the function of a custom operator; its fake implementation would send nothing."""
     operator = OPDEFS.get(func._schema.name) if isinstance(func, OpOverload) else None
     return operator._init_fn if operator else None
 
 
-def _names_group(given: Iterable[Any]) -> bool:
+def _names_group(args: Iterable[Any]) -> bool:
     names = {*distributed_c10d._world.pg_names.values()}
-    return any(isinstance(own, str) and own in names for own in given)
+    return any(isinstance(arg, str) and arg in names for arg in args)
 
 
 @functools.cache
 def _is_made_up(func: Any) -> bool:
-    """Whether results have no values even if those of all arguments are known."""
+    """Return whether results are unknown even if all arguments are known."""
     if not isinstance(func, OpOverload) or func.namespace in NAMESPACES:
         return True
     is_drawn = torch.Tag.nondeterministic_seeded in func.tags and func._opname not in _DRAWS
@@ -593,7 +602,7 @@ def _is_made_up(func: Any) -> bool:
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    # The schemas of those that communicate tell of no writes.
+    # The schemas of collectives do not declare all writes.
     return isinstance(func, OpOverload) and (
         func._schema.is_mutable or func.namespace in NAMESPACES or func._opname in _KEEP_STATISTICS
     )
@@ -603,76 +612,76 @@ def _deduce(
     func: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    given: Sequence[torch.Tensor],
-    made: Sequence[FakeTensor],
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[FakeTensor],
 ) -> None:
-    """Know the integers or booleans that an operation makes, if it needs no unknown value."""
+    """Set integers or booleans in a result that do not depend on unknown values."""
     name = func._opname
-    if "empty" in name:  # what it holds on a real rank is left to chance
-        _zero(made[0])
+    if "empty" in name:  # uninitialized on a real rank, so any value will do
+        _zero(outputs[0])
     elif name in _SHAPED:
-        blanks = [_blank(own, name) for own in args]
-        memory.note(func, blanks, kwargs, (), made)
+        blanks = [_blank(arg, name) for arg in args]
+        memory.note(func, blanks, kwargs, (), outputs)
     elif name in _ASKS_FINITE or (name in _COMPARES and _is_bound(*args)):
         zero = torch.zeros((), device="cpu")
-        truth = func(*(zero if isinstance(own, torch.Tensor) else own for own in args))
-        memory.note(truth.expand, [made[0].shape], {}, (), made)
-    elif any(_absorbs(name, own, made[0].dtype) for own in given):
-        truth = torch.full((), _ABSORBS[name], dtype=made[0].dtype, device="cpu")
-        memory.note(truth.expand, [made[0].shape], {}, [*filter(is_known, given)], made)
+        truth = func(*(zero if isinstance(arg, torch.Tensor) else arg for arg in args))
+        memory.note(truth.expand, [outputs[0].shape], {}, (), outputs)
+    elif any(_absorbs(name, tensor, outputs[0].dtype) for tensor in tensors):
+        truth = torch.full((), _ABSORBS[name], dtype=outputs[0].dtype, device="cpu")
+        memory.note(truth.expand, [outputs[0].shape], {}, [*filter(is_known, tensors)], outputs)
     else:
-        for own in made:
-            memory.explain(own, _reason(name, args, given))
+        for tensor in outputs:
+            memory.explain(tensor, _reason(name, args, tensors))
 
 
-def _absorbs(name: str, own: torch.Tensor, to: torch.dtype) -> bool:
-    """Whether an argument is known and decides the whole result, as True does for an or."""
-    value = _ABSORBS.get(name)  # of integers, only zeros decide
-    if value is None or (value and to != torch.bool) or not is_known(own):
+def _absorbs(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
+    """Return whether a known argument alone determines the result, as True does in an or."""
+    value = _ABSORBS.get(name)  # for integers, only zero does
+    if value is None or (value and to != torch.bool) or not is_known(tensor):
         return False
-    return not memory.are_too_many([own]) and bool((memory.real(own) == value).all())
+    return not memory.are_too_many([tensor]) and bool((memory.real(tensor) == value).all())
 
 
-def _is_bound(one: Any, other: Any) -> bool:
-    """Whether a comparison has one result for all finite numbers."""
-    return one is other or (isinstance(other, float) and not math.isfinite(other))
+def _is_bound(left: Any, right: Any) -> bool:
+    """Return whether a comparison has the same result for all finite numbers."""
+    return left is right or (isinstance(right, float) and not math.isfinite(right))
 
 
 def _is_mask(index: torch.Tensor) -> bool:
     return index.dtype in {torch.bool, torch.uint8}
 
 
-def _zero(own: torch.Tensor) -> None:
-    if isinstance(own, FakeTensor):
-        memory.put(own, None)
-        zeros = functools.partial(torch.zeros, dtype=own.dtype, device="cpu")
-        memory.note(zeros, [own.shape], {}, (), [own])
+def _zero(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, FakeTensor):
+        memory.put(tensor, None)
+        zeros = functools.partial(torch.zeros, dtype=tensor.dtype, device="cpu")
+        memory.note(zeros, [tensor.shape], {}, (), [tensor])
 
 
-def _blank(own: Any, name: str) -> Any:
-    """Stand in for a tensor of which only type and shape are read."""
-    if not isinstance(own, torch.Tensor):
-        return own
-    shape = () if name.startswith("new_") else own.shape
-    return torch.zeros((), dtype=own.dtype, device="cpu").expand(shape)
+def _blank(tensor: Any, name: str) -> Any:
+    """Return a substitute for a tensor whose values are not read; other values unchanged."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    shape = () if name.startswith("new_") else tensor.shape
+    return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(shape)
 
 
-def _reason(name: str, args: Sequence[Any], given: Sequence[torch.Tensor]) -> str:
-    """Why the integers or booleans that an operation makes are unknown: a key of `_ADVICE`."""
+def _reason(name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
+    """Return why integers or booleans in a result are unknown: a key of `_ADVICE`."""
     if name in {"eq", "ne"} and isinstance(args[1], torch.Tensor):
         return "matches"
-    known = next(filter(None, map(memory.reason_of, given)), None)
-    return known or ("scores" if name in _CHOOSES else "floats")
+    reason = next(filter(None, map(memory.reason_of, tensors)), None)
+    return reason or ("scores" if name in _CHOOSES else "floats")
 
 
 def is_own(tensor: torch.Tensor) -> bool:
-    """Whether values are known that other ranks have no part in, or have truly sent."""
+    """Return whether a tensor is known without assumptions about other ranks."""
     _await([tensor])
     return is_known(tensor) and not is_mirrored(tensor)
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor that is known; the tensor itself if they are not."""
+    """Return a tensor with memory that holds the values; the tensor itself if they are unknown."""
     _await([tensor])
     return memory.real(tensor)
 
@@ -681,20 +690,20 @@ def _fill(
     outputs: Sequence[torch.Tensor], arrives: Callable[[], Sequence[torch.Tensor] | None]
 ) -> None:
     with unset_fake_temporarily():
-        found = arrives()
-        parts = None if found is None else torch.cat([part.flatten() for part in found])
-        for own in outputs:
+        values = arrives()
+        parts = None if values is None else torch.cat([part.flatten() for part in values])
+        for tensor in outputs:
             value = None
             if parts is not None:
-                value, parts = parts[: own.numel()].view(own.shape), parts[own.numel() :]
-            memory.put(own, None if value is None else value.clone())
-            memory.explain(own, "peer")
+                value, parts = parts[: tensor.numel()].view(tensor.shape), parts[tensor.numel() :]
+            memory.put(tensor, None if value is None else value.clone())
+            memory.explain(tensor, "peer")
 
 
 def _await(tensors: Sequence[torch.Tensor]) -> None:
-    for own in tensors if _awaited else ():
-        if isinstance(own, FakeTensor):
-            for fill in _awaited.pop(own.untyped_storage()._cdata, ()):
+    for tensor in tensors if _awaited else ():
+        if isinstance(tensor, FakeTensor):
+            for fill in _awaited.pop(tensor.untyped_storage()._cdata, ()):
                 fill()
 
 
@@ -706,9 +715,9 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     named = _named(func, args, kwargs)
     statistics = _STATISTICS if func._opname in _KEEP_STATISTICS else ()
     return [
-        own
+        tensor
         for argument in func._schema.arguments
         if argument.name in statistics
         or (argument.alias_info is not None and argument.alias_info.is_write)
-        for own in tensors_in(named.get(argument.name))
+        for tensor in tensors_in(named.get(argument.name))
     ]

@@ -1,10 +1,8 @@
-"""What of torch works otherwise where one rank is simulated."""
+"""Patches torch while a rank is simulated."""
 
-# Note [What stays real]
-# A mesh is arithmetic on the numbers of ranks, which torch does with tensors: they stay real, as it
-# reads them, and so are objects when they become bytes, or bytes objects. FSDP2 cuts each parameter
-# into the chunks of all ranks, to keep one: they are cut when they are looked at. Read in torch 2.7
-# to 2.15.
+# Some tensors stay real, because torch reads them: the rank numbers of a mesh, and the bytes of
+# pickled objects. FSDP2 splits each parameter into the chunks of all ranks, but uses only one, so
+# `LazyChunks` creates a chunk only when it is accessed. Checked in torch 2.7 to 2.15.
 
 from __future__ import annotations
 
@@ -54,13 +52,13 @@ _MAKE_GROUP = "_new_process_group_helper"  # read in torch 2.7 to 2.15
 _FAKE_OPTIONS = {"backend_options": None, "device_id": None}
 _PIPELINES = "torch.distributed.pipelining."
 _SENDS_BY_BACKEND = {"torch.distributed.nn.functional", "torch.distributed.distributed_c10d"}
-"""Modules of torch that send something else with another backend."""
+"""Modules of torch whose communication depends on the backend."""
 _COPY: Final[Callable[..., Any]] = torch.Tensor.__deepcopy__
 _ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
 _ADDRESSES: Final = 2**60
-"""Where those of simulated storages begin: no process can have such a one."""
+"""The first address of simulated storages; higher than any address of a process."""
 _NO_MEMORY: Final = "its data is not allocated yet"
-"""What c10's TensorImpl says, in torch 2.7 to 2.15."""
+"""Part of an error message of c10's TensorImpl in torch 2.7 to 2.15."""
 _PLACE: Final = "_fsdp_comm_address"
 _addresses: Final = itertools.count(_ADDRESSES, 2**42)
 
@@ -69,14 +67,14 @@ _addresses: Final = itertools.count(_ADDRESSES, 2**42)
 def simulated(
     *, answers: bool, shares: tuple[float, ...] | None = None, groups: RealGroups | None = None
 ) -> Iterator[None]:
-    """Simulate this rank while the block runs.
+    """Simulate this rank during the block.
 
     Args:
-        answers: Whether a floating-point number that nobody knows is 1.0, and a truth False;
-            otherwise each is an error, as unknown whole numbers always are.
-        shares: Of each expert in what is chosen by scores, in any unit; empty if all are equal,
+        answers: Whether to assume 1.0 for an unknown float that is read, and False for an unknown
+            boolean; otherwise reading one raises. Reading an unknown integer always raises.
+        shares: The share of each expert in choices by scores, in any unit; empty if all are equal,
             None if unknown.
-        groups: Those whose ranks run; None if this rank runs alone.
+        groups: Exchanges values along real axes; None if this rank runs alone.
     """
     _complete_collectives()
     tensors = _tensors(answers, shares)
@@ -85,8 +83,8 @@ def simulated(
         patched(*_attributes(tensors, groups)),
         reporting_reads(),
         cuda_on_cpu(answers=answers),
-        # What is compiled sends what it sends as it is written, and the compiler's own tensors
-        # without memory mix with no others.
+        # Compiled code communicates like eager code, and the compiler's fake tensors cannot be
+        # mixed with simulated ones.
         torch.compiler.set_stance("force_eager"),
         tensors,
     ):
@@ -95,23 +93,23 @@ def simulated(
 
 @functools.cache
 def _complete_collectives() -> Any:
-    """Have tensors without memory sent by all operations; torch leaves some out (2.7 to 2.15)."""
+    """Register meta kernels for coalesced collectives that lack one (torch 2.7 to 2.15)."""
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it untyped
     for name in ("allreduce", "allgather", "allgather_into_tensor", "reduce_scatter_tensor"):
         func = getattr(torch.ops.c10d, f"{name}_coalesced_").default
         if not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
             library.impl(func, lambda *_, **__: FakeWork().boxed(), "Meta")
-    return library  # its kernels last as long as it does
+    return library  # the kernels are removed with it
 
 
 def _attributes(
     tensors: SimulatedTensors, groups: RealGroups | None
 ) -> Iterator[tuple[Any, str, Any]]:
     mesh = device_mesh.DeviceMesh
-    for name, found in vars(mesh).items():
+    for name, attribute in vars(mesh).items():
         if name.startswith("__") and name not in {"__init__", "__getitem__"}:
             continue
-        real = _real(found)
+        real = _real(attribute)
         if groups is not None and name == "__init__":
             real = _checked(real, groups)
         if real is not None:
@@ -119,23 +117,23 @@ def _attributes(
     yield from _of_sharding()
     yield DistributedDataParallel, "__init__", _refuse_ddp
     for name in _OBJECTS:
-        real = _on_real(getattr(distributed_c10d, name), tensors.known)
+        real = _on_real(getattr(distributed_c10d, name), tensors.simulate)
         yield distributed_c10d, name, _of_this_rank(real, groups)
     for module in (dist, distributed_c10d):
         yield module, "get_backend", _backend_of_real(dist.get_backend, groups)
     yield FakeWork, "is_completed", lambda _: True
-    # torch numbers works by Python's random numbers, which are the user's.
+    # torch numbers works with Python's `random`, which would change the test's random numbers.
     numbers = itertools.count(1).__next__
     numbering: Any = sys.modules["torch.distributed._meta_registrations"]
     yield numbering, "generate_unique_id", numbers
     yield distributed_c10d, _MAKE_GROUP, _made_fake(getattr(distributed_c10d, _MAKE_GROUP))
     timeout = distributed_c10d.default_pg_timeout
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout
-    # As PYTORCH_JIT=0: the compiler of scripts does not know what stands for torch's functions.
+    # Like PYTORCH_JIT=0: TorchScript cannot compile the replaced functions.
     yield torch.jit._state._enabled, "enabled", False
     yield torch.utils, "swap_tensors", tensors.swap
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
-    with contextlib.suppress(ImportError):  # or the code may import it later
+    with contextlib.suppress(ImportError):  # import it now, before user code does
         importlib.import_module("torchdata.stateful_dataloader")
     for loader in (DataLoader, *_subclasses(DataLoader)):
         if "__iter__" in vars(loader):
@@ -144,29 +142,28 @@ def _attributes(
 
 
 def _of_sharding() -> Iterator[tuple[Any, str, Any]]:
-    if hasattr(_fsdp_param, _CHUNKS):  # otherwise only slower
+    if hasattr(_fsdp_param, _CHUNKS):  # without it, a simulation is only slower
         yield _fsdp_param, _CHUNKS, LazyChunks
-    # DTensor runs operations of whole tensors to learn what they return: on tensors of its own, as
-    # without a simulation, so that nothing counts them as this rank's.
+    # DTensor runs operations on full-size fake tensors to find the shapes of results. Leave the
+    # simulation there, so that these tensors do not count as memory of this rank.
     learn = getattr(ShardingPropagator, _LEARN, None)
-    if learn is not None:  # otherwise estimates alone are too large
+    if learn is not None:  # without it, only memory estimates are too large
         yield ShardingPropagator, _LEARN, _on_real(learn)
-    if hasattr(_sharding_prop, _STRIDED):  # otherwise only slower
+    if hasattr(_sharding_prop, _STRIDED):  # without it, a simulation is only slower
         yield _sharding_prop, _STRIDED, _looked_for_once(getattr(_sharding_prop, _STRIDED))
     if hasattr(_meta_registrations, _GROUPED):
         yield _meta_registrations, _GROUPED, _of_any_dtype(getattr(_meta_registrations, _GROUPED))
 
 
 def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
-    # What Python makes of a simulated tensor: a copy, a text, an array, a file. torch refuses some
-    # of it in words that name no cure, and takes memory for granted in the rest. Read in torch
-    # 2.13.
+    # Conversions of simulated tensors: copy, format, numpy, pickle. torch rejects some with
+    # unhelpful errors, and assumes in the others that there is memory (checked in torch 2.13).
     yield torch.Tensor, "__deepcopy__", _copied_as_it_is
     yield FakeTensor, "__deepcopy__", _copied
     yield FakeTensor, "__format__", _formatted
     yield FakeTensor, "__reduce_ex__", _refuse
     yield FakeTensor, "data_ptr", _data_ptr
-    yield FakeTensor, "share_memory_", lambda own: own
+    yield FakeTensor, "share_memory_", lambda tensor: tensor
     yield FakeTensor, "__dlpack__", _exported
     yield torch.utils.dlpack, "to_dlpack", _exported
     yield torch.UntypedStorage, "data_ptr", _address
@@ -176,7 +173,7 @@ def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
         yield ctypes, name, _reading(getattr(ctypes, name))
     yield torch, "asarray", _of_storage(torch.asarray, tensors)
     yield FakeTensor, "numpy", _array
-    yield FakeTensor, "tolist", lambda own: _array(own).tolist()
+    yield FakeTensor, "tolist", lambda tensor: _array(tensor).tolist()
     # These read memory before any operation runs.
     for make in (torch.tensor, torch.as_tensor):
         yield torch, make.__name__, _joined(make)
@@ -185,55 +182,55 @@ def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
 
 
 def of_user(error: FsdpCommError) -> FsdpCommError:
-    """Leave the frames of torch and of this package out of a SimulationError."""
+    """Remove frames of torch and of this package from the traceback of a SimulationError."""
     if not isinstance(error, SimulationError):
         return error
-    found, kept = error.__traceback__, []
-    while found is not None:
-        kept += [found] * is_outside_torch(found.tb_frame)
-        found = found.tb_next
-    shown = None
-    for one in reversed(kept):
-        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return error.with_traceback(shown)
+    at, outside = error.__traceback__, []
+    while at is not None:
+        outside += [at] * is_outside_torch(at.tb_frame)
+        at = at.tb_next
+    traceback = None
+    for at in reversed(outside):
+        traceback = TracebackType(traceback, at.tb_frame, at.tb_lasti, at.tb_lineno)
+    return error.with_traceback(traceback)
 
 
 def note_memory(error: RuntimeError) -> None:
-    """Say what torch's error about memory that is missing means in a simulation."""
+    """Add a note to torch's error about missing memory."""
     if _NO_MEMORY in str(error):
         error.add_note(
-            "fsdp-comm: C++ code read the memory of a simulated tensor, which has none: call what "
-            "does not (torch.tensor([t]) for torch.LongTensor([t]), padded for packed sequences in "
-            "nn.LSTM), or run the test on real ranks, without simulate="
+            "fsdp-comm: C++ code read the memory of a simulated tensor, which has none: avoid that "
+            "call (use torch.tensor([t]) instead of torch.LongTensor([t]), padded instead of "
+            "packed sequences in nn.LSTM), or run the test on real ranks, without simulate="
         )
 
 
 def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:
-    """Look through the tensors of an operation once, not for each that it returns."""
+    """Check the tensors of an operation once, not for each of its strategies."""
     schema: Any = None
     is_needed = False
 
-    def run(strategy: Any, given: Any) -> None:
+    def run(strategy: Any, op_schema: Any) -> None:
         nonlocal schema, is_needed
-        if schema is not given:
-            placements = (placement for spec in given.args_spec for placement in spec.placements)
-            schema = given
+        if schema is not op_schema:
+            placements = (each for spec in op_schema.args_spec for each in spec.placements)
+            schema = op_schema
             is_needed = any(isinstance(each, _StridedShard) for each in placements)
         if is_needed:
-            propagate(strategy, given)
+            propagate(strategy, op_schema)
 
     return run
 
 
 def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    # Where nothing runs, torch refuses of a grouped matrix product what a GPU would, and the CPU
-    # does not: numbers of another dtype than bfloat16.
+    # torch's meta kernel of a grouped matrix product accepts only bfloat16, as a GPU does, but the
+    # CPU accepts other dtypes.
     @functools.wraps(size)
-    def run(*args: Any, scale_a: Any = None, offs: Any = None, **how: Any) -> torch.Tensor:
+    def run(*args: Any, scale_a: Any = None, offs: Any = None, **options: Any) -> torch.Tensor:
         if scale_a is None and args[0].dtype != torch.bfloat16:
             make: Any = _meta_registrations._create_grouped_mm_output_tensor
-            return cast("torch.Tensor", make(*args[:2], offs, how.get("out_dtype")))
-        return size(*args, scale_a=scale_a, offs=offs, **how)
+            return cast("torch.Tensor", make(*args[:2], offs, options.get("out_dtype")))
+        return size(*args, scale_a=scale_a, offs=offs, **options)
 
     return run
 
@@ -241,38 +238,38 @@ def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 def _refuse_ddp(*_: Any, **__: Any) -> None:
     raise SimulationError(
         f"{find_call_site()} wraps a model in DistributedDataParallel, whose reducer needs tensors "
-        "that have memory: use fully_shard over a mesh of replicas and shards, or "
-        'backend="fake" in place of simulate='
+        "with memory: use fully_shard with a mesh that replicates and shards, or "
+        'backend="fake" instead of simulate='
     )
 
 
 @functools.cache
 def _tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensors:
-    # One for the process: fixtures of a module outlive the test that they were made in, and torch
-    # mixes no tensors of two.
+    # One mode for the whole process: torch cannot mix tensors of two modes, and tensors of a module
+    # fixture are used in several tests.
     return SimulatedTensors(answers=answers, shares=shares)
 
 
-def _real(found: Any) -> Any:
-    """A method or property of a mesh as one on real tensors; None for anything else."""
-    if isinstance(found, property) and found.fget is not None:
-        return property(_on_real(found.fget), found.fset, found.fdel)
-    if isinstance(found, staticmethod):
-        return staticmethod(_on_real(found.__func__))
-    return _on_real(found) if callable(found) and not isinstance(found, type) else None
+def _real(attribute: Any) -> Any:
+    """Wrap a method or property of a mesh, so that it uses real tensors; None for the others."""
+    if isinstance(attribute, property) and attribute.fget is not None:
+        return property(_on_real(attribute.fget), attribute.fset, attribute.fdel)
+    if isinstance(attribute, staticmethod):
+        return staticmethod(_on_real(attribute.__func__))
+    return _on_real(attribute) if callable(attribute) and not isinstance(attribute, type) else None
 
 
 def _made_once(make: Any) -> Any:
-    """Have the same meshes and names give the same mesh: FSDP asks for each parameter's."""
-    # It would hold a number for each rank, and tell itself from its like by comparing them.
+    """Return the same mesh for the same arguments: FSDP asks for one per parameter."""
+    # A mesh holds the numbers of all ranks, and compares them to find out if it equals another.
     made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     is_static = isinstance(make, staticmethod)
 
     def run(*args: Any) -> Any:
-        given = [own for arg in args for own in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        key = tuple(own if isinstance(own, str) else id(own) for own in given)
+        flat = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        key = tuple(part if isinstance(part, str) else id(part) for part in flat)
         if key not in made:
-            made[key] = (make(*args), *given)  # kept, so that their addresses stay theirs
+            made[key] = (make(*args), *flat)  # references keep the ids unique
         return made[key][0]
 
     return staticmethod(run) if is_static else run
@@ -293,8 +290,7 @@ def _on_real(
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Most are given a mesh alone, and some return the numbers of all ranks: what holds no
-        # tensor is not looked through.
+        # Most calls have only a mesh as argument: save the search for tensors, which is slow.
         if kwargs or [*map(type, args)] != [device_mesh.DeviceMesh]:
             args, kwargs = tree_map_only(torch.Tensor, values_of, (args, kwargs))
         with unset_fake_temporarily():
@@ -306,21 +302,21 @@ def _on_real(
 
 def _of_this_rank(convert: Callable[..., Any], groups: RealGroups | None) -> Callable[..., Any]:
     @functools.wraps(convert)
-    def run(given: Any, place: Any, group: Any, *options: Any) -> Any:  # torch 2.15 has one
-        # Asked before they are sent, since those of thousands of ranks take minutes to read.
+    def run(value: Any, place: Any, group: Any, *options: Any) -> Any:  # torch 2.15 has an option
+        # Check before sending: reading the objects of thousands of ranks takes minutes.
         is_gathered = sys._getframe(1).f_code.co_name in _GATHERS
         group = group or distributed_c10d.GroupMember.WORLD
         has_peers = group.size() == 1 or (groups is not None and groups.has(group))
         if (is_gathered and not has_peers) or (
-            convert.__name__ == _OBJECTS[1] and not is_own(given)
+            convert.__name__ == _OBJECTS[1] and not is_own(value)
         ):
             raise SimulationError(
-                f"{find_call_site()} receives an object from a rank that does not run, as "
-                "torch.distributed.checkpoint does too: have each rank make it, leave checkpoints "
-                "to code which the test does not run, have the ranks run by the name of their "
-                "axis, real=, or run the test on real ranks, without simulate="
+                f"{find_call_site()} receives an object from a rank that does not run (as "
+                "torch.distributed.checkpoint does): create the object on every rank, keep "
+                "checkpoints out of the test, run these ranks with real={'<axis>': <size>}, or run "
+                "the test on real ranks, without simulate="
             )
-        return convert(given, place, group, *options)
+        return convert(value, place, group, *options)
 
     return run
 
@@ -335,7 +331,7 @@ def _backend_of_real(
         asks: str = frame.f_globals.get("__name__", "")
         is_real = is_outside_torch(frame) or asks in _SENDS_BY_BACKEND
         if asks.startswith(_PIPELINES):
-            # Since torch 2.15 stages that would tell each other their shapes refuse a fake group.
+            # Since torch 2.15, stages that exchange their shapes reject a fake group.
             is_real = groups is not None and group is not None and groups.has(group)
         if not is_real:
             return fake
@@ -345,7 +341,7 @@ def _backend_of_real(
 
 
 def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTensors) -> Any:
-    """Have threads simulate too: torch knows modes of a thread alone."""
+    """Make new threads enter the mode, which is thread-local in torch."""
 
     @functools.wraps(start)
     def started(thread: threading.Thread) -> None:
@@ -362,7 +358,7 @@ def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTenso
 
 
 def _made_fake(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a group that asks for a backend, such as gloo or NCCL, exchange nothing."""
+    """Make new groups use the fake backend, whatever backend they ask for."""
 
     def run(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         del backend
@@ -372,7 +368,7 @@ def _made_fake(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LazyChunks(Sequence[torch.Tensor]):
-    """As ``_chunk_with_empty`` of FSDP2: the chunks of a tensor, each made when it is looked at."""
+    """Replaces FSDP2's ``_chunk_with_empty``: creates a chunk when it is accessed."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._num, self._dim = tensor, num_chunks, dim
@@ -383,44 +379,44 @@ class LazyChunks(Sequence[torch.Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         number = range(self._num)[index]
-        start, whole = number * self._length, self._tensor.size(self._dim)
-        if whole and start >= whole:
+        start, size = number * self._length, self._tensor.size(self._dim)
+        if size and start >= size:
             return self[0].new_empty(0)
-        return self._tensor.narrow(self._dim, start, min(self._length, whole - start))
+        return self._tensor.narrow(self._dim, start, min(self._length, size - start))
 
 
 @functools.wraps(_COPY)
-def _copied_as_it_is(own: torch.Tensor, memo: dict[int, Any]) -> Any:
-    # With memory, as what the mesh of a DTensor's state is made of.
-    with unset_fake_temporarily() if type(own) is torch.Tensor else contextlib.nullcontext():
-        return _COPY(own, memo)
+def _copied_as_it_is(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    # A plain tensor has memory, such as that of a DTensor's mesh, so copy it outside the mode.
+    with unset_fake_temporarily() if type(tensor) is torch.Tensor else contextlib.nullcontext():
+        return _COPY(tensor, memo)
 
 
-def _copied(own: FakeTensor, memo: dict[int, Any]) -> Any:
-    if not own.is_leaf:
-        return _COPY(own, memo)  # which refuses
+def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+    if not tensor.is_leaf:
+        return _COPY(tensor, memo)  # raises torch's error
     with torch.no_grad():
-        made = own.clone()
-    if isinstance(own, nn.Parameter):
-        made = nn.Parameter(made, own.requires_grad)
+        result = tensor.clone()
+    if isinstance(tensor, nn.Parameter):
+        result = nn.Parameter(result, tensor.requires_grad)
     else:
-        made.requires_grad_(own.requires_grad)
-    memo[id(own)] = made
-    made.grad = copy.deepcopy(own.grad, memo)
-    return made
+        result.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = result
+    result.grad = copy.deepcopy(tensor.grad, memo)
+    return result
 
 
-def _formatted(own: FakeTensor, spec: str) -> str:
-    return format(own.detach().item() if own.dim() == 0 and spec else str(own), spec)
+def _formatted(tensor: FakeTensor, spec: str) -> str:
+    return format(tensor.detach().item() if tensor.dim() == 0 and spec else str(tensor), spec)
 
 
-def _array(own: FakeTensor, *, force: bool = False) -> Any:
+def _array(tensor: FakeTensor, *, force: bool = False) -> Any:
     del force
-    first = own[(0,) * own.dim()].item() if own.numel() else 0  # noted, answered, or refused
-    values: torch.Tensor = values_of(own.detach())
+    first = tensor[(0,) * tensor.dim()].item() if tensor.numel() else 0  # known, assumed, or raises
+    values: torch.Tensor = values_of(tensor.detach())
     with unset_fake_temporarily():
         if isinstance(values, FakeTensor):
-            values = torch.full(own.shape, first, dtype=own.dtype, device="cpu")
+            values = torch.full(tensor.shape, first, dtype=tensor.dtype, device="cpu")
         return values.numpy()
 
 
@@ -433,20 +429,20 @@ def _address(storage: torch.UntypedStorage) -> int:
     return start
 
 
-def _data_ptr(own: FakeTensor) -> int:
-    if own.fake_device.type == "meta" or not own.numel():
+def _data_ptr(tensor: FakeTensor) -> int:
+    if tensor.fake_device.type == "meta" or not tensor.numel():
         return 0
-    return _address(own.untyped_storage()) + int(own.storage_offset()) * own.element_size()
+    return _address(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to read where a simulated storage is given, or the number of one."""
+    """Make a function fail if an argument is a simulated storage or its address."""
 
     @functools.wraps(function)
     def read(*args: Any) -> Any:
-        for own in args:
-            if (isinstance(own, int) and own >= _ADDRESSES) or (
-                isinstance(own, torch.UntypedStorage) and own.device.type == "meta"
+        for arg in args:
+            if (isinstance(arg, int) and arg >= _ADDRESSES) or (
+                isinstance(arg, torch.UntypedStorage) and arg.device.type == "meta"
             ):
                 _refuse()
         return function(*args)
@@ -454,8 +450,8 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-def _exported(own: torch.Tensor, **how: Any) -> Any:
-    values = values_of(own.detach())
+def _exported(tensor: torch.Tensor, **how: Any) -> Any:
+    values = values_of(tensor.detach())
     if isinstance(values, FakeTensor):
         _refuse()
     with unset_fake_temporarily():
@@ -465,29 +461,29 @@ def _exported(own: torch.Tensor, **how: Any) -> Any:
 def _of_storage(
     convert: Callable[..., torch.Tensor], tensors: SimulatedTensors
 ) -> Callable[..., torch.Tensor]:
-    # safetensors gives what it has read from a file.
+    # safetensors passes storages that it has read from a file.
     @functools.wraps(convert)
-    def asarray(own: Any, **how: Any) -> torch.Tensor:
-        if not isinstance(own, torch.UntypedStorage):
-            return convert(own, **how)
+    def asarray(data: Any, **how: Any) -> torch.Tensor:
+        if not isinstance(data, torch.UntypedStorage):
+            return convert(data, **how)
         with unset_fake_temporarily():
-            result = convert(own, **how)
-        return tensors.known(result)
+            result = convert(data, **how)
+        return tensors.simulate(result)
 
     return asarray
 
 
 def _joined(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """As ``torch.tensor``, also of lists that hold simulated tensors."""
+    """Make ``torch.tensor`` accept lists that contain simulated tensors."""
 
     @functools.wraps(make)
     def run(
         data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **how: Any
     ) -> torch.Tensor:
         if not _holds_simulated(data):
-            given = {"dtype": dtype, "device": device, "requires_grad": requires_grad, **how}
-            return make(data, **{name: own for name, own in given.items() if own})
-        parts = [own if isinstance(own, torch.Tensor) else run(own) for own in data]
+            options = {"dtype": dtype, "device": device, "requires_grad": requires_grad, **how}
+            return make(data, **{name: value for name, value in options.items() if value})
+        parts = [part if isinstance(part, torch.Tensor) else run(part) for part in data]
         with torch.no_grad():
             return torch.stack(parts).to(device, dtype).requires_grad_(requires_grad)
 
@@ -496,23 +492,23 @@ def _joined(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def _holds_simulated(data: Any) -> bool:
     return isinstance(data, (list, tuple)) and any(
-        isinstance(own, FakeTensor) or _holds_simulated(own) for own in data
+        isinstance(part, FakeTensor) or _holds_simulated(part) for part in data
     )
 
 
 def _split(split: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(split)
-    def run(own: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, **how: Any) -> Any:
+    def run(tensor: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, **how: Any) -> Any:
         places = how.get("indices", indices_or_sections)
-        return split(own, places.tolist() if isinstance(places, FakeTensor) else places, dim)
+        return split(tensor, places.tolist() if isinstance(places, FakeTensor) else places, dim)
 
     return run
 
 
 def _refuse(*_: Any) -> Any:
     raise SimulationError(
-        f"{find_call_site()} reads the memory of a tensor, as what writes a checkpoint does, and a "
-        "simulated one has none: leave that to code which the test does not run, or run the test "
+        f"{find_call_site()} reads the memory of a tensor (as saving a checkpoint does), but a "
+        "simulated tensor has none: move that to code that the test does not run, or run the test "
         "on real ranks, without simulate="
     )
 
@@ -524,16 +520,16 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _in_this_process(iterate: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a loader load without workers, which would have to send tensors through memory."""
+    """Make a loader load without workers, which would send tensors through shared memory."""
 
     @functools.wraps(iterate)
     def run(loader: DataLoader[Any]) -> Any:
         settings = vars(loader)
-        kept = {name: settings[name] for name in ("num_workers", "timeout")}
+        original = {name: settings[name] for name in ("num_workers", "timeout")}
         settings.update(num_workers=0, timeout=0)
         try:
             return iterate(loader)
         finally:
-            settings.update(kept)
+            settings.update(original)
 
     return run

@@ -150,7 +150,7 @@ def test_ddp_is_refused():
         DistributedDataParallel(Model().cuda(), device_ids=[0])
     text = str(refused.value)
     assert text.startswith("tests/simulation/test_devices.py:")
-    assert text.endswith('or backend="fake" in place of simulate=')
+    assert text.endswith('or backend="fake" instead of simulate=')
 
 
 @simulated
@@ -332,9 +332,7 @@ def test_a_strict_simulation_knows_no_gpu():
     with pytest.raises(SimulationError) as refused:
         torch.cuda.get_device_name()
     assert "tests/simulation/test_devices.py:" in str(refused.value)
-    assert "asks for torch.cuda.get_device_name, which a simulated rank has no GPU" in str(
-        refused.value
-    )
+    assert "reads torch.cuda.get_device_name, but a simulated rank has no GPU" in str(refused.value)
 
 
 @pytest.mark.distributed(world_size=2)

@@ -136,8 +136,8 @@ def test_a_share_that_no_choice_can_have_is_refused():
         torch.rand(TOKENS, EXPERTS).topk(2)
     assert "test_experts.py:" in str(refused.value)
     assert str(refused.value).endswith(
-        " chooses 2 experts of 8 for each token, so that none has a share above 0.5; "
-        "simulation_splits gives one 0.75: give each at most that, or 'even'"
+        " chooses 2 of 8 experts for each token, so the share of an expert is at most 0.5, but "
+        "simulation_splits has one of 0.75: use smaller shares, or 'even'"
     )
 
 
@@ -148,7 +148,7 @@ def test_routing_by_scores_is_refused_with_its_line_and_ways_out(comm_mode, devi
     text = str(refused.value)
     line = Experts.forward.__code__.co_firstlineno + 3
     assert f"tests/simulation/test_experts.py:{line} reads values of a tensor (bincount)" in text
-    assert "let fixed numbers route" in text
+    assert "use balanced routing" in text
     assert "simulation_splits='even'" in text
     assert "real ranks, without simulate=" in text
 
@@ -171,7 +171,9 @@ def test_what_others_would_have_sent_is_noted_where_it_is_read(comm_mode):
 def test_a_strict_simulation_takes_others_for_nothing():
     total = torch.tensor(5)
     dist.all_reduce(total)
-    with pytest.raises(SimulationError, match=r"\(item\): a simulated rank takes them .* declare"):
+    with pytest.raises(
+        SimulationError, match=r"\(item\)\. A simulated rank can only assume .*'even'"
+    ):
         total.item()
 
 

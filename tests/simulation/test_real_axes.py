@@ -111,7 +111,9 @@ def test_what_does_not_run_sends_nothing(device_mesh, dist_info):
     dist.recv(kept, dist_info.rank + 1, mesh["dp"].get_group())
     with pytest.raises(SimulationError, match="a rank that does not run would send"):
         kept.item()
-    with pytest.raises(FsdpCommError, match=r"receives from any rank.*: name the rank that sends"):
+    with pytest.raises(
+        FsdpCommError, match=r"receives from any rank.*: pass the rank to receive from"
+    ):
         dist.recv(kept, None, mesh["pp"].get_group())
 
 
@@ -121,8 +123,8 @@ def test_a_mesh_that_has_the_axis_elsewhere_is_refused(device_mesh):
     with pytest.raises(FsdpCommError) as refused:
         device_mesh(dp=4, pp=4)
     assert str(refused.value) == (
-        "expected axis 'pp' of a mesh to have size 4 and stride 4, as real= says, got size 4 and "
-        "stride 1: write real={'pp': (4, 1)}, or give the mesh the axis as it is there"
+        "expected axis 'pp' of a mesh to have size 4 and stride 4, as in real=, got size 4 and "
+        "stride 1: write real={'pp': (4, 1)}, or change the mesh"
     )
     with pytest.raises(FsdpCommError, match=r"got size 2 .* real=\{'pp': \(2, 8\)\}"):
         device_mesh(pp=2, dp=8)
@@ -153,7 +155,7 @@ def test_an_axis_that_no_mesh_has_is_reported(pytester):
     result.stdout.fnmatch_lines(
         [
             "*expected a mesh with each axis of real=, got none with pipeline, only with dp, pp: "
-            "name it in real= as the mesh does, or drop it there"
+            "rename the axis in real=, or remove it there"
         ]
     )
 

@@ -254,7 +254,7 @@ def test_unknown_floats_are_finite_without_an_answer():
         assert (x == float("-inf")).sum().item() == 0
         with torch.inference_mode():
             assert torch.isfinite(torch.rand(2)).all()
-        with pytest.raises(SimulationError, match=r"use simulate=True, which answers"):
+        with pytest.raises(SimulationError, match=r"use simulate=True, which assumes"):
             bool(x[0] < 2)
 
 
@@ -325,5 +325,5 @@ def test_ctc_loss_is_sized_by_its_lengths():
     loss.backward()
     assert (loss.shape, scores.grad.shape) == ((), scores.shape)
     unknown = torch.rand(2).long()
-    with pytest.raises(SimulationError, match="they follow from floats"):
+    with pytest.raises(SimulationError, match="they depend on floats"):
         nn.functional.ctc_loss(scores.log_softmax(2), labels, unknown, lengths)

@@ -47,12 +47,7 @@ _UNSEEN = ("new_group", "split_group", "init_process_group", "monitored_barrier"
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
-    """Read where the main thread is.
-
-    Args:
-        since_ns: `time.time_ns` at the start of the test; earlier collectives are ignored.
-        with_groups: Whether to fill in `Position.groups`.
-    """
+    """Read where the main thread is; ignore collectives before `since_ns` (`time.time_ns`)."""
     # Documented for debuggers.
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [frame for frame, _ in traceback.walk_stack(main)] if main else []
@@ -254,13 +249,7 @@ class Watchdog:
     """A thread that answers the supervisor's questions, over a separate connection."""
 
     def __init__(self, channel: Channel[PositionQuestion], *, ends_process: bool = False) -> None:
-        """Start the thread.
-
-        Args:
-            channel: To the supervisor.
-            ends_process: Whether to end this process once the supervisor is gone, in case the main
-                thread is stuck and cannot.
-        """
+        """Start the thread; with `ends_process`, it ends the rank when the supervisor is gone."""
         self._ends_process = ends_process
         self._began_ns = time.time_ns()
         self._channel = channel

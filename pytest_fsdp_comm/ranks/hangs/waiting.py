@@ -39,13 +39,7 @@ Stranded: TypeAlias = dict[int, tuple[str, tuple[int, ...]]]
 def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
     """Explain a hang, in lines such as ``all wait for rank 3, which is at model.py:90 in forward``.
 
-    Args:
-        positions: Of all ranks that are alive.
-        blamed: Ranks that have failed. If any rank waits for one of them, there is nothing left to
-            explain.
-
-    Returns:
-        The lines; empty if no rank waits, or if a blamed rank is the reason.
+    Empty if no rank waits, or if one waits for a `blamed` rank, which is known to have failed.
     """
     stalls = [*_stalls(positions)]
     reached = _reached(stalls)
@@ -88,10 +82,7 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
 
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
-    """Explain why the backend failed in the last collective of `failed` ranks.
-
-    Empty if all ranks called it with the same kind and size.
-    """
+    """Explain why the backend failed in the last call of `failed` ranks; empty if calls match."""
     for group in _groups(positions):
         calls = [call for rank in failed for call in group.calls.get(rank, {}).values()]
         for seq in sorted({call.seq for call in calls if call.is_last}):
@@ -119,10 +110,7 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
 
 
 def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by equal texts, rarest first.
-
-    Groups beyond `_MOST_WAYS` are merged. Their text is `others`, filled in with their number.
-    """
+    """Group ranks by equal texts, rarest first; merge the most common ones into `others`."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
     if len(folded) <= _MOST_WAYS:
         return folded

@@ -57,14 +57,8 @@ class RankExtension(Protocol[_Payload]):
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Receive the values in the pytest process, once per test.
+        """Receive the values in the pytest process; any problem that it returns fails the test.
 
-        Args:
-            item: The test.
-            payloads: By rank, without the ranks that died.
-            has_failed: Whether any rank failed the test.
-            has_passed: Whether all ranks passed it. Both are False for a skipped test.
-
-        Returns:
-            Problems, each of which fails the test.
+        `payloads` lacks ranks that died. Any rank may have failed the test, or all have passed it;
+        neither is true for a skipped test.
         """

@@ -52,11 +52,7 @@ class RankTemplate:
     ) -> None:
         """Turn this process's session, after collection, into that of a rank.
 
-        Args:
-            session: Copied from the pytest process, or collected again.
-            extensions: Send values from ranks to the pytest process.
-            random_state: `random.getstate` of the pytest process; None if this process is not a
-                fork of it.
+        `random_state` is `random.getstate` of the pytest process, None if this is not a fork of it.
         """
         self._random_state = random_state
         self._session = session
@@ -92,11 +88,7 @@ class RankTemplate:
         watchdog: Watchdog,
         launched: LaunchedRank | None = None,
     ) -> messages.RankCommand | None:
-        """Run the tests of a rank set.
-
-        Returns:
-            The first command for something else, or None if the supervisor has hung up.
-        """
+        """Run the tests of a rank set; return the next command, None if the supervisor hung up."""
         session = self._session
         processes.flush_streams()
         processes.redirect_output(spec, rank)
@@ -207,10 +199,8 @@ def _context(
 def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
 ) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
-    """Run a test's protocol; return the fields of `TestEnded` with these names.
-
-    There are no payloads after an exception, since the session may be in any state.
-    """
+    """Run a test's protocol; return `payloads`, `escaped` and `session_exit` of `TestEnded`."""
+    # After an exception the session may be in any state, so do not ask for payloads.
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except pytest.exit.Exception as error:

@@ -97,14 +97,7 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Connect the hooks to a rank.
-
-        Args:
-            channel: To the supervisor.
-            spec: The rank set.
-            rank: This rank.
-            shares_random_states: Whether all ranks are forks of the same process.
-        """
+        """Connect the hooks to a rank; forks of the same process share random states."""
         self._shares_random_states = shares_random_states
         # Only later tests on the same ranks need the states of the first.
         self._keeps_random_states = spec.settings.scope == "module"
@@ -301,9 +294,8 @@ class RankPlugin:
 def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str, Any]:
     data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
     texts = {name: shortened_texts(data[name]) for name in _TEXTS if name in data}
-    properties = [
-        (name, _shortened_value(value)) for name, value in data.get("user_properties", ())
-    ]
+    pairs = data.get("user_properties", ())
+    properties = [(name, _shortened_value(value)) for name, value in pairs]
     # A plugin's report may lack the time.
     stop = data.get("stop") or time.time()
     return {**data, **texts, "user_properties": properties, "stop": stop}
@@ -327,10 +319,7 @@ def is_subtest(report: pytest.TestReport) -> bool:
 
 
 def capture_subtests(capture: Callable[[Any], Any]) -> None:
-    """Make subtests capture their output with `capture`, a context manager.
-
-    It receives a ``Captured``, and sets its ``out`` and ``err`` at the end.
-    """
+    """Make subtests use the context manager `capture`, which sets ``out`` and ``err`` at exit."""
     for name in _SUBTEST_MODULES:
         module: Any = sys.modules.get(name)
         if module is None:

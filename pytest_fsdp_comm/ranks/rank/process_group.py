@@ -57,11 +57,7 @@ def set_environment(
 ) -> None:
     """Set torchrun's variables, the visible GPUs, and one thread per rank.
 
-    Args:
-        settings: Of the test.
-        rank: This rank.
-        gpus: Names of the visible GPUs; empty leaves the caller's list unchanged.
-        launched: This process, if a launcher started it; otherwise all ranks are on this machine.
+    Empty `gpus` leave the list of visible GPUs unchanged.
     """
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)

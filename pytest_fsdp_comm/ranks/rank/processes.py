@@ -65,10 +65,7 @@ def redirect_output(spec: RankSetSpec, rank: int) -> None:
 
 
 def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
-    """Exit if this process is not the rank, but a child that the test forked.
-
-    Its status is 0, or 1 after printing `error`; for SystemExit, the status of that.
-    """
+    """Exit if this process is not the rank, but a child that the test forked."""
     if getpid() == rank_pid:
         return
     # Exit now: only the rank may tear down fixtures, run exit functions and save coverage.

@@ -1,1 +1,1 @@
-"""One pytest process's distributed tests: one rank set at a time, one verdict each."""
+"""Runs the distributed tests of a pytest process: one rank set at a time, one verdict each."""

@@ -79,13 +79,9 @@ class RankRunner:
         launched: RankServer | None = None,
         preloaded: Sequence[str] = (),
     ) -> None:
-        """Store the arguments; `start` forks the server.
+        """Store the arguments; `start` forks the server, which imports `preloaded` modules.
 
-        Args:
-            session: After collection.
-            extensions: Send values from ranks to this process.
-            launched: The ranks that a launcher started; None to start them here.
-            preloaded: Modules that the fork server imports in addition to torch.
+        `launched` are the ranks of a launcher, None to start ranks here.
         """
         self._session = session
         self._preloaded = preloaded

@@ -119,12 +119,8 @@ class Supervision:
     ) -> dict[int, RankResult]:
         """Wait until the test is over on all ranks, or stop them; return the result of each rank.
 
-        Args:
-            started_at: `time.monotonic` at the start of the test.
-            timeout_s: Time limit, in seconds after `started_at`.
-            progress_after_s: When to print where ranks are; again each time the elapsed time has
-                doubled.
-            nodeid: The test's name, to print.
+        The deadline is `timeout_s` after `started_at` (`time.monotonic`). Progress is printed after
+        `progress_after_s`, and again each time the elapsed time has doubled.
         """
         results = self._results.values()
         deadline = started_at + timeout_s
@@ -146,7 +142,7 @@ class Supervision:
                 self._stop(Stopped.AFTER_FAILURE if has_failed else Stopped.AT_DEADLINE)
                 break
             if grace_ends_at is not None and now > grace_ends_at:
-                running = [rank for rank, result in self._results.items() if not result.is_over]
+                running = [result.rank for result in results if not result.is_over]
                 if not any(position.is_reporting for position in self._ask(running).values()):
                     self._stop(Stopped.AFTER_FAILURE)
                     break
@@ -189,11 +185,7 @@ class Supervision:
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
-        """Kill the rank set.
-
-        Returns:
-            Failures in the teardown of kept fixtures, and ranks that SIGKILL did not end.
-        """
+        """Kill the rank set; return failures of kept fixtures, and ranks that did not end."""
         problems = self._late_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
@@ -216,9 +208,8 @@ class Supervision:
     def _late_problems(self) -> list[str]:
         """Tear down the fixtures that ranks kept for another test; describe what fails."""
         # The reports so far have been logged with their test; collect only new ones.
-        self._results = {
-            rank: replace(result, reports=()) for rank, result in self._results.items()
-        }
+        results = self._results.items()
+        self._results = {rank: replace(result, reports=()) for rank, result in results}
         self._end_tests()
         late = {
             rank: _crash_text(report)
@@ -287,10 +278,10 @@ class Supervision:
                 self._record(self._results[rank], message)
         except (CodecError, OSError) as error:
             result = self._results[rank]
-            result.escaped = (
-                f"a broken connection to pytest ({type(error).__name__}: {error}; did the test use "
-                "a file descriptor that it did not open?)"
+            problem = (
+                f"{type(error).__name__}: {error}; did the test use a file descriptor of pytest?"
             )
+            result.escaped = f"a broken connection to pytest ({problem})"
             result.ended_at = time.time()
             channel.is_closed = True
         if channel.is_closed:
@@ -343,9 +334,8 @@ class Supervision:
         # place, was only slow.
         results = self._results
         positions = self._ask(results)
-        silent = [
-            rank for rank, result in results.items() if rank not in positions and not result.is_over
-        ]
+        running = [rank for rank, result in results.items() if not result.is_over]
+        silent = [rank for rank in running if rank not in positions]
         able = [rank for rank, result in results.items() if rank in positions or result.is_done]
         positions |= self._ask(able, within_s=_GROUPS_S, with_groups=True)
         positions |= self._dump_stacks(silent)

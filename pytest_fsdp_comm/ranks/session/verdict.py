@@ -103,15 +103,8 @@ def merge_reports(
 ) -> list[pytest.TestReport]:
     """Merge the reports of all ranks into those that pytest logs for the test.
 
-    Args:
-        item: The test.
-        results: By rank.
-        load: Deserializes a report.
-        limit: The test's time limit in words, such as ``120 s``.
-        are_forked: Whether ranks are forks, which lack the threads of their parent.
-
-    Returns:
-        One report for each phase that ran, each after the subtests that ran in the phase.
+    There is one report for each phase that ran, after those of its subtests. `limit` is the time
+    limit in words, such as ``120 s``.
     """
     ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
     subtests = _merged_subtests(ranks)
@@ -219,10 +212,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
 
 
 def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
-    """Merge the reports of each subtest, by phase, in the order in which subtests finished.
-
-    A subtest that no rank failed is omitted if some rank may have stopped inside it.
-    """
+    """Merge the reports of each subtest, by phase; omit those that a rank may not have finished."""
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
         for key, subtest in ran.subtests.items():
@@ -261,7 +251,7 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
         unfailed = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
         lines += _unfailed_ranks(unfailed, skipped="skipped this subtest")
         lines += name_equal(dict.fromkeys(others, "did not finish this subtest"))
-        report = _with_other_ranks(
+        report = _with_others(
             failures[0].report, _like_first(failures), "\n".join(lines), rank_count=len(on_ranks)
         )
     else:
@@ -289,9 +279,7 @@ def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
     """Move the failure with an explanation to the front, if it has the text of the first one."""
     return sorted(
         failures,
-        key=lambda failure: (
-            failure.text != failures[0].text or not getattr(failure.report, EXPLAINS, False)
-        ),
+        key=lambda each: each.text != failures[0].text or not getattr(each.report, EXPLAINS, False),
     )
 
 
@@ -353,11 +341,10 @@ def _timeouts(ranks: _Ranks, limit: str, *, are_forked: bool) -> Iterable[_Failu
     has_stranded = any(ranks[rank].result.waited_for for rank in late)
     for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
         absent = _left(ranks, ranks[rank].result.waited_for)
-        title = f"did not finish within {limit}; all ranks were stopped."
-        if has_stranded:
-            title = "had not finished."
-            if absent:
-                title = f"waited for {absent}; all ranks were stopped."
+        title = "had not finished."
+        if absent or not has_stranded:
+            did = f"waited for {absent}" if absent else f"did not finish within {limit}"
+            title = f"{did}; all ranks were stopped."
         yield _Failure(
             rank=rank,
             when=ranks[rank].unfinished,
@@ -426,44 +413,38 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
     """Return the report of a failed phase: the first failure, then what the other ranks did."""
     first = failures[0]
     failing = _like_first(failures)
-    other_ranks = _other_ranks(failures, ranks)
+    others = _other_ranks(failures, ranks)
     mismatch = ""
     if first.is_echo:
-        positions = {
-            rank: ran.result.position for rank, ran in ranks.items() if ran.result.position
-        }
-        echoing = {failure.rank for failure in failures if failure.is_echo}
-        mismatch = explain_mismatch(positions, echoing)
+        at = {rank: ran.result.position for rank, ran in ranks.items() if ran.result.position}
+        mismatch = explain_mismatch(at, {failure.rank for failure in failures if failure.is_echo})
     if first.report is not None and not mismatch:
-        is_first = all(
-            failure.report is not None and failure.at >= first.at for failure in failures
-        )
-        return _with_other_ranks(
-            first.report, failing, other_ranks, rank_count=len(ranks), is_first=is_first
-        )
+        is_first = all(failure.report and failure.at >= first.at for failure in failures)
+        count = len(ranks)
+        return _with_others(first.report, failing, others, rank_count=count, is_first=is_first)
     text = first.text if first.report is None else f"failed: {first.text}"
     if len(failing) > 1 and text.startswith("was "):
         text = f"were {text.removeprefix('was ')}"
     raised = "" if first.report is None else str(first.report.longrepr)
-    lines = [mismatch, f"{name_ranks(failing)} {text}", other_ranks, raised]
+    lines = [mismatch, f"{name_ranks(failing)} {text}", others, raised]
     report = _new_report(item, first.when, "\n".join(filter(None, lines)))
     vars(report)[HANGS_AT] = first.hangs_at
     return report
 
 
-def _with_other_ranks(
+def _with_others(
     report: pytest.TestReport,
     failing: Sequence[int],
-    other_ranks: str,
+    others: str,
     *,
     rank_count: int,
     is_first: bool = True,
 ) -> pytest.TestReport:
     """Add the names of the failing ranks to their report, and what the other ranks did."""
-    if not other_ranks and len(failing) == rank_count:
+    if not others and len(failing) == rank_count:
         return report
-    is_first = is_first and bool(other_ranks) and len(failing) == 1
-    text = f"{name_ranks(failing)} failed{' first' if is_first else ''}\n{other_ranks}".rstrip()
+    is_first = is_first and bool(others) and len(failing) == 1
+    text = f"{name_ranks(failing)} failed{' first' if is_first else ''}\n{others}".rstrip()
     longrepr: Any = report.longrepr
     if hasattr(longrepr, "addsection"):
         longrepr.addsection("ranks", text)

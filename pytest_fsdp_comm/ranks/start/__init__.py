@@ -1,1 +1,1 @@
-"""Starts and ends the processes of a `wire.messages.RankSetSpec`, within bounds."""
+"""Starts and ends the processes of ranks, as many as there are slots for."""

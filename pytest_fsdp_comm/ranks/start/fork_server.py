@@ -1,4 +1,4 @@
-"""The fork server: one quiet, single-threaded process from which all ranks are forked."""
+"""The fork server: a single-threaded process from which all ranks are forked."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from pytest_fsdp_comm.ranks.start.slots import HeldSlots
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 
-# Note [Fork server]: it is forked from the pytest process after collection, before any test could
-# start a thread, do maths or touch CUDA, each of which makes a later fork hang or crash. It has to
-# survive the pytest process, and clean up after it. So it has a group of its own and ignores what a
-# closed terminal (SIGHUP), Ctrl-C (SIGINT) and launchers (SIGTERM) send; it ends by a hang-up.
+# The server is forked from the pytest process after collection, before any test can start a thread,
+# use OpenMP or touch CUDA: each of these makes a later fork hang or crash. It must outlive the
+# pytest process to clean up after it. So it has a separate process group, and ignores the signals
+# of a closed terminal (SIGHUP), of Ctrl-C (SIGINT) and of launchers (SIGTERM). It ends when its
+# connection to the pytest process closes.
 
-# Imported once here, they cost nothing in a rank: an FSDP2 step in a fresh rank took 1.89 s without
-# and 0.18 s with them (torch 2.13, CPU).
+# Imported once in the server, these modules cost ranks nothing: an FSDP2 step in a new rank took
+# 1.89 s without and 0.18 s with them (torch 2.13, CPU).
 PRELOADED = (
     "torch",
     "torch.distributed.fsdp",
@@ -46,7 +47,7 @@ PRELOADED = (
 _HUNG_UP_POLL_S = 0.05
 
 RunRank = Callable[[messages.RankSetSpec, int, tuple[int, int]], NoReturn]
-"""What a process does as a rank, given which, and its connection's and watchdog's descriptors."""
+"""Runs a process as a rank. Takes the descriptors of the rank's and its watchdog's connections."""
 
 
 def serve(
@@ -57,14 +58,14 @@ def serve(
     preloaded: Sequence[str],
     is_lazy: bool = False,
 ) -> NoReturn:
-    """Fork and reap until the pytest process is gone, and end this process.
+    """Fork and reap ranks until the pytest process is gone; then remove `directory` and exit.
 
-    `prepare` does what every rank would do first, and returns what each does after its fork. In the
-    end `directory` goes. If `is_lazy`, nothing is imported before the first request.
+    `prepare` does the work that all ranks share, and returns the function to run in each. With
+    `is_lazy`, the server imports `preloaded` modules only at the first request.
     """
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
-    with contextlib.suppress(OSError):  # started as a group of its own
+    with contextlib.suppress(OSError):  # it may have its process group already
         os.setpgid(0, 0)
     adopts = ending.adopt_orphans()
     server: _Server | None = None
@@ -74,10 +75,10 @@ def serve(
         if is_lazy:
             select.select([channel], [], [])
             preloaded = () if channel.is_hung_up() else preloaded
-        gc.disable()  # nothing is garbage yet, and looking for some takes a third of the time
+        gc.disable()  # imports make no garbage, but collections take a third of their time
         for name in preloaded:
-            # A test that needs one that fails says so: torch.distributed.tensor.debug, for
-            # example, needs numpy, which torch does not.
+            # Some may fail: torch.distributed.tensor.debug, for example, needs numpy. A test that
+            # needs the module will fail with the same error.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
         ranks_signals = {**before, signal.SIGINT: signal.default_int_handler}
@@ -85,7 +86,7 @@ def serve(
         if collects:
             gc.enable()
         server.run()
-    except BaseException as error:  # noqa: BLE001  # nothing may unwind into the copied session
+    except BaseException as error:  # noqa: BLE001  # must not reach the copied pytest session
         reason = str(error) if isinstance(error, FsdpCommError) else traceback.format_exc()
         with contextlib.suppress(OSError):
             channel.send(messages.ServerFailed(reason=reason))
@@ -95,7 +96,7 @@ def serve(
             if server is not None:
                 server.kill_all()
         finally:
-            # Also where the pytest process was killed and could not.
+            # The pytest process removes it too, unless it was killed.
             ending.remove_directory(directory)
             os._exit(status)
 
@@ -104,11 +105,11 @@ def serve(
 class _RankSet:
     spec: messages.RankSetSpec
     slots: HeldSlots
-    """Held here: if this process is killed, the kernel frees them, as the ranks die with it."""
+    """Held by the server: if it is killed, its ranks die, and the kernel frees the slots."""
     pids: dict[int, int] = field(default_factory=dict)
-    """Process ids of the ranks that are not reaped yet, by rank."""
+    """By rank: the ranks that have not been reaped."""
     groups: dict[int, int] = field(default_factory=dict)
-    """The process groups of all ranks, in which others may be left."""
+    """The process groups of all ranks. Processes of tests may remain in them."""
 
 
 class _Server:
@@ -128,7 +129,7 @@ class _Server:
         self._ranks_signals = {signal.SIGCHLD: signal.SIG_DFL, **ranks_signals}
         self._adopts = adopts
         self._set: _RankSet | None = None
-        self._unended: list[int] = []  # killed in vain, by process id
+        self._unended: list[int] = []  # pids that SIGKILL did not end
         self._wakeup, self._write_end = socket.socketpair()
         for end in (self._wakeup, self._write_end):
             end.settimeout(0.0)
@@ -145,10 +146,10 @@ class _Server:
             if self._channel in readable:
                 request = self._channel.receive()
                 if request is None or self._channel.is_hung_up():
-                    return  # before ranks start that nobody waits for
+                    return  # nobody waits for the ranks any more
                 match request:
                     case messages.RankSetSpec():
-                        # Before any fork: a child closes its copies of the slots.
+                        # Lock the slots before any fork, so that children can close their copies.
                         self._set = _RankSet(spec=request, slots=HeldSlots(request.slots))
                     case messages.StartRank():
                         self._start_rank(request.rank)
@@ -161,13 +162,13 @@ class _Server:
         ending.kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
-        """How long to wait for ends once there is no pytest process, or it waits for this one."""
+        """Return how long to wait for ends: briefly if the pytest process waits for this one."""
         return ending.HURRIED_S if os.getppid() == self._parent else ending.PATIENCE_S
 
     def _start_rank(self, rank: int) -> None:
-        started = self._set
-        if started is None:
-            raise RuntimeError("RankSetSpec comes before StartRank")
+        rank_set = self._set
+        if rank_set is None:
+            raise RuntimeError("expected RankSetSpec before StartRank")
         byte, ends, *_ = socket.recv_fds(self._socket, 1, 2)
         if not byte:
             raise EOFError
@@ -175,16 +176,16 @@ class _Server:
         processes.flush_streams()
         pid = processes.fork_quietly()
         if pid == 0:
-            self._run_forked(partial(self._run_rank, started.spec, rank, descriptors))
-        # Also done by the child itself; whichever comes first, a kill of the group finds it.
+            self._run_forked(partial(self._run_rank, rank_set.spec, rank, descriptors))
+        # The child does the same. Do both, so that the group exists as soon as either returns.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-        # Before the next fork, so that a rank alone has its ends: see Note [Connections].
+        # Before the next fork, so that only this rank has these ends: see Note [Connections].
         for descriptor in descriptors:
             os.close(descriptor)
-        started.pids[rank] = started.groups[rank] = pid
-        if len(started.groups) == len(started.spec.settings.ranks):
-            self._channel.send(messages.SetStarted(pids=dict(started.groups)))
+        rank_set.pids[rank] = rank_set.groups[rank] = pid
+        if len(rank_set.groups) == len(rank_set.spec.settings.ranks):
+            self._channel.send(messages.SetStarted(pids=dict(rank_set.groups)))
 
     def _run_forked(self, run: Callable[[], NoReturn]) -> NoReturn:
         try:
@@ -193,13 +194,13 @@ class _Server:
             signal.set_wakeup_fd(-1)
             for number, handler in self._ranks_signals.items():
                 signal.signal(number, handler or signal.SIG_DFL)
-            # A descriptor of the pytest process's end would keep it from seeing the server's death.
-            for own in (self._channel, self._socket, self._wakeup, self._write_end):
-                own.close()
+            # If copies stayed open, the pytest process would not notice the death of the server.
+            for end in (self._channel, self._socket, self._wakeup, self._write_end):
+                end.close()
             if self._set is not None:
                 self._set.slots.close()
             run()
-        except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
+        except BaseException:  # noqa: BLE001  # must not reach the copied pytest session
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(1)
@@ -215,97 +216,98 @@ class _Server:
                 )
 
     def _end_set(self, *, within_s: float) -> dict[int, int]:
-        """Kill what the ranks left; return pids still there; see Note [Ending a process tree]."""
-        ended, self._set = self._set, None
-        if ended is None:
+        """Kill ranks and descendants; return pids that remain. See Note [Ending a process tree]."""
+        rank_set, self._set = self._set, None
+        if rank_set is None:
             return {}
-        ending.kill(ended.pids.values())
-        unended = self._await_ends(ended.pids, within_s)
+        ending.kill(rank_set.pids.values())
+        unended = self._await_ends(rank_set.pids, within_s)
         if unended or not self._adopts:
-            # Of ranks that ended too: what a test started must not outlive it.
-            ending.kill(-group for group in ended.groups.values())
+            # Include the groups of finished ranks: processes of a test must not outlive it.
+            ending.kill(-group for group in rank_set.groups.values())
         self._unended += unended.values()
         self._unended += ending.kill_children(self._unended, within_s=self._patience_s())
-        ended.slots.release()
+        rank_set.slots.release()
         return unended
 
     def _await_ends(self, pids: Mapping[int, int], within_s: float) -> dict[int, int]:
         began_at = time.monotonic()
         while True:
-            left = {rank: pid for rank, pid in pids.items() if ending.await_end(pid) is None}
-            # Each time: one that is killed closes its files a moment before its children lose it.
+            remaining = {rank: pid for rank, pid in pids.items() if ending.await_end(pid) is None}
+            # Recheck every time: a killed pytest closes its socket before its children get a new
+            # parent, which `_patience_s` checks.
             limit_s = self._patience_s() if self._channel.is_hung_up() else within_s
-            if not left or time.monotonic() > began_at + min(limit_s, within_s):
-                return left
+            if not remaining or time.monotonic() > began_at + min(limit_s, within_s):
+                return remaining
             if select.select([self._wakeup], [], [], _HUNG_UP_POLL_S)[0]:
                 self._wakeup.recv(4096)
 
 
 _Reply = TypeVar("_Reply", messages.SetStarted, messages.SetEnded)
 
-# The first answer comes after torch has been loaded, perhaps from a busy file server.
+# The first reply comes once torch is loaded, perhaps from a busy file server.
 _PREPARED_WITHIN_S = 300.0
-# Of a process that does nothing but answer.
+# For later replies, when the server is idle.
 _ANSWERED_WITHIN_S = 15.0
-# It kills its ranks (`ending.HURRIED_S`) and removes a directory.
+# For killing the ranks (`ending.HURRIED_S`) and removing a directory.
 _CLOSED_WITHIN_S = 5.0
 
-# Note [Connections]: each rank and its watchdog have a connection with the pytest process, which
-# makes them all, sends the ranks' ends after each `StartRank`, and closes its copies. The server
-# passes each rank its own and closes its copies before it forks the next one. So neither has
-# more open files than it needs, and the pytest process alone has its ends: when it dies, each rank
-# reads an end of file. A rank's end may stay open after the rank, in what its test forked; so that
-# a rank has died only the server tells.
+# Note [Connections]: each rank and its watchdog have a connection to the pytest process, which
+# creates both, sends the ranks' ends after each `StartRank`, and closes its copies. The server
+# passes these ends to the rank, and closes its copies before it forks the next one. So no process
+# has more open files than it needs, and only the pytest process has its ends: when it dies, each
+# rank reads an end of file. Children of a rank may keep its end open, so that only the server
+# knows whether a rank has died.
 
 
 class ServerDiedError(Exception):
-    """The fork server died, and every rank; the text says why it ended itself, empty if killed."""
+    """The fork server and all ranks died; the text is the server's reason, empty if killed."""
 
 
 class RankServer(Protocol):
-    """What starts and ends ranks, as their supervisor sees it."""
+    """Starts and ends ranks for their supervisor."""
 
     @property
     def has_died(self) -> bool:
-        """Whether it ended on its own."""
+        """Whether the server has ended, although nobody closed it."""
 
     def start_ranks(
         self, spec: messages.RankSetSpec
     ) -> Mapping[int, tuple[Connection, Connection]]:
-        """Start ranks; return the connections to each and its watchdog, until `end_ranks`.
+        """Start ranks; return connections to each and its watchdog, valid until `end_ranks`.
 
-        An OSError says that the system does not have so many descriptors.
+        Raises OSError if there are not enough file descriptors.
         """
 
     def end_ranks(
         self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
-        """End the rank set, and free its slots; return, by rank, the pids that are left.
+        """End the rank set and free its slots; return, by rank, the pids that did not end.
 
-        `running` did not finish their test, `unanswered` have not answered `EndTests`.
+        `running` ranks did not finish their test, `unanswered` ones did not answer `EndTests`.
         """
 
     def exit_statuses(self) -> Mapping[int, int | str]:
-        """The ranks that ended: exit status, minus signal number, or what became of the rank.
+        """Return, for ranks that ended: exit status, minus signal number, or what happened.
 
-        Raises `ServerDiedError`, with its last words, if the server is gone.
+        Raises `ServerDiedError` if the server is gone.
         """
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank on this machine, if it still lives."""
+        """Send a signal to a rank on this machine, if it is alive."""
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when a rank ended."""
+        """Return a descriptor that becomes readable when a rank ends."""
 
     def close(self) -> int | None:
-        """End every rank; return how the server itself ended, None if that is unknown."""
+        """End all ranks; return the exit status of the server, None if unknown."""
 
 
 class ForkServer:
-    """The fork server, or the process that starts ranks, with the rank set that it has."""
+    """The fork server, or the process that spawns ranks, seen from the pytest process."""
 
     def __init__(self, start: Callable[[Connection, Connection], int], directory: Path) -> None:
-        """Start the server with `start(ours, theirs)`, ends of a connection; it returns the pid.
+        """Call `start` with both ends of a connection; it starts the server and returns its pid.
 
         The server removes `directory` in the end, unless it is killed.
         """
@@ -313,12 +315,12 @@ class ForkServer:
         ours, theirs = Pipe()
         self._pid = start(ours, theirs)
         theirs.close()
-        # The server goes on cleaning up after this process only once that has really ended: the
-        # interpreter closes sockets before it ends, but no descriptors.
+        # The interpreter closes sockets before the process ends, but not this descriptor. So the
+        # server sees a hang-up only once this process has ended.
         self._until_exit = os.dup(ours.fileno())
         self._channel: Channel[messages.ServerReply] = Channel(ours, stalls_s=_ANSWERED_WITHIN_S)
         self.pids: dict[int, int] = {}
-        """The process that each rank is, or was; empty before the first rank set."""
+        """The pid of each rank of the last rank set, dead or alive."""
         self._exited: dict[int, int] = {}
         self._connections: list[Connection] = []
         self._status: int | None = None
@@ -332,7 +334,7 @@ class ForkServer:
             try:
                 (ours, theirs), (our_watch, their_watch) = Pipe(), Pipe()
             except OSError:
-                self.end_ranks(ending.PATIENCE_S)  # those that have started
+                self.end_ranks(ending.PATIENCE_S)  # some may have started
                 raise
             connections[rank] = ours, our_watch
             self._connections += connections[rank]
@@ -349,9 +351,9 @@ class ForkServer:
                 try:
                     socket.send_fds(connection, [b"."], [end.fileno() for end in ends])
                 finally:
-                    connection.detach()  # no copy: the last descriptors may be in use
+                    connection.detach()  # not a copy: no descriptor may be left for one
         except BlockingIOError:
-            self.kill()  # it reads nothing
+            self.kill()  # the server has stopped reading
             raise ServerDiedError from None
         except ConnectionError:
             self._take(self._channel.receive_available())
@@ -376,7 +378,7 @@ class ForkServer:
             self._send(messages.EndSet(within_s=within_s))
             return self._await(messages.SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:
-            # Its ranks died with it (`end_with_parent`), but not what they had forked.
+            # Its ranks died with it (`end_with_parent`), but their children may be alive.
             ending.kill(-pid for pid in self.pids.values())
             return {}
         finally:
@@ -414,16 +416,16 @@ class ForkServer:
         return self._status is not None
 
     def close(self) -> int | None:
-        """End the server and every rank, and remove the directory; return what `await_end` did."""
+        """End the server and its ranks, and remove the directory; return its exit status."""
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)
-        # Before the kill: xdist interrupts a worker 5 s after its session, just about now, if its
-        # server still loads torch. Somebody has to be left who removes it.
+        # Remove it before the kill: if the server still loads torch, xdist interrupts this worker
+        # about now, 5 s after its session, and nobody would be left to remove it.
         ending.remove_directory(self._directory)
         self.kill()
         self._reap(ending.HURRIED_S)
-        ending.remove_directory(self._directory)  # what its ranks have written meanwhile
+        ending.remove_directory(self._directory)  # ranks may have written files again
         return self._status
 
     def _reap(self, within_s: float) -> None:
@@ -438,7 +440,7 @@ def fork_server(
     *,
     is_lazy: bool = False,
 ) -> ForkServer:
-    """Fork the server from this process, to `fork_server.serve`; torch is always preloaded."""
+    """Fork the server from this process; it runs `serve`, and always preloads torch."""
 
     def start(ours: Connection, theirs: Connection) -> int:
         pid = processes.fork_quietly()

@@ -1,4 +1,4 @@
-"""Bounds what the pytest processes of one session use at once: ranks of tests, and GPUs."""
+"""Limits how many ranks and GPUs the pytest processes of one session use at once."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ _PAUSE_S = 0.02
 _TURN = "turn"
 _WANTED = "wanted"
 
-# Note [Slots]: a slot is a file in a directory that the processes share, and its user holds its
-# lock (fcntl.flock), which the kernel frees when the holder dies. There can be no deadlock: slots
-# are only taken in turn, by one process at a time, all of a test's slots together and none before
-# all are free; and a process that holds slots never waits for others to end what it runs. Ranks are
-# kept for the next test only if that follows at once, and no other process waits. A fork copies
-# descriptors, and with them locks: each child closes its copies.
+# Note [Slots]: a slot is a file in a directory that the processes share. Whoever uses a slot locks
+# its file (fcntl.flock); the kernel frees the lock when the process dies. This cannot deadlock: one
+# process at a time takes slots, all slots of a test together, once all of them are free, and a
+# process with slots never waits for more. Ranks are kept for the next test only if it follows
+# immediately and no other process waits. A fork copies descriptors and thus locks, so each child
+# closes its copies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """What a rank set may use."""
+    """The slots and GPUs that a rank set may use."""
 
     files: tuple[Path, ...] = ()
     """The slots' files, for `HeldSlots`."""
     gpus: tuple[str, ...] = ()
-    """By the caller's names; empty if none were asked for, or more than there are."""
+    """The caller's names of GPUs; empty if the test needs none, or more than there are."""
 
 
 class Slots:
     """One pytest process's view of the session's slots; see Note [Slots]."""
 
     def __init__(self, directory: Path, *, ranks: int | None, gpus: Sequence[str]) -> None:
-        """Share slots with the session's other processes; `ranks` None sets no limit."""
-        self._directory = directory  # made when it is needed
+        """Share slots with the other processes of the session, through files in `directory`.
+
+        `ranks` is the most ranks that may run at once; None sets no limit.
+        """
+        self._directory = directory  # created on first use
         self._bounds_ranks = ranks is not None
         self._ranks = [directory / f"rank{number}" for number in range(ranks or 0)]
         # A MIG device's name may hold slashes.
@@ -47,16 +50,16 @@ class Slots:
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Wait for its turn, and then until enough is free; yield the slots to hold.
+        """Wait for enough free slots; yield those to lock with `HeldSlots` within the block.
 
-        Within the block nobody else takes any, and the user of the slots locks them (`HeldSlots`).
+        No other process takes slots during the block.
         """
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0
         if not leased and not bounded:
             yield Grant()
             return
-        # It may have vanished with others of the temporary directory.
+        # pytest may have removed it with other temporary directories.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(self._directory / _TURN), contextlib.ExitStack() as wanting:
             is_waiting = False
@@ -75,7 +78,7 @@ class Slots:
 
     def are_wanted(self) -> bool:
         """Whether another process waits for slots."""
-        with contextlib.suppress(FileNotFoundError):  # nobody has taken any
+        with contextlib.suppress(FileNotFoundError):  # no slots have been taken yet
             return not _is_free(self._directory / _WANTED)
         return False
 
@@ -89,13 +92,13 @@ class HeldSlots:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Free the slots, even where a process forked from this one has copied descriptors."""
+        """Free the slots, even if a forked process still has copies of the descriptors."""
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
-        """Close a forked child's copies; the parent's own hold stays."""
+        """Close a forked child's copies; the parent keeps its locks."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
@@ -108,7 +111,7 @@ def _opened(file: Path) -> int:
 def _is_free(file: Path) -> bool:
     descriptor = _opened(file)
     try:
-        # Shared, so that processes that look at the same time do not see each other.
+        # A shared lock, so that two processes that check at the same time do not block each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

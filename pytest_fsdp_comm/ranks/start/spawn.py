@@ -1,4 +1,4 @@
-"""Ranks as new processes, where what ran during collection makes a fork unsafe."""
+"""Starts ranks as new processes if the code that ran during collection makes a fork unsafe."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.text.codec import dump_tagged
 
-# Modules whose threads hold no lock that a rank needs: execnet's live in every xdist worker.
+# Threads of these modules hold no lock that a rank needs. Every xdist worker has execnet's.
 _HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout", "pytest_rerunfailures")
 
 _OMP_PAUSE_HARD = 2  # omp.h
 _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 
-# Note [Native threads]: polars, torch's inter-op pool and others start threads that `threading`
-# does not list. A fork loses them, and a rank that waits for one hangs. Linux lists all threads in
-# _TASKS; those without Python code are native. Five kinds do no harm: OpenMP's threads are ended
-# here; OpenBLAS ends its own before a fork, so a child is forked that ends at once; jemalloc, which
-# comes with pyarrow, and the pool that torch.set_num_threads makes (pthreadpool-cpp.cc in torch 2.6
-# to 2.15) are made anew in the child. That pool's threads have no names, and are known by their
-# number. NVML, which torch.cuda.device_count asks, starts one that is named as those of CUDA are
-# (driver 580); whether CUDA itself runs, is_driver_started tells. Where _TASKS is missing, as on
-# macOS, native threads are not noticed.
+# polars, torch's inter-op pool and others start threads that `threading` does not list. A fork
+# loses them, and a rank that waits for one hangs. Linux lists all threads in _TASKS; those that run
+# no Python code are native. Five kinds of native threads are harmless:
+# - OpenMP: _end_openmp_threads ends them.
+# - OpenBLAS: it ends them before a fork, so _unsafe_native_threads forks a child once.
+# - jemalloc (part of pyarrow): the child starts new ones.
+# - The pool of torch.set_num_threads (pthreadpool-cpp.cc in torch 2.6 to 2.15): likewise. Its
+#   threads have no names, so they are recognized by their number.
+# - NVML, which torch.cuda.device_count asks. Its thread has a name like those of CUDA (driver 580);
+#   is_driver_started finds out whether CUDA itself runs.
+# On macOS there is no _TASKS, and native threads are not noticed.
 _TASKS = Path("/proc/self/task")
 _HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")
-# Threads that were told to end take a moment, longer on a busy machine. Where others stay, ranks
-# are new processes anyway, which takes seconds.
+# Threads take a moment to end, longer on a busy machine. If some remain, ranks are new processes,
+# which takes seconds anyway.
 _THREADS_END_WITHIN_S = 2.0
 
 
 def unsafe_to_fork() -> str:
-    """Say what a test module or conftest did at import that a fork does not survive; else "".
+    """Describe what test modules did at import that makes a fork unsafe; empty if nothing.
 
-    Ends the threads of OpenMP, which a fork would not survive either.
+    Also ends the threads of OpenMP, so that they do not make it unsafe.
     """
     _end_openmp_threads()
     threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
@@ -68,20 +70,20 @@ def _unsafe_torch() -> str:
         return ""
     if torch.cuda.is_initialized():
         return "CUDA was initialised during collection"
-    # Where it found no GPU, nothing was started: ranks that use none do not need it.
+    # If the driver found no GPU, ranks cannot use one, and do not need the driver.
     if is_driver_started(torch) and not no_gpu_error(torch):
         return (
             "the CUDA driver was started during collection (torch.cuda.is_available() does that, "
             "unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set in the environment)"
         )
-    # torch.distributed is a package without a group API where torch was built without it.
+    # If torch was built without distributed support, is_initialized does not exist.
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "a process group was made during collection"
     return ""
 
 
 def reason_to_spawn(start: Start) -> str:
-    """Say why ranks are not forked; empty if they are, which nothing has to be done for."""
+    """Return why ranks cannot be forked; empty if they can."""
     if start == "spawn":
         return "the settings ask for new processes"
     reason = unsafe_to_fork()
@@ -89,7 +91,7 @@ def reason_to_spawn(start: Start) -> str:
 
 
 def _unsafe_native_threads() -> str:
-    """Say which threads without Python code are left where a fork ends others; else ""."""
+    """Describe native threads that make a fork unsafe; empty if there are none."""
     if not _native_threads()[0]:
         return ""
     pid = fork_quietly()
@@ -104,37 +106,37 @@ def _unsafe_native_threads() -> str:
         if not count or (not names and count == num_pooled):
             return ""
         if time.monotonic() > until:
-            shown = f": {', '.join(sorted(map(repr, names)))}" if names else ""
-            return f"native threads ({count}) have been running since collection{shown}"
+            listed = f": {', '.join(sorted(map(repr, names)))}" if names else ""
+            return f"native threads ({count}) have been running since collection{listed}"
         time.sleep(0.01)
 
 
 def _native_threads() -> tuple[int, set[str]]:
-    """Count the threads that run no Python code, with the names that some have; 0 if unknown."""
+    """Return the number of threads without Python code (0 if unknown), and their names if any."""
     names = {}
     with contextlib.suppress(FileNotFoundError):
         for task in _TASKS.iterdir():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the thread has ended
                 names[task.name] = (task / "comm").read_text().strip()
     names = {task: name for task, name in names.items() if not _HARMLESS_NATIVE.fullmatch(name)}
-    # Not those of `threading`, which does not list execnet's.
+    # Count frames, since `threading` does not list the threads of execnet.
     count = len(names) - len(sys._current_frames())  # noqa: SLF001  # documented for debuggers
-    known = {str(thread.native_id) for thread in threading.enumerate()}
-    # A thread that its library gave no name is called as the program is.
+    listed = {str(thread.native_id) for thread in threading.enumerate()}
+    # A thread without a name has the name of the program.
     unnamed = names.get(str(os.getpid()))
-    return count, {names[task] for task in names.keys() - known} - {unnamed}
+    return count, {names[task] for task in names.keys() - listed} - {unnamed}
 
 
 def _end_openmp_threads() -> None:
-    """End the threads with which torch did maths, if any; they come back when it does more."""
-    # A forked process takes them to be alive, and waits for them as soon as it uses more than one
-    # thread: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU). Libraries such as
-    # scikit-learn bring an OpenMP of their own.
+    """End the threads of OpenMP; it starts new ones when it needs them."""
+    # A forked process would wait for these threads, which do not exist there, as soon as it uses
+    # more than one: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU). Libraries
+    # such as scikit-learn bring another copy of OpenMP.
     libraries: set[str | None] = {None}
     with contextlib.suppress(OSError):
         libraries |= {*_OPENMP_LIBRARY.findall(Path("/proc/self/maps").read_text())}
     for library in libraries:
-        with contextlib.suppress(OSError, AttributeError):  # not loaded, or older than OpenMP 5.0
+        with contextlib.suppress(OSError, AttributeError):  # not loaded, or before OpenMP 5.0
             ctypes.CDLL(library).omp_pause_resource_all(_OMP_PAUSE_HARD)
 
 
@@ -150,7 +152,7 @@ def _is_harmless(thread: threading.Thread) -> bool:
 
 
 def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ...]) -> ForkServer:
-    """Start the process that starts ranks, with the arguments of this one."""
+    """Start the process that spawns ranks, with the arguments of this pytest process."""
     arguments, environment = arguments_of(config)
     places = (str(directory), str(config.invocation_params.dir))
 
@@ -160,10 +162,10 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=(theirs.fileno(), *terminal),
-            # Not a session of its own, whose ranks could not read the terminal.
+            # Not a new session, whose ranks could not read the terminal.
             process_group=0,
         )
-        # The server is waited for by its id; this object would warn that nobody has done so.
+        # `ForkServer` waits for the pid; without a returncode, this object would warn.
         process.returncode = 0
         return process.pid
 
@@ -171,22 +173,23 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
 
 
 def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
-    """Return arguments and environment with which pytest collects the same tests again."""
-    # By now a path may exist, which moves the root directory where it is a word of its own.
+    """Return the arguments and environment for a pytest that collects the same tests."""
+    # The value of an option may be a path that exists by now. As a separate argument, it would
+    # change pytest's root directory.
     arguments = join_paths(map(str, config.invocation_params.args))
     from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
     if config.pluginmanager.has_plugin("xdist"):
         arguments += ["-n", "0"]
     if config.pluginmanager.has_plugin("randomly"):
-        # Each rank would choose a seed of its own.
+        # Otherwise each rank would choose a different seed.
         arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
     return arguments, {**os.environ, "PYTEST_ADDOPTS": shlex.join(from_environment)}
 
 
 def main(descriptor: str, directory: str, *program: str) -> NoReturn:
-    """Start ranks until the pytest process is gone.
+    """Spawn ranks until the pytest process is gone.
 
-    `program` is where pytest was started, then its arguments.
+    `program` is pytest's working directory, followed by its arguments.
     """
     serve(
         Channel.inherited(int(descriptor)),
@@ -199,11 +202,11 @@ def main(descriptor: str, directory: str, *program: str) -> NoReturn:
 def _become_rank(
     program: tuple[str, ...], spec: RankSetSpec, rank: int, descriptors: tuple[int, int]
 ) -> NoReturn:
-    """Replace this process by a pytest process, whose half is in `rank.main`."""
+    """Replace this process by a pytest that runs `rank.main.run_spawned_rank`."""
     file = spec.directory / f"rank{rank}.json"
     file.write_text(dump_tagged(spec), encoding="utf-8")
     redirect_output(spec, rank)
-    # A rank resolves its markers by what was launched, as the pytest process did.
+    # Without this variable, the rank resolves its markers as the pytest process did.
     environment = {name: text for name, text in os.environ.items() if name != INSIDE_VARIABLE}
     environment |= {
         SPEC_VARIABLE: str(file),
@@ -212,7 +215,7 @@ def _become_rank(
     for descriptor in descriptors:
         os.set_inheritable(descriptor, True)  # noqa: FBT003  # the function takes no keywords
     if spec.gpus:
-        # Here already: what made forking unsafe may be that collecting starts CUDA.
+        # Set it before collection, which may start CUDA.
         environment[visible_gpus_variable(environment)] = ",".join(spec.gpus)
     invoked_in, *arguments = program
     os.chdir(invoked_in)

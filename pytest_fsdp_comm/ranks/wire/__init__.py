@@ -1,1 +1,1 @@
-"""What goes between processes, and how: messages, channels, stores, results."""
+"""Messages between processes, the channel that carries them, and the results of ranks."""

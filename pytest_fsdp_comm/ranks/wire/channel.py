@@ -1,4 +1,4 @@
-"""Messages, each as JSON, over a `multiprocessing.connection` between two of our processes."""
+"""Sends messages as JSON over a `multiprocessing.connection` between two of our processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 _Received = TypeVar("_Received")
 
-# The length of a message comes before it. If a test wrote text into the connection, its first
-# characters are read as a length above this limit.
+# Each message follows its length. If a test writes text into the connection, the first characters
+# are read as a length above this limit.
 _MOST_NBYTES: Final = 1 << 29
 _TIMEVAL: Final = struct.Struct("@ll")
 _HANG_UP: Final = getattr(select, "POLLRDHUP", 0)
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Have the system notice within a minute that the other machine is gone."""
+    """Make the system notice within a minute that the other machine is gone."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -37,18 +37,18 @@ def keep_alive(connected: socket.socket) -> None:
 class Channel(Generic[_Received]):
     """One end of a connection."""
 
-    # Objects never cross: `Connection.send` and `recv` would pickle them.
+    # Do not use `Connection.send` and `recv`, which would pickle objects.
 
     def __init__(self, connection: Connection, *, stalls_s: float | None = None) -> None:
         """Take over a connection.
 
-        Within a message, the other end must read or write on within `stalls_s`; None waits for
-        ever. It may stop there while a child of its keeps the connection open.
+        `stalls_s` is how long the other end may pause within a message; None waits forever. It may
+        die within a message while a child keeps its connection open.
         """
         self.connection = connection
         self._pid = getpid()
         self.is_closed = False
-        """The other end is gone and everything it sent has been read."""
+        """Whether the other end is gone and all of its messages have been read."""
         if stalls_s is not None:
             limit = _TIMEVAL.pack(int(stalls_s), int(stalls_s % 1 * 1e6))
             with socket.socket(fileno=os.dup(connection.fileno())) as copy:
@@ -57,7 +57,7 @@ class Channel(Generic[_Received]):
 
     @classmethod
     def inherited(cls, descriptor: int) -> Channel[_Received]:
-        """Use a descriptor; programs that this process starts do not inherit it."""
+        """Use an inherited descriptor, without passing it on to programs that this one starts."""
         os.set_inheritable(descriptor, False)  # noqa: FBT003  # the function takes no keywords
         return cls(Connection(descriptor))
 
@@ -65,18 +65,18 @@ class Channel(Generic[_Received]):
         return self.connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message, blocking; a forked process sends nothing."""
+        """Send a message, blocking; in a forked child this does nothing."""
         if getpid() == self._pid:
-            # What JSON cannot carry travels as its repr: a strange user property must not cost the
-            # whole report.
+            # Values that JSON cannot represent are sent as their repr, so that an unusual user
+            # property does not lose the report.
             self.connection.send_bytes(dump_tagged(message).encode("ascii"))
 
     def receive(self, *, within_s: float | None = None) -> _Received | None:
         """Wait for one message; return None once the other end is gone.
 
         Raises:
-            TimeoutError: None began within the time.
-            CodecError: It is no message.
+            TimeoutError: No message began in time.
+            CodecError: The other end sent something else.
         """
         if within_s is not None and not self.connection.poll(max(within_s, 0.0)):
             raise TimeoutError
@@ -86,7 +86,7 @@ class Channel(Generic[_Received]):
             self.is_closed = True
             return None
         except OSError as error:
-            # Without a number it is an end within a message, or a message that is too long.
+            # Without errno, the connection ended within a message, or a message is too long.
             if error.errno is None and self.is_hung_up():
                 self.is_closed = True
                 return None
@@ -95,14 +95,14 @@ class Channel(Generic[_Received]):
         return message
 
     def receive_available(self) -> Iterator[_Received]:
-        """Read messages for as long as more have arrived."""
+        """Yield the messages that have arrived, without waiting for more."""
         while not self.is_closed and self.connection.poll(0):
             message = self.receive()
             if message is not None:
                 yield message
 
     def is_hung_up(self) -> bool:
-        """Whether the other end is gone, even where something it sent is left; never waits."""
+        """Return immediately whether the other end is gone, even if messages are unread."""
         poll = select.poll()
         poll.register(self.connection, _HANG_UP)
         return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""What processes send each other: a frozen value for each message, read strictly."""
+"""The messages between processes, each a frozen dataclass that is parsed strictly."""
 
 from __future__ import annotations
 
@@ -12,61 +12,60 @@ from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Position, SessionEx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTest:
-    """What follows a test on the same ranks."""
+    """Whether another test follows on the same ranks, and which."""
 
     index: int | None = None
-    """The next test, by its index in the session's items, if it is sure to be run by these ranks
-    or by none: the fixtures that it shares with the test before stay. None ends them all."""
+    """Index in the session's items of the next test that runs on these ranks, if that is certain.
+    Ranks keep the fixtures that it shares with this test. None tears down all fixtures."""
     is_none: bool = True
-    """Whether no other test follows, so that the ranks do what a process does at its end."""
+    """Whether no other test follows, so that ranks run their exit functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetSpec:
-    """How to start a rank set; each of its processes gets it.
+    """Describes a rank set to its processes.
 
-    Sent alone it begins one: to a fork server before a `StartRank` for each rank, to the launched
-    ranks after the end of the last set.
+    A fork server gets it before a `StartRank` for each rank. Launched ranks get one after another.
     """
 
     item_index: int
     """The first test, by its index in the session's items."""
     nodeid: str
-    """The first test, for ranks that collect again."""
+    """The first test, for spawned ranks, which collect again."""
     settings: DistributedSettings
     directory: Path
-    """Of this rank set alone; holds the logs and the stores."""
+    """Used only by this rank set, for logs and stores."""
     basetemp: Path
     echoes: tuple[str, ...]
-    """Streams to show meanwhile: with ``-s`` the rank's, with ``--setup-show`` or ``log_cli`` its
-    pytest's."""
+    """Logs to print while ranks run: their streams with ``-s``, ``terminal`` with ``--setup-show``
+    or ``log_cli``."""
     next_test: NextTest = NextTest()
     store_prefix: str = ""
-    """Of this rank set's names on the launcher's store; empty if it has a store of its own."""
+    """Prefix of this rank set's keys on the launcher's store."""
     slots: tuple[Path, ...] = ()
-    """Files of the slots, which the server locks while the ranks live."""
+    """Files of slots, which the server locks until the ranks have ended."""
     terminal: tuple[int, ...] = ()
-    """Descriptors of the session's standard input, output and error; empty if it has none."""
+    """Descriptors of the session's stdin, stdout and stderr; empty if there is no terminal."""
     foreground: int = 0
     """The session's process group, which has the terminal while no debugger runs."""
     debugged_rank: int = 0
     gpus: tuple[str, ...] = ()
-    """By the names of the caller's visible list; empty leaves the list as it is."""
+    """Names from the caller's list of visible GPUs; empty leaves the list unchanged."""
 
     def log_path(self, rank: int, stream: str) -> Path:
-        """Where a rank's ``stdout`` or ``stderr`` goes, or the ``terminal`` of its pytest."""
+        """Return the log of a rank's ``stdout``, ``stderr``, or pytest's ``terminal``."""
         return self.directory / f"rank{rank}.{stream}"
 
     def stacks_path(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.stacks"
 
 
-# From a rank to its supervisor; so are `PhaseReport` and `WarningSeen`, which a result holds.
+# From a rank to its supervisor. `PhaseReport` and `WarningSeen` in `results` are sent too.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Debugging:
-    """A human began or ended work in a debugger, in which time does not count."""
+    """The user has entered or left a debugger; the time in it does not count."""
 
     has_begun: bool
 
@@ -76,19 +75,19 @@ class TestEnded:
     """The rank has finished the test, and waits for another one."""
 
     payloads: tuple[str, ...] | None
-    """What each extension carries out, as its `payload_type` is dumped; None after an escape."""
+    """The serialized value of each extension; None if the protocol raised."""
     escaped: str | None
-    """The exception that went through pytest's protocol; None if it returned."""
+    """The exception that pytest's protocol raised; None if it returned."""
     session_exit: SessionExit | None = None
     further_ranks: tuple[int, ...] = ()
-    """Ranks that have to run as well, so that the test runs again on all of them."""
+    """Ranks that have to run too; the test runs again, with these."""
     can_run_another: bool = True
-    """False where the test destroyed the process group, or put another in its place."""
+    """False if the test destroyed or replaced the process group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestsEnded:
-    """Answers `EndTests`, after the reports of what failed."""
+    """Answers `EndTests`, after reports of failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +105,7 @@ RankMessage = PhaseReport | WarningSeen | Debugging | TestEnded | TestsEnded | P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTest:
-    """Kept ranks are to run another test."""
+    """Asks kept ranks to run another test."""
 
     item_index: int
     next_test: NextTest
@@ -114,7 +113,7 @@ class RunTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndTests:
-    """No other test follows, though one might have: end the fixtures that were kept for it."""
+    """Asks kept ranks to tear down the fixtures kept for another test, which does not follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +121,9 @@ class PositionQuestion:
     """Asks a watchdog where its rank is."""
 
     number: int
-    """Counts the questions: an answer may come after its time."""
+    """Identifies the question, because its answer may come too late."""
     with_groups: bool
-    """Whether to look for `Position.groups`: it takes long where many ranks share few cores."""
+    """Whether to read `Position.groups`, which is slow if many ranks share few cores."""
 
 
 # From the pytest process to its fork server.
@@ -132,14 +131,14 @@ class PositionQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRank:
-    """Fork a rank; its ends of two connections follow, as `RunRank` gets them."""
+    """Asks to fork a rank; the two descriptors for `RunRank` follow."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndSet:
-    """Kill what is left of the rank set."""
+    """Asks to kill the rank set."""
 
     within_s: float
 
@@ -170,12 +169,12 @@ class SetEnded:
     """Answers `EndSet`."""
 
     unended: dict[int, int]
-    """Process ids, by rank, of those that were killed and are still there."""
+    """By rank: the pids that SIGKILL did not end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFailed:
-    """The fork server's last words."""
+    """The last message of a fork server that failed."""
 
     reason: str
 
@@ -190,11 +189,11 @@ class Joined:
     """A launched rank's first message on each of its two connections."""
 
     token: str
-    """Read from the launcher's store, so that no other program is taken for a rank."""
+    """Read from the launcher's store; proves that the sender is a rank."""
     rank: int
     host: str
     tests: tuple[str, ...] | None
-    """What it collected, and how that runs on ranks, in its own order; None from the watchdog."""
+    """The tests that it collected, with their settings, in order; None from the watchdog."""
     problem: str = ""
     """Why it could not collect all tests; empty if it could."""
 
@@ -204,14 +203,14 @@ class Welcome:
     """Answers `Joined`: all ranks have collected the same tests."""
 
     order: tuple[int, ...]
-    """Where each test of rank 0 is among the rank's own."""
+    """The index of each of rank 0's tests among the rank's tests."""
     randomly_seed: int | None
-    """pytest-randomly's; None without it."""
+    """The seed of pytest-randomly; None without that plugin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndSession:
-    """There is no other test."""
+    """Asks launched ranks to exit."""
 
 
 RankCommand = RunTest | EndTests | Welcome | RankSetSpec | EndSession

@@ -1,4 +1,4 @@
-"""What one rank did with one test, and where it is."""
+"""The result of one rank's test, and the position of a rank."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 
 class Activity(StrEnum):
-    """What a rank does where it is."""
+    """The state of a rank at its position."""
 
     RUNS = "runs"
     REPORTS = "reports"
-    """The test raised, at `Position.site`, and pytest makes the report."""
+    """The test raised at `Position.site`, and pytest is making the report."""
     HAS_ENDED = "has ended"
     HOLDS_GIL = "holds the GIL"
-    """None of its threads can run Python code; only its site is known, from its stack."""
+    """The watchdog cannot run; only the site is known, from a dumped stack."""
     SILENT = "silent"
-    """It lives, and did not answer in time."""
+    """The rank is alive, but did not answer in time."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the rank has answered, so that its groups are known."""
+        """Whether the rank's watchdog answered, so that its groups are known."""
         return self in (Activity.RUNS, Activity.REPORTS, Activity.HAS_ENDED)
 
 
@@ -32,71 +32,71 @@ class IssuedCollective:
     """One collective that a rank issued on a process group."""
 
     seq: int
-    """Its number in the group's order, from 1; equal on all ranks of the group."""
+    """Its number on the group, from 1; equal on all ranks of the group."""
     kind: str
     """Such as ``all_gather``."""
     nbytes: int
     """Bytes of the rank's input."""
     is_done: bool
-    """Whether the rank has finished it, or gloo has failed in it."""
+    """Whether the rank has finished it, or gloo failed in it."""
     sent: str = ""
     """The rank's input in words, such as ``4 float32``."""
     owner: str = ""
-    """FQN of the module that it serves; empty if it has none, or nothing recorded it."""
+    """FQN of its owner; empty if it has none, or no recording was active."""
     is_last: bool = False
-    """Whether the rank has issued none after it, on any group."""
+    """Whether it is the last one that the rank called, on any group."""
     is_waited_in: bool = False
-    """Whether the main thread waits for it; False if done or in background."""
+    """Whether the main thread waits for it; False if it is done or in the background."""
     timeout_s: float = 0.0
-    """How long a rank waits for it at most; 0 if the call itself has a limit."""
+    """The longest time that a rank waits for it; 0 if the call has a timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPosition:
-    """How far a rank has come on one process group."""
+    """The collectives that a rank has called on one process group."""
 
     name: str
-    """Equal on all of its ranks."""
+    """torch's name, equal on all ranks of the group."""
     axis: str
-    """What recordings and trees call it; empty if unknown."""
+    """Its mesh axis, as in recordings and trees; empty if unknown."""
     is_shape: bool
-    """Whether `axis` only tells its shape, such as ``size2.stride4``."""
+    """Whether `axis` is only the group's shape, such as ``size2.stride4``."""
     ranks: tuple[int, ...]
-    """The group's global ranks; empty where torch does not list them."""
+    """The group's global ranks; empty if torch does not list them."""
     collectives: tuple[IssuedCollective, ...]
-    """The last ones in order; empty if the rank has issued none."""
+    """The last ones in order; empty if the rank has called none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where one rank is."""
+    """The position of one rank."""
 
     site: str
-    """``path:line in function`` of the innermost user code; empty if unknown, or if none runs."""
+    """``path:line in function`` of the innermost user code; empty if there is none, or unknown."""
     code: str = ""
     """The line of source there, such as ``lock.acquire()``; empty if unknown."""
     stack: tuple[str, ...] = ()
-    """Lines that say more of the stack than `site`, innermost frame first; empty if unknown."""
+    """The formatted stack, innermost frame first; empty if unknown."""
     module: str = ""
-    """FQN of the module or FSDP unit that runs; empty for the root or none."""
+    """FQN of the running module or FSDP unit; empty for the root or none."""
     groups: tuple[GroupPosition, ...] = ()
-    """Each process group of the rank; empty if only the place was read."""
+    """All process groups of the rank; empty if they were not read."""
     activity: Activity = Activity.RUNS
     is_joining: bool = False
-    """Whether it waits for the other ranks to make their process group."""
+    """Whether it waits for the other ranks to create the process group."""
     is_waiting: bool = False
-    """Whether it is inside torch, or waits for other ranks or for what it started in torch."""
+    """Whether it is in a call that waits for other ranks, or that may wait in torch."""
     is_reporting: bool = False
     """Whether it compares with a snapshot or formats a failure, and so waits for no other rank."""
 
 
 class Stopped(StrEnum):
-    """Why a rank that still ran was ended."""
+    """Why the supervisor stopped a rank that was still running."""
 
     AFTER_FAILURE = "after failure"
     """Another rank had failed, and the grace period was over."""
     AT_DEADLINE = "at deadline"
-    """The test, or what pytest-timeout limits, ran out of time, or could not end any more."""
+    """The time limit, perhaps of pytest-timeout, was over, or a rank could never finish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +104,13 @@ class PhaseReport:
     """A report that pytest made in a rank: of a phase, or of a subtest within one."""
 
     report: dict[str, Any]
-    """As ``pytest_report_to_serializable`` gives it, with a ``stop``: `time.time` on the rank."""
+    """The result of ``pytest_report_to_serializable``; its ``stop`` is the rank's `time.time`."""
     is_subtest: bool = False
-    """Whether the phase goes on after it."""
+    """Whether it is of a subtest, after which the phase goes on."""
     precedes_debugger: bool = False
-    """Whether a debugger follows, so the other ranks must wait."""
+    """Whether a debugger follows, so that the other ranks must wait."""
     nbytes_reported: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes of ``stdout`` and ``stderr`` that reports hold; the rest is in its logs alone."""
+    """By stream: how many bytes of the rank's log are in reports so far."""
 
     @property
     def has_failed(self) -> bool:
@@ -119,7 +119,7 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarningSeen:
-    """A warning that a rank's test gave; see `pytest.hookspec.pytest_warning_recorded`."""
+    """A warning that a rank raised; see `pytest.hookspec.pytest_warning_recorded`."""
 
     text: str
     category_module: str
@@ -129,7 +129,7 @@ class WarningSeen:
     when: str
     nodeid: str
     location: tuple[str, int, str] | None
-    """File, line and function, where pytest knows them."""
+    """File, line and function, if pytest knows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,58 +143,58 @@ class SessionExit:
 
 @dataclass(slots=True, kw_only=True)
 class RankResult:
-    """What one rank did with one test so far: its supervisor writes here until the test ends."""
+    """The result of one test on one rank; its supervisor updates it until the test ends."""
 
     rank: int
     reports: tuple[PhaseReport, ...] = ()
-    """The phases and subtests that ended, in order."""
+    """The reports of finished phases and subtests, in order."""
     warnings: tuple[WarningSeen, ...] = ()
     phase_began_at: float = dataclasses.field(default_factory=time.time)
     """`time.time` of the last report, or of the start of the test."""
     is_done: bool = False
     payloads: tuple[str, ...] | None = None
-    """What each extension sent; None if the rank did not come so far."""
+    """As in `TestEnded`; None if the rank did not send that."""
     further_ranks: tuple[int, ...] = ()
     can_run_another: bool = False
-    """As `further_ranks` of `TestEnded`."""
+    """As in `TestEnded`."""
     is_debugging: bool = False
-    """Whether a human works in a debugger, or is about to."""
+    """Whether the user is in a debugger, or about to enter one."""
     escaped: str | None = None
-    """The exception that went through pytest's protocol, as a plugin's may; None if none did."""
+    """The exception that pytest's protocol raised, such as a plugin's; None if it returned."""
     session_exit: SessionExit | None = None
     status: int | str | None = None
-    """Of a process that ended early its exit status, or minus the signal's number; of one that was
-    lost what became of it, to be read after its name; else None."""
+    """Exit status of a process that died, or minus the signal's number. For a rank that was lost,
+    what happened to it, as a text that follows its name. None if the rank did not die."""
     ended_at: float | None = None
-    """`time.time` at which it died or was stopped; None if it finished the test."""
+    """`time.time` when it died or was stopped; None if it finished the test."""
     stopped: Stopped | None = None
-    """Why the supervisor ended it; None if it did not."""
+    """Why the supervisor stopped it; None if it did not."""
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What its unfinished phase printed, by ``stdout`` and ``stderr``; empty if it finished."""
+    """By stream: the output of its unfinished phase; empty if it finished the test."""
     waited_for: tuple[int, ...] = ()
-    """The ranks that have ended the test and without which it cannot."""
+    """The ranks that it waits for in vain, because they have finished the test."""
     position: Position | None = None
-    """Where it was when the rank set was stopped; None if it was not, or did not answer."""
+    """Where it was when the ranks were stopped; None if they were not, or it did not answer."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no more of this test can come from the rank."""
+        """Whether the test is over on this rank, which then reports nothing more of it."""
         return self.is_done or self.status is not None
 
     @property
     def unfinished_s(self) -> float:
-        """How long the phase took that the rank did not finish; 0 if it finished all."""
+        """How long the unfinished phase took; 0 if the rank finished the test."""
         return 0.0 if self.ended_at is None else self.ended_at - self.phase_began_at
 
     @property
     def has_died(self) -> bool:
-        """Whether the rank left the test before its end, on its own."""
+        """Whether the rank left the test before its end, without being stopped."""
         has_left = self.escaped is not None or self.session_exit is not None
         return has_left or self.status is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the other ranks need not wait for this one any more."""
-        # After a failed subtest the test goes on.
-        has_failed = any(one.has_failed and not one.is_subtest for one in self.reports)
+        """Whether the other ranks need not wait for this rank any more."""
+        # After a failed subtest, the test goes on.
+        has_failed = any(report.has_failed and not report.is_subtest for report in self.reports)
         return has_failed or self.has_died
