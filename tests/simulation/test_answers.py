@@ -57,7 +57,7 @@ def profile(*answers, rank=0):
     return fold(recording)
 
 
-def test_answers_are_part_of_the_json_and_those_of_all_ranks_are_merged():
+def test_answers_are_merged_and_written_to_json():
     (recording,) = load_recordings(
         dump_recordings(
             [Recording(rank=0, world_size=2, backend="", torch_version="2", answers=(ONE,))]
@@ -69,7 +69,7 @@ def test_answers_are_part_of_the_json_and_those_of_all_ranks_are_merged():
     assert both.answers == (MASK, ONE)
 
 
-def test_the_text_names_function_and_value_and_is_read_again():
+def test_answer_text_is_parsed_again():
     written = format_profile(profile(ONE, TRUTH, MASK))
     assert written.splitlines()[3:-1] == [
         "answered False to model:Block.<locals>.a\\x20b (equal)",
@@ -95,7 +95,7 @@ def test_broken_answers_are_refused(old, new):
         parse_comm(text.replace(old, new, 1), where="f.comm")
 
 
-def test_a_new_or_lost_or_changed_answer_is_a_difference():
+def test_added_removed_or_changed_answer_differs():
     def told(old, new):
         changes = compare(profile(*old), profile(*new)).changes
         return [(change.what, change.old_text, change.new_text) for change in changes]
@@ -108,7 +108,7 @@ def test_a_new_or_lost_or_changed_answer_is_a_difference():
     ]
 
 
-def test_an_answer_is_reviewed_as_text_and_fails_when_it_comes_or_goes(pytester, run):
+def test_added_or_removed_answer_fails_the_comparison(pytester, run):
     run(SOURCE, "--snapshot-update").assert_outcomes(passed=1)
     file = pytester.path / "snapshots/test_it/test_step.ws64.comm"
     assert file.read_text().splitlines()[4] == LINE
@@ -169,7 +169,7 @@ def test_asks_nothing(comm_mode, comm_snapshot):
 """
 
 
-def test_a_snapshot_holds_what_its_test_and_fixtures_asked_in_any_order(pytester, run):
+def test_snapshot_has_answers_of_test_and_fixtures(pytester, run):
     run(SHARED, "--snapshot-update").assert_outcomes(passed=6)
     answered = {
         path.name.removeprefix("test_").partition(".")[0]: [

@@ -73,7 +73,7 @@ def test_attention_runs_a_kernel_of_gpus(backend, dtype, kernel, is_sharded):
 
 @simulated
 @pytest.mark.parametrize("mask_type", [torch.bool, HALF])
-def test_attention_with_a_mask_runs_the_efficient_kernel(mask_type):
+def test_masked_attention_runs_the_efficient_kernel(mask_type):
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda", dtype=mask_type)
     with Kernels() as ran:
         nn.functional.scaled_dot_product_attention(*heads(), mask).sum().backward()

@@ -99,7 +99,7 @@ def check_conversions():
     assert (loader["num_workers"], loader["timeout"]) == (1, 3)
 
 
-def test_what_a_simulation_replaces_is_what_torch_calls():
+def test_replaced_functions_are_what_torch_calls():
     check_devices()
     check_world()
     check_conversions()

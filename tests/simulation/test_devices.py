@@ -336,7 +336,7 @@ def test_a_strict_simulation_knows_no_gpu():
 
 
 @pytest.mark.distributed(world_size=2)
-def test_ranks_that_are_not_simulated_keep_torch_as_it_is():
+def test_real_ranks_keep_torch_unchanged():
     assert not torch.cuda.is_available()
     with pytest.raises((RuntimeError, AssertionError)):
         torch.rand(2).cuda()

@@ -84,7 +84,7 @@ def snapshots(pytester, kind):
     )
 
 
-def test_ranks_that_keep_less_run_as_well_and_stand_in_the_file(pytester):
+def test_ranks_with_smaller_shards_are_recorded(pytester):
     test = COMPARED.format(ranks="", vocabulary=4098)
     result = run(pytester, test, args=["--snapshot-update", "-v"])
     result.assert_outcomes(passed=1)
@@ -99,7 +99,7 @@ def test_ranks_that_keep_less_run_as_well_and_stand_in_the_file(pytester):
     run(pytester, COMPARED.format(ranks="", vocabulary=4096)).assert_outcomes(failed=1)
 
 
-def test_one_rank_says_it_all_where_sizes_divide_or_fsdp_pads(pytester):
+def test_one_rank_is_enough_if_sizes_divide(pytester):
     test = COMPARED.format(ranks="", vocabulary=4096)
     run(pytester, test, args=["--snapshot-update"]).assert_outcomes(passed=1)
     written = [snapshots(pytester, kind) for kind in ("comm", "tree")]

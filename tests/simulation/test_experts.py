@@ -142,7 +142,7 @@ def test_a_share_that_no_choice_can_have_is_refused():
 
 
 @simulated()
-def test_routing_by_scores_is_refused_with_its_line_and_ways_out(comm_mode, device_mesh):
+def test_routing_error_has_line_and_remedies(comm_mode, device_mesh):
     with pytest.raises(SimulationError) as refused:
         recorded(comm_mode, device_mesh, CHOICES["topk"])
     text = str(refused.value)
@@ -154,7 +154,7 @@ def test_routing_by_scores_is_refused_with_its_line_and_ways_out(comm_mode, devi
 
 
 @simulated()
-def test_what_others_would_have_sent_is_noted_where_it_is_read(comm_mode):
+def test_reading_mirrored_values_is_recorded(comm_mode):
     ranks = [torch.empty(1, dtype=torch.int64) for _ in range(RANKS)]
     dist.all_gather(ranks, torch.tensor([dist.get_rank()]))
     # On other ranks it is another number: nothing here can know that.
@@ -163,7 +163,7 @@ def test_what_others_would_have_sent_is_noted_where_it_is_read(comm_mode):
     with comm_mode:
         dist.barrier()
     (answer,) = comm_mode.recording.answers
-    function = "test_what_others_would_have_sent_is_noted_where_it_is_read"
+    function = "test_reading_mirrored_values_is_recorded"
     assert (answer.value, answer.site, answer.how) == ("mirrored", f"{__name__}:{function}", "item")
 
 
@@ -257,7 +257,7 @@ EXCHANGES = {
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 @on_gloo_and_simulated
-def test_a_collective_leaves_what_it_does_where_all_ranks_hold_the_same(dist_info):
+def test_collective_result_assumes_equal_ranks(dist_info):
     for name, (run, expected_on) in EXCHANGES.items():
         assert run().tolist() == expected_on(dist_info.rank), name
 
@@ -273,7 +273,7 @@ def test_a_collective_leaves_what_it_does_where_all_ranks_hold_the_same(dist_inf
     ],
 )
 @pytest.mark.distributed(RANKS, simulate=True)
-def test_what_a_collective_leaves_of_unknown_values_is_unknown(exchange):
+def test_collective_of_unknown_values_is_unknown(exchange):
     out = torch.zeros(8, dtype=torch.int64)
     exchange(out)
     with pytest.raises(SimulationError):

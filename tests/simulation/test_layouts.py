@@ -136,13 +136,13 @@ def shared():
 
 @pytest.mark.distributed(world_size=2, scope="module", simulate=True)
 @pytest.mark.parametrize("number", range(2))
-def test_tests_of_a_module_share_what_its_fixtures_made(number, shared):
+def test_tests_share_tensors_of_module_fixtures(number, shared):
     assert shared(torch.full((1, 2), float(number))).sum().item() == 1.0
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8, 9, 16])
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
-def test_chunks_that_are_cut_when_looked_at_are_those_of_torch(size, num):
+def test_lazy_chunks_equal_those_of_torch(size, num):
     tensor = torch.arange(size * 3).view(size, 3)
     theirs, ours = _fsdp_common._chunk_with_empty(tensor, num, 0), LazyChunks(tensor, num, 0)
     assert len(theirs) == len(ours) == num

@@ -49,7 +49,7 @@ def test_stages_tell_each_other_their_shapes(
 
 @needs_pipelines_on_gloo
 @pytest.mark.distributed(world_size=4096, simulate=True)
-def test_a_pipeline_without_its_other_stages_is_refused_with_the_cure(device_mesh):
+def test_pipeline_without_real_stages_has_a_remedy(device_mesh):
     _, step = pipeline("Schedule1F1B", device_mesh(pp=4, dp=-1))
     if torch.__version__ >= (2, 15):  # torch refuses it before, with a cure of its own
         with pytest.raises(RuntimeError, match="Provide complete static metadata"):

@@ -348,9 +348,7 @@ REFUSED = {
 
 
 @pytest.mark.distributed(world_size=8192, simulate=True)
-def test_what_has_no_values_is_refused_with_its_line_and_a_way_out(
-    device_mesh, monkeypatch, tmp_path
-):
+def test_unknown_value_error_has_line_and_remedy(device_mesh, monkeypatch, tmp_path):
     loop = Loop(device_mesh())
     monkeypatch.chdir(tmp_path)
     for name, run in REFUSED.items():

@@ -47,7 +47,7 @@ def test_a_write_reaches_all_that_share_the_memory():
 
 
 @pytest.mark.usefixtures("simulated")
-def test_outer_tensors_are_known_and_written_as_on_a_rank():
+def test_outer_tensors_are_known_and_writable():
     doubled = OUTSIDE.view(2, 2).mul_(2)
     assert doubled.tolist() == [[0, 2], [4, 6]]
     assert values_of(OUTSIDE).tolist() == [0, 2, 4, 6]
@@ -118,7 +118,7 @@ CALLS = [
 ]
 
 
-def test_results_are_remembered_with_all_that_they_depend_on():
+def test_cache_key_has_all_that_results_depend_on():
     mode = SimulatedTensors(answers=True)
 
     def made(dtype, has_gradient, default, call):

@@ -141,7 +141,7 @@ def reports(run_session):
 
 
 @pytest.mark.parametrize("test", SPEAKS)
-def test_the_rank_that_is_alone_with_its_size_comes_first(reports, test):
+def test_rank_with_a_different_size_comes_first(reports, test):
     lines = reports[test].splitlines()
     # Gloo ends one of the others, whose call is not known any more.
     assert re.sub(r"ranks? [\d, -]+ of", "ranks LEFT of", lines[1]).startswith(SPEAKS[test])
@@ -167,7 +167,7 @@ def test_order_of_a_failure_and_a_death_is_not_claimed(reports):
 
 
 @pytest.mark.parametrize("test", ["asserted", "asserted_before_a_fixture_that_meets"])
-def test_an_ordinary_failure_is_not_explained_by_what_follows_from_it(reports, test):
+def test_ordinary_failure_stays_first(reports, test):
     assert "AssertionError: plain" in reports[test]
     assert "rank 2 failed first" in reports[test]
     assert " called " not in reports[test].partition("Captured")[0]

@@ -47,7 +47,7 @@ PYTEST = ("-p", "no:cacheprovider", "-v")
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
-def test_a_rank_outside_its_process_group_is_still_ended(pytester, more):
+def test_rank_outside_its_process_group_is_ended(pytester, more):
     pytester.makepyfile(LEAVING.format(more=more, timeout_s=5, daemons=["daemon"]))
     result = pytester.runpytest_subprocess(*PYTEST, "-W", "ignore", timeout=100)
     result.assert_outcomes(passed=4, failed=1)
@@ -160,7 +160,7 @@ def spared(pytester):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_kept_rank_that_outlives_the_session_is_reported(pytester, spared):
+def test_kept_rank_that_does_not_end_is_reported(pytester, spared):
     pytester.makeconftest(UNKILLABLE.format(patience_s=1.0))
     pytester.makepyfile(test_it=STUCK.format(more=", scope='module'") + STAYING)
     result = pytester.runpytest_subprocess(*PYTEST, "-k", "immortal or before", timeout=60)
@@ -196,7 +196,7 @@ def test_stuck(dist_info):
     [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, True)],
     ids=["SIGINT in the test", "SIGINT in the wait for its end", "SIGTERM"],
 )
-def test_an_unkillable_rank_does_not_keep_an_interrupted_session(tmp_path, number, sleeps):
+def test_unkillable_rank_does_not_block_an_interrupt(tmp_path, number, sleeps):
     (tmp_path / "conftest.py").write_text(UNKILLABLE.format(patience_s=60.0))
     (tmp_path / "test_it.py").write_text(WAITING.replace("SLEEPS", str(sleeps)))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -245,7 +245,7 @@ def test_after():
 
 
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
-def test_a_test_that_writes_to_its_ranks_connection_fails_alone(pytester, more):
+def test_writing_to_the_connection_fails_one_test(pytester, more):
     pytester.makepyfile(BROKEN.format(more=more))
     result = pytester.runpytest_subprocess(*PYTEST, timeout=100)
     result.assert_outcomes(passed=1, failed=4)

@@ -264,7 +264,7 @@ class Session:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_has_its_outcome_and_its_explanation(session, name):
+def test_fault_has_its_outcome_and_explanation(session, name):
     fault = FAULTS[name]
     assert fault.outcome in session.outcomes(f"test_{name}"), session.outcomes(f"test_{name}")
     story = session.story(f"test_{name}")

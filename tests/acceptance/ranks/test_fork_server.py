@@ -79,7 +79,7 @@ def test_ranks_run_without_numpy(pytester):
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
 
 
-def test_ranks_find_imported_what_the_fixtures_of_tests_need(pytester):
+def test_modules_for_fixtures_are_preloaded(pytester):
     """In each rank of each test it would take longer than a small test."""
     pytester.makeconftest(
         """

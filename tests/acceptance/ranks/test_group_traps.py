@@ -130,7 +130,7 @@ def error(session, name):
     return "\n".join(lines)
 
 
-def test_an_error_about_the_ranks_own_group_says_what_to_do(session):
+def test_second_group_error_has_a_remedy(session):
     of_ranks = "fsdp-comm: the ranks of a distributed test get a process group before the first"
     for name in ("test_second_group", "test_group_by_environment", "test_destroyed_group"):
         told = error(session, name)
@@ -153,7 +153,7 @@ def test_a_forgotten_marker_is_named(session):
     assert remedy not in error(session, "test_broken_without_mark")
 
 
-def test_a_mesh_that_cannot_be_made_is_shown_where_the_test_makes_it(session):
+def test_mesh_error_points_to_the_test(session):
     assert error(session, "test_mesh_that_does_not_fit").endswith(
         "device_mesh(dp=3) does not fit world size 1: the product of the sizes must equal it, and "
         "at most one may be -1"
@@ -164,7 +164,7 @@ def test_a_mesh_that_cannot_be_made_is_shown_where_the_test_makes_it(session):
         assert "fixtures.py" not in shown
 
 
-def test_kept_ranks_without_their_group_run_no_other_test(session):
+def test_kept_ranks_without_group_run_no_other_test(session):
     for rank in (0, 1):
         pids = {
             name: (session.path / f"{name}.{rank}").read_text()
@@ -174,7 +174,7 @@ def test_kept_ranks_without_their_group_run_no_other_test(session):
         assert pids["replaces"] != pids["after_replacing"]
 
 
-def test_everything_else_passes_and_threads_of_before_the_fork_are_no_trap(session):
+def test_other_groups_and_earlier_threads_pass(session):
     assert "8 failed, 8 passed, 1 error" in session.output
     assert "test_it.py::test_threads PASSED" in session.output
     assert "so that a fork is not safe" not in session.output

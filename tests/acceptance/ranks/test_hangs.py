@@ -158,7 +158,7 @@ def test_parted(dist_info, device_mesh, comm_mode):
     with comm_mode(model):
         model(torch.ones(2, 8)).sum().backward()
 
-def test_a_failure_does_not_mention_those_that_follow_from_it(dist_info):
+def test_failure_hides_its_consequences(dist_info):
     if dist_info.rank == 1:
         raise ValueError("early")
     dist.all_reduce(torch.ones(4))
@@ -334,12 +334,12 @@ WITH_RECORDER = [pytest.mark.upstream, needs_flight_recorder]
         for test in REPORTS
     ],
 )
-def test_each_hang_is_explained_by_who_waits_where_and_for_whom(reports, test):
+def test_report_explains_each_hang(reports, test):
     assert REPORTS[test] in reports[test]
 
 
 @pytest.mark.parametrize("test", ["in_a_model", "post_forward"])
-def test_a_hang_in_a_model_leads_with_the_rank_that_all_wait_for(reports, test):
+def test_hang_in_a_model_starts_with_the_culprit(reports, test):
     assert re.search(
         r"^all wait for rank 3, which is at test_it.py:N in .*: time.sleep",
         reports[test],
@@ -362,13 +362,13 @@ def test_hang_outside_torch_mentions_comm_start(reports, test, is_outside):
     assert ("--comm-start=spawn" in reports[test]) == is_outside
 
 
-def test_only_a_stopped_process_says_nothing_and_no_report_is_long(reports):
+def test_only_a_stopped_process_has_no_position(reports):
     assert [name for name, text in reports.items() if "unknown" in text] == ["stopped"]
     assert all(len(text.splitlines()) < 40 for text in reports.values())
 
 
-def test_failures_that_follow_from_another_are_not_explained(reports):
-    text = reports["a_failure_does_not_mention_those_that_follow_from_it"]
+def test_consequences_of_a_failure_are_not_explained(reports):
+    text = reports["failure_hides_its_consequences"]
     assert "ValueError: early" in text
     assert "rank 1 failed first" in text
     assert " wait in " not in text

@@ -201,6 +201,6 @@ def test_nothing_is_left_of_a_session(leftovers, end):
         assert "1 passed" in output, output
 
 
-def test_multiprocessing_cleans_up_after_a_passing_test(leftovers):
+def test_multiprocessing_cleans_up_after_a_pass(leftovers):
     _, directory = leftovers["passing", None, ""]
     assert all((directory / f"finalized{rank}").exists() for rank in (0, 1))

@@ -87,7 +87,7 @@ def rest(child):
     return child.before.decode()
 
 
-def test_pdb_debugs_the_failure_of_the_chosen_rank_only(spawn):
+def test_pdb_debugs_only_the_chosen_rank(spawn):
     child = spawn("--pdb --pdb-rank 1 -k 'failing or after'")
     child.expect("entering PDB")
     shown = child.before.decode()
@@ -103,7 +103,7 @@ def test_pdb_debugs_the_failure_of_the_chosen_rank_only(spawn):
     assert "Pdb" not in shown, "no other rank debugs"
 
 
-def test_a_breakpoint_suspends_the_deadline_of_the_test(spawn):
+def test_breakpoint_suspends_the_deadline(spawn):
     ways = ("breakpoint()", "import pdb; pdb.set_trace()", "pytest.set_trace()")
     child = spawn("--pdb-rank 1 -k breakpoint", breakpoints=ways, timeout_s=6)
     for _ in ways:
@@ -134,7 +134,7 @@ def test_ctrl_c_stays_in_the_debugger(spawn):
     assert "2 passed, 1 deselected" in rest(child)
 
 
-def test_trace_starts_the_test_in_the_debugger_of_the_chosen_rank(spawn):
+def test_trace_debugs_the_chosen_rank(spawn):
     child = spawn("--trace --pdb-rank 1 -k after")
     child.expect(PROMPT)
     assert evaluated(child, "os.environ['RANK']") == "1"
@@ -158,7 +158,7 @@ def test_quitting_ends_the_session(spawn, arguments, outcome):
     assert child.exitstatus == pytest.ExitCode.INTERRUPTED
 
 
-def test_a_rank_that_dies_in_its_debugger_fails_its_test_only(spawn):
+def test_rank_that_dies_in_pdb_fails_only_its_test(spawn):
     child = spawn("-k 'breakpoint or after'")
     child.expect(PROMPT)
     child.sendline("os._exit(7)")
@@ -193,7 +193,7 @@ def test_a_pdb_rank_that_is_no_rank_is_refused(pytester, argument):
     assert f"--pdb-rank: expected a rank, 0 or greater, got {argument!r}" in result.stderr.str()
 
 
-def test_a_pdb_rank_that_a_test_does_not_run_stops_the_session(pytester):
+def test_pdb_rank_outside_the_test_is_an_error(pytester):
     pytester.makepyfile(test_it=source())
     result = pytester.runpytest_subprocess("--pdb", "--pdb-rank=2", "-p", "no:cacheprovider")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -29,7 +29,7 @@ def project(pytester):
     return pytester
 
 
-def test_progress_is_printed_each_time_the_duration_doubles(project):
+def test_progress_is_printed_at_each_doubling(project):
     result = project.runpytest_subprocess()
     result.assert_outcomes(passed=2)
     told = [line for line in result.outlines if line.startswith("fsdp-comm: test_it")]

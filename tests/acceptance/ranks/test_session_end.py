@@ -118,7 +118,7 @@ def told(session, title):
     return re.split(r"\n(?:___|===)", session.output.partition(title)[2])[0]
 
 
-def test_what_only_a_last_collection_brings_to_light_fails_the_test_with_its_rank(session):
+def test_finalizer_exception_fails_the_test(session):
     found = told(session, "ERROR at teardown of test_cycle ")
     assert "ValueError: raised in a cycle" in found
     assert "Exception ignored in: <function Broken.__del__" in found
@@ -135,14 +135,14 @@ def test_what_only_a_last_collection_brings_to_light_fails_the_test_with_its_ran
     assert "test_whole_cycle ERROR" not in session.output
 
 
-def test_finalizers_of_wider_scopes_fail_once_with_their_rank(session):
+def test_finalizers_of_wider_scopes_fail_once(session):
     for scope, rank in {"session": 1, "module": 0}.items():
         found = told(session, f"ERROR at teardown of test_{scope} ")
         assert f"AssertionError: {scope}'s end" in found
         assert f"rank {rank} failed first\nrank {1 - rank} did not fail" in found
 
 
-def test_exit_functions_run_where_they_were_registered_and_fail_nothing(session):
+def test_exit_functions_run_in_their_rank_and_warn(session):
     for rank in (0, 1):
         assert (session.path / f"at_exit{rank}").exists()
         assert (session.path / f"finalized{rank}").exists()

@@ -42,9 +42,7 @@ pathlib.Path.mkdir = make_on_full_disk
 """
 
 
-def test_ranks_that_the_system_does_not_let_start_fail_their_test_alone(
-    pytester, tmpdir_of_session
-):
+def test_ranks_that_cannot_start_fail_only_their_test(pytester, tmpdir_of_session):
     pytester.makeconftest(FULL_DISK)
     pytester.makepyfile("""
         import pytest
@@ -75,7 +73,7 @@ runner.fork_server = fork_server
 """
 
 
-def test_a_session_that_cannot_start_leaves_no_directory(pytester, tmpdir_of_session):
+def test_failed_start_leaves_no_directory(pytester, tmpdir_of_session):
     pytester.makeconftest(NO_FORK)
     pytester.makepyfile(test_it=SOURCE)
     result = pytester.runpytest_subprocess(*PYTEST, timeout=60)

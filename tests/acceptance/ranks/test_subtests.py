@@ -259,7 +259,7 @@ def test_a_failure_that_a_plugin_reports_counts(pytester, extra, when):
     assert outcomes.get("failed", 0) + outcomes.get("errors", 0) == 1
 
 
-def test_what_a_plugin_reports_besides_failures_changes_nothing(pytester, extra):
+def test_additional_passed_reports_change_nothing(pytester, extra):
     extra([("setup", "passed"), ("call", "passed"), ("check", "skipped"), ("check", "passed")])
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=2)

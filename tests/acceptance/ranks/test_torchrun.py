@@ -397,7 +397,7 @@ def test_never(): open('ran', 'w').close()
 """
 
 
-def test_killed_process_of_torchrun_restarts_the_session(tmp_path):
+def test_killed_torchrun_process_restarts_session(tmp_path):
     path = project(tmp_path, KILL.format(rank=1))
     ended = end(start_torchrun(path, *PYTEST, options=("--max-restarts", "1")))
     first, second = ended.out.split("test session starts")[1:]
@@ -468,7 +468,7 @@ def test_exit_of_a_launched_rank_ends_the_session(start_by_variables, tmp_path):
     assert not (path / "ran").exists()
 
 
-def test_ranks_that_collect_other_tests_stop_the_session(start_by_variables, tmp_path):
+def test_different_collected_tests_stop_the_session(start_by_variables, tmp_path):
     path = project(
         tmp_path,
         "@pytest.mark.distributed\n@pytest.mark.parametrize('n', [rank(), 2])\n"
@@ -524,7 +524,7 @@ def test_randomly_shuffles_and_seeds_all_ranks_alike(start_alone, start_by_varia
     assert order(leader.out) == order(alone.out) != sorted(order(alone.out))
 
 
-def test_a_session_without_this_plugins_tests_runs_in_every_process(start_by_variables, tmp_path):
+def test_session_without_ranks_runs_in_every_process(start_by_variables, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import os\ndef test_plain(): open('ran' + os.environ['RANK'], 'w').close()\n"
     )
@@ -534,7 +534,7 @@ def test_a_session_without_this_plugins_tests_runs_in_every_process(start_by_var
     assert {file.name for file in tmp_path.glob("ran*")} == {"ran0", "ran1"}
 
 
-def test_launched_ranks_compare_where_forking_is_unsafe(forked, start_by_variables, tmp_path):
+def test_launched_ranks_compare_if_fork_is_unsafe(forked, start_by_variables, tmp_path):
     path = copied(forked, tmp_path / "project")
     file = path / "test_it.py"
     file.write_text(file.read_text().replace("for layer in model:", "for layer in model[:1]:"))
