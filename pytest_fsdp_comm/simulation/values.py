@@ -233,9 +233,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         _await(tensors)
         if not (self.has_marks or place):
             return self._run(func, types, args, kwargs, tensors)
-        marks = (
-            [place] if place else [] if func is _COPY else [*filter(None, map(mark_of, tensors))]
-        )
+        marked = () if func is _COPY else tensors
+        marks = [place] if place else [*filter(None, map(mark_of, marked))]
         result = self._run(func, types, args, kwargs, tensors)
         if marks and marks[0].type == "cuda":
             for tensor in (*_fake_tensors(result), *(tensors if _writes(func) else ())):

@@ -116,11 +116,7 @@ def merge_reports(
     ]
     failures = sorted(
         # The sort is stable, so at equal times deaths come first.
-        [
-            *_deaths(ranks),
-            *raised,
-            *_timeouts(ranks, limit, are_forked=are_forked),
-        ],
+        [*_deaths(ranks), *raised, *_timeouts(ranks, limit, are_forked=are_forked)],
         key=lambda failure: (
             failure.at == math.inf,
             failure.is_echo,
@@ -385,10 +381,6 @@ def _may_lack_threads(position: Position | None) -> bool:
     )
 
 
-def _is_reporting(position: Position | None) -> bool:
-    return position is not None and position.activity is Activity.REPORTS
-
-
 def _stopped(ranks: _Ranks, why: Stopped) -> list[int]:
     return [rank for rank, ran in ranks.items() if ran.result.stopped is why]
 
@@ -466,7 +458,8 @@ def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     failed = {failure.rank for failure in failures}
     lines = _later(failures)
     stopped = _stopped(ranks, Stopped.AFTER_FAILURE)
-    reporting = [rank for rank in stopped if _is_reporting(ranks[rank].result.position)]
+    at = {rank: ranks[rank].result.position or Position(site="") for rank in stopped}
+    reporting = [rank for rank in stopped if at[rank].activity is Activity.REPORTS]
     running = [rank for rank in stopped if rank not in reporting]
     lines += list_stacks(_stacks(ranks, running), _WAS_RUNNING)
     lines += list_stacks(_stacks(ranks, reporting), _WAS_REPORTING)

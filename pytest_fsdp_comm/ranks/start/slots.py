@@ -38,10 +38,7 @@ class Slots:
     """One pytest process's view of the session's slots; see Note [Slots]."""
 
     def __init__(self, directory: Path, *, ranks: int | None, gpus: Sequence[str]) -> None:
-        """Share slots with the other processes of the session, through files in `directory`.
-
-        `ranks` is the most ranks that may run at once; None sets no limit.
-        """
+        """Share slots through files in `directory`, for at most `ranks` ranks (None: no limit)."""
         self._directory = directory  # created on first use
         self._bounds_ranks = ranks is not None
         self._ranks = [directory / f"rank{number}" for number in range(ranks or 0)]
@@ -50,10 +47,7 @@ class Slots:
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Wait for enough free slots; yield those to lock with `HeldSlots` within the block.
-
-        No other process takes slots during the block.
-        """
+        """Wait for enough free slots; yield those to lock (`HeldSlots`) before the block ends."""
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0
         if not leased and not bounded:

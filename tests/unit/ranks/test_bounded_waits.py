@@ -78,7 +78,7 @@ def test_a_server_tells_which_ranks_it_could_not_end(server):
     assert theirs.receive() == end(0.0)
 
 
-def test_a_channel_is_deaf_to_a_forked_child_of_its_owner(channels):
+def test_channel_ignores_a_forked_child(channels):
     ours, theirs = channels
     pid = os.fork()
     if pid == 0:
@@ -99,7 +99,7 @@ def test_a_channel_knows_whether_the_other_end_is_gone(channels):
     assert ours.is_hung_up()
 
 
-def test_ranks_of_a_process_that_is_being_killed_have_time_to_end(channels, monkeypatch):
+def test_ranks_of_a_dying_pytest_get_time_to_end(channels, monkeypatch):
     ours, theirs = channels
     ours.close()
     wakeup, _ = ends = socket.socketpair()
@@ -131,7 +131,7 @@ def test_a_child_that_does_not_end_is_not_waited_for():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts orphans")
-def test_a_child_that_shows_no_command_yet_is_given_time():
+def test_child_without_a_command_yet_gets_time():
     # As one that has ended and was not waited for: between two programs, a process shows none.
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

@@ -74,7 +74,7 @@ def test_a_fake_group_that_moved_is_named(monkeypatch):
     )
 
 
-def test_a_group_from_before_the_ranks_is_refused_with_the_remedy():
+def test_group_made_at_import_raises_with_remedy():
     join_fake_group(0, 2)
     try:
         with pytest.raises(FsdpCommError) as caught:

@@ -10,7 +10,7 @@ from pytest_fsdp_comm.ranks.start.ending import (
 )
 
 
-def test_a_directory_that_is_still_written_to_is_removed(monkeypatch):
+def test_remove_directory_while_files_are_written(monkeypatch):
     directory = make_session_directory()
     rmtree = ending.shutil.rmtree
     writes = iter(range(3))

@@ -117,7 +117,7 @@ def test_server_imports_before_the_first_request(tmp_path, monkeypatch, is_lazy)
 
 
 @linux
-def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tmp_path):
+def test_replies_of_a_dead_server_are_read(server, tmp_path):
     server.exit_statuses()  # it lives, and has said nothing
 
     def fail():
@@ -141,7 +141,7 @@ def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tm
 
 @linux
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_wherever_its_end_is_interrupted_no_directory_is_left(is_killed, tmp_path, monkeypatch):
+def test_interrupted_close_leaves_no_directory(is_killed, tmp_path, monkeypatch):
     monkeypatch.setattr(fork_server, "PRELOADED", ())
     monkeypatch.setattr(fork_server, "_CLOSED_WITHIN_S", 0.0)
     directory = tmp_path / "session"
@@ -168,7 +168,7 @@ def test_wherever_its_end_is_interrupted_no_directory_is_left(is_killed, tmp_pat
 
 
 @linux
-def test_connections_of_a_rank_end_with_it_while_others_live(server, start):
+def test_rank_connections_end_with_the_rank(server, start):
     connections = start("forked")
     os.kill(server.pids[0], signal.SIGKILL)
     for connection in connections[0]:
@@ -180,7 +180,7 @@ def test_connections_of_a_rank_end_with_it_while_others_live(server, start):
 
 
 @linux
-def test_the_pytest_process_has_two_open_files_for_each_rank(server, start, few_descriptors):
+def test_pytest_has_two_open_files_per_rank(server, start, few_descriptors):
     few_descriptors(2 * 64 + 10, server._pid)
     connections = start("many", size=64)
     assert len(connections) == 64

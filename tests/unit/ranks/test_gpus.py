@@ -120,7 +120,7 @@ def test_a_driver_that_found_no_gpu_survives_a_fork(machine, has_nvml):
     assert unsafe_to_fork() == ""
 
 
-def test_looking_starts_no_driver_and_initialises_no_gpu(machine):
+def test_gpu_count_starts_no_driver_and_no_cuda(machine):
     machine.gpus = 0
     assert unsafe_to_fork() == ""
     assert machine.started_in is None
@@ -134,9 +134,7 @@ def test_looking_starts_no_driver_and_initialises_no_gpu(machine):
     ("gpus", "asked", "error"),
     [(0, True, NO_GPU), (0, False, NO_GPU), (2, True, "Cannot re-initialize CUDA in forked")],
 )
-def test_a_forked_process_says_what_torch_says_without_a_fork(
-    machine, monkeypatch, gpus, asked, error
-):
+def test_missing_gpu_error_is_the_same_in_a_fork(machine, monkeypatch, gpus, asked, error):
     machine.gpus = gpus
     if asked:
         torch.cuda.is_available()

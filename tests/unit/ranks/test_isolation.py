@@ -41,7 +41,7 @@ def test_pytest_has_the_private_names_that_are_used(pytestconfig, tmp_path_facto
 
 
 @pytest.mark.upstream
-def test_every_way_into_a_debugger_uses_the_names_that_are_replaced():
+def test_debugger_entries_use_the_replaced_names():
     # Every way into a debugger makes it by this name.
     for user in (pytestPDB.set_trace.__func__, PdbInvoke.pytest_exception_interact):
         assert {"_init_pdb", "_enter_pdb"} & set(user.__code__.co_names)
@@ -106,7 +106,7 @@ def test_a_terminal_that_moved_is_named(pytester, monkeypatch):
         hold_terminal(config)
 
 
-def test_a_rank_does_not_stop_at_failures_nor_run_a_test_again(pytester):
+def test_rank_ignores_maxfail_and_reruns(pytester):
     config = pytester.parseconfigure("-x", "-p", "no:asyncio")
     assert config.option.maxfail == 1
     for name in ("pytest_forked", "rerunfailures"):

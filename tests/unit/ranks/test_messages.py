@@ -54,7 +54,7 @@ def channels():
         yield our, their
 
 
-def test_every_frozen_dataclass_in_the_module_is_a_message():
+def test_all_dataclasses_of_the_module_are_messages():
     # Or part of one.
     parts = {messages.NextTest}
     own = {
@@ -71,7 +71,7 @@ def test_every_frozen_dataclass_in_the_module_is_a_message():
 @pytest.mark.parametrize("cls", messages.BY_NAME.values(), ids=[*messages.BY_NAME])
 @given(data=st.data())
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_message_goes_through_a_channel_and_comes_back_equal(channels, cls, data):
+def test_message_is_equal_after_a_channel(channels, cls, data):
     ours, theirs = channels
     message = data.draw(drawn(cls))
     # More than the socket holds would block.
@@ -80,7 +80,7 @@ def test_a_message_goes_through_a_channel_and_comes_back_equal(channels, cls, da
         assert ours.receive() == message
 
 
-def test_a_value_that_json_cannot_hold_does_not_lose_the_report(channels):
+def test_report_with_non_json_value_is_sent(channels):
     ours, theirs = channels
 
     class Odd:

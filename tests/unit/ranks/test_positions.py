@@ -54,7 +54,7 @@ print("read", len(has_read))
 """
 
 
-def test_reading_hundreds_of_positions_beside_a_busy_thread_crashes_nothing():
+def test_read_position_with_busy_thread_never_crashes():
     code = BUSY.format(reads=5000)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
@@ -110,7 +110,7 @@ def test_a_position_names_what_the_user_called():
     assert not read_during(wait_for_the_lock, read_it=waits_for_torch)
 
 
-def test_what_waits_for_torch_is_told_from_what_does_not():
+def test_is_waiting_detects_waits_in_torch():
     class Work:
         def __init__(self, event):
             self.wait = event.wait
@@ -129,7 +129,7 @@ def test_what_waits_for_torch_is_told_from_what_does_not():
     assert not read_during(work_on, read_it=waits_for_torch)
 
 
-def test_a_failure_that_pytest_reports_is_where_the_test_raised():
+def test_position_during_report_is_where_it_raised():
     class Call:
         excinfo = None
 
@@ -170,7 +170,7 @@ def test_rank_that_tells_the_others_is_reporting():
     assert read_during(tell).is_reporting
 
 
-def test_rank_in_a_comparison_that_waits_for_others_is_not_reporting(tmp_path):
+def test_rank_sharing_a_comparison_is_not_reporting(tmp_path):
     store = TextStore(FileStore(str(tmp_path / "store"), -1))
     ends = [Exchange(store, rank, range(2)) for rank in (0, 1)]
 
@@ -187,7 +187,7 @@ def frame(path, name="f"):
     return StackFrame(path=path, line=1, name=name, code="g()" if path.startswith("/me") else "")
 
 
-def test_a_stack_shows_user_code_and_no_more_of_it_than_is_read():
+def test_show_stack_shortens_deep_user_stacks():
     users = [frame("/me/m.py", f"f{n}") for n in range(100)]
     library, own = ast.__file__, "/v/lib/python3.11/site-packages/_pytest/runner.py"
     assert show_stack([frame(library, "parse"), *users, frame(own)]) == (

@@ -17,5 +17,5 @@ from pytest_fsdp_comm.ranks.session.recorded import merged_properties
         ({0: [("a", 1)], 1: [("a", "1")]}, [("a (rank 0)", 1), ("a (rank 1)", "1")]),
     ],
 )
-def test_equal_properties_come_once_and_others_with_their_ranks(by_rank, merged):
+def test_merged_properties_name_ranks_that_differ(by_rank, merged):
     assert merged_properties(by_rank) == merged

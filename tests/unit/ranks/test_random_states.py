@@ -39,7 +39,7 @@ def seed(python, numpy, of_torch):
     torch.manual_seed(of_torch)
 
 
-def test_libraries_whose_states_differ_are_seeded_alike_and_others_are_left():
+def test_equalize_seeds_only_differing_libraries():
     seed(1, 1, 7)
     other = Exchange()
     equalize(other)

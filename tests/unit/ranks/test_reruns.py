@@ -39,7 +39,7 @@ def test_an_error_is_rebuilt_by_name_and_text(message, kind, name, text):
     assert str(error) == text
 
 
-def test_a_headline_that_reads_like_an_error_is_not_one():
+def test_headline_like_an_error_is_not_rebuilt():
     failed = report("rank 0: layers.3: +3 all_gather")
     assert type(rebuilt_error(failed)).__name__ == "3"
     failed.comm_headline = "layers.3: +3 all_gather"

@@ -10,11 +10,11 @@ PACKAGE = Path(__file__).parents[3] / "pytest_fsdp_comm"
 
 
 @pytest.mark.parametrize("file", ["recording/owners/fsdp.py", "fixtures.py", "plugin.py"])
-def test_the_plugins_own_frames_are_none_of_the_user_in_a_clone_too(file):
+def test_plugin_frames_in_a_clone_are_not_user_code(file):
     assert (PACKAGE / file).exists()
     assert is_runner(str(PACKAGE / file))
 
 
-def test_a_users_file_is_not_the_plugins_whatever_its_directory_is_called():
+def test_user_file_in_a_plugin_like_directory():
     assert not is_runner("/home/user/pytest_fsdp_comm/tests/test_model.py")
     assert not is_runner(str(PACKAGE.parent / "examples/llama_training.py"))

@@ -78,7 +78,7 @@ def rank(supervision):
 
 
 @pytest.mark.parametrize("outcome", ["failed", "passed"])
-def test_a_failure_received_together_with_the_end_counts(supervision, rank, outcome):
+def test_failure_received_with_the_end_counts(supervision, rank, outcome):
     rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(payloads=(), escaped=None))
     results = supervision.run(started_at=time.monotonic(), timeout_s=20)
@@ -96,7 +96,7 @@ def end_test_when_located(supervision, rank, monkeypatch):
     monkeypatch.setattr(supervision, "_locate", locate)
 
 
-def test_rank_that_ends_as_the_deadline_stops_it_is_late(supervision, rank, monkeypatch):
+def test_rank_that_ends_at_the_deadline_is_late(supervision, rank, monkeypatch):
     end_test_when_located(supervision, rank, monkeypatch)
     results = supervision.run(started_at=time.monotonic() - 19.9, timeout_s=20)
     assert results[1].stopped is Stopped.AT_DEADLINE
@@ -193,7 +193,7 @@ def test_interrupt_shows_the_test_and_its_ranks(supervision, monkeypatch):
     ]
 
 
-def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(supervision, rank, monkeypatch):
+def test_endlessly_sending_rank_stops_at_deadline(supervision, rank, monkeypatch):
     message = messages.Debugging(has_begun=False)
     rank.send(message)  # makes it readable, and stays there
     monkeypatch.setattr(supervision._channels[1], "receive", lambda: message)

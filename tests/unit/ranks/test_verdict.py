@@ -125,13 +125,13 @@ def test_all_ranks_that_skip_in_setup_skip_the_test(merge):
     assert outcomes(reports) == {"setup": SKIPPED, "teardown": PASSED}
 
 
-def test_ranks_that_all_skip_agree_whatever_their_reasons(merge):
+def test_skips_with_different_reasons_agree(merge):
     reports = merge(rank(SKIPPED, "Skipped: a"), rank(setup=SKIPPED, text="Skipped: b"))
     assert outcomes(reports) == {"setup": PASSED, "call": SKIPPED, "teardown": PASSED}
     assert reports[1].longrepr[2] == "Skipped: a"
 
 
-def test_a_rank_that_skips_in_teardown_has_not_skipped_the_test(merge):
+def test_skip_in_teardown_is_not_a_skipped_test(merge):
     for other in (rank(SKIPPED, "same"), rank(setup=SKIPPED, text="same"), rank()):
         reports = merge(other, rank(teardown=SKIPPED, text="same"))
         assert outcomes(reports)["call"] == FAILED
@@ -179,7 +179,7 @@ def test_failure_before_a_death_leads(merge, death, says):
     assert lines(merge(rank(FAILED, "assert 0", at=4.5), dead, echo))[0].endswith("during call")
 
 
-def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
+def test_teardown_report_omits_ranks_that_died_before(merge):
     dead = rank(None, status=3, ended_at=1.0)
     late = rank(teardown=FAILED, text="late")
     assert (
@@ -351,7 +351,7 @@ Stack (most recent call first):
 """
 
 
-def test_stacks_show_user_code_first_and_none_of_pytest():
+def test_stacks_omit_pytest_and_start_with_user_code():
     assert show_stack(parse_dump(DUMP)) == (
         "/home/me/test_it.py:24 in test_hang",
         "inside barrier (/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:9)",
@@ -402,7 +402,7 @@ MISMATCH = (
 )
 
 
-def test_a_mismatch_leads_before_the_rank_that_the_backend_aborted(merge):
+def test_mismatch_comes_before_an_aborted_rank(merge):
     ranks = [
         rank(None, **ABORTED, **reduced(4)),
         rank(FAILED, CLOSED, at=4.1, **reduced(4)),
@@ -416,7 +416,7 @@ def test_a_mismatch_leads_before_the_rank_that_the_backend_aborted(merge):
     assert MISMATCH not in lines(merge(*ranks))
 
 
-def test_a_mismatch_leads_before_the_first_error_that_the_backend_raised(merge):
+def test_mismatch_comes_before_a_backend_error(merge):
     raised = f"Traceback of a rank\n{CLOSED}"
     ranks = [
         rank(FAILED, raised, at=2.0, **reduced(4)),
@@ -450,7 +450,7 @@ def test_a_mismatch_leads_before_the_first_error_that_the_backend_raised(merge):
         {"status": -9, "ended_at": 9.0},
     ],
 )
-def test_a_mismatch_is_not_blamed_where_a_rank_died_by_itself(merge, died):
+def test_mismatch_is_omitted_if_a_rank_was_killed(merge, died):
     failed = rank(FAILED, CLOSED, at=5.0, **reduced(4))
     reports = merge(failed, rank(None, **died), rank(FAILED, CLOSED, at=5.0, **reduced(8)))
     text = "\n".join(str(report.longrepr) for report in reports)
@@ -458,7 +458,7 @@ def test_a_mismatch_is_not_blamed_where_a_rank_died_by_itself(merge, died):
     assert " called " not in text
 
 
-def test_an_uncaught_exception_explains_only_an_aborted_process(merge):
+def test_uncaught_exception_needs_an_aborted_process(merge):
     printed = {"unreported": {"stderr": UNCAUGHT}, "ended_at": 1.0}
     assert lines(merge(rank(None, status=-9, **printed)))[0] == (
         "rank 0 was killed by signal 9 (SIGKILL) during call"

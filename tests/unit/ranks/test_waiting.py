@@ -77,7 +77,7 @@ def test_ranks_that_parted_before_what_is_known():
     ) in lines
 
 
-def test_ranks_of_parallel_groups_that_parted_share_a_line():
+def test_diverged_parallel_groups_share_a_line():
     ways = {rank: served(f"layers.{rank // 2} b" if rank else "a b") for rank in range(12)}
     other = {
         rank: replace(one, groups=(replace(one.groups[0], name="1", ranks=(10, 11)),))
@@ -224,7 +224,7 @@ def test_parallel_groups_of_a_mesh_tell_one_story():
     ]
 
 
-def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
+def test_64_ranks_in_different_states_fit_on_a_screen():
     # Each waits in a group with the next one, at a line of its own; every eighth does not answer.
     positions = {
         rank: Position(
@@ -271,7 +271,7 @@ def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
         (Activity.SILENT, ", which does not respond"),
     ],
 )
-def test_each_state_of_a_rank_that_is_waited_for_has_its_words(activity, says):
+def test_explain_waiting_describes_each_activity(activity, says):
     away = Position(site="lock.py:1 in f", code="lock.acquire()", activity=activity)
     found = explain_waiting({0: position(waits(1)), 1: position(waits(1)), 2: away})
     assert found[0] == f"all wait for rank 2{says}"
@@ -405,7 +405,7 @@ def mismatch(*issued, failed=(0, 1, 2), **changes):
         (tuple(called(numel, is_last=False) for numel in (4, 8, 4)), ""),
     ],
 )
-def test_what_a_backend_gave_up_on_names_who_is_alone_with_it(issued, says):
+def test_explain_mismatch_names_the_rarest_call_first(issued, says):
     assert mismatch(*issued) == says
 
 
