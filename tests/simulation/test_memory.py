@@ -95,7 +95,7 @@ def test_memory_read_in_cpp_is_explained(pytester):
     result.assert_outcomes(failed=3)
     said = result.stdout.str()
     assert said.count("fsdp-comm: C++ code ") == 2
-    assert "read the memory of a simulated tensor, which has none: call what does not" in said
+    assert "read the memory of a simulated tensor, which has none: avoid that call" in said
 
 
 @simulated
