@@ -461,9 +461,9 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
     processes = config.getoption("numprocesses", default=None)
     if launched and processes:
         raise pytest.UsageError(
-            f"-n {processes}: pytest-xdist would start more processes in each of the "
-            f"{launched.world_size} that {launched.launcher} started, which are themselves the "
-            "ranks: leave out -n, or run pytest -n without a launcher"
+            f"-n {processes}: pytest-xdist would start workers in each of the "
+            f"{launched.world_size} processes that {launched.launcher} started as ranks: leave out "
+            "-n, or run pytest -n without a launcher"
         )
     return launched
 

@@ -573,9 +573,8 @@ def test_xdist_on_launched_ranks_is_a_usage_error(start_alone, tmp_path):
     ended = end(start_alone(path, "-n", "2", **variables))
     assert ended.status == pytest.ExitCode.USAGE_ERROR
     assert (
-        "ERROR: -n 2: pytest-xdist would start more processes in each of the 2 that RANK and "
-        "WORLD_SIZE started, which are themselves the ranks: leave out -n, or run pytest -n "
-        "without a launcher"
+        "ERROR: -n 2: pytest-xdist would start workers in each of the 2 processes that RANK and "
+        "WORLD_SIZE started as ranks: leave out -n, or run pytest -n without a launcher"
     ) in ended.err
 
 
