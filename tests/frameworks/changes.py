@@ -2,8 +2,8 @@
 
 A test records the reviewed step and changed ones, each with `observed`, and asserts::
 
-    assert not told_of(reviewed, innocent)
-    assert told_of(reviewed, planted)[0] == "..."
+    assert not comm_failure(reviewed, innocent)
+    assert comm_failure(reviewed, planted)[0] == "..."
 """
 
 from typing import TYPE_CHECKING
@@ -47,7 +47,7 @@ def observed(
     return side_of(comm_mode, model)
 
 
-def told_of(old: Side, new: Side) -> list[str]:
+def comm_failure(old: Side, new: Side) -> list[str]:
     """Return the lines of the failure of a communication snapshot; empty if it passes."""
     both_sides(old, new)
     trees = old.tree.common, new.tree.common
@@ -57,7 +57,7 @@ def told_of(old: Side, new: Side) -> list[str]:
     return told(comparison) if comparison.changes else []
 
 
-def tree_told_of(old: Side, new: Side) -> list[str]:
+def tree_failure(old: Side, new: Side) -> list[str]:
     """Return the lines of the failure of a tree snapshot; empty if it passes."""
     changes = tree_diff.compare(old.tree, new.tree)
     if not changes:

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from derived import fsdp_lines
-from frameworks.changes import observed, told_of
+from frameworks.changes import comm_failure, observed
 from models import ACTIVATION_NBYTES, BLOCK_NBYTES, FLOAT, ROOT_NBYTES, WIDTH, Block, Model, shard
 from oracle import owned_lines, witnessed
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -140,7 +140,7 @@ def test_accumulation_reduces_in_each_batch(comm_mode):
     last = trained(comm_mode, reduces_last=True, **twice)
     a_step = fsdp_lines(units_of(), axis="data_parallel", kept="model", unreduced_batches=1)
     assert sent_by_modules(comm_mode) == sorted(a_step)
-    assert told_of(last, each)[0] == (
+    assert comm_failure(last, each)[0] == (
         "gradients of model, model.layers.{0..1} reduced 1 -> 2 times (reduce_scatter), gathers "
         "unchanged"
     )
@@ -164,4 +164,4 @@ def test_fsdp1_refuses_to_clip_norms():
 def test_change_without_effect_is_not_reported(comm_mode):
     reviewed = trained(comm_mode)
     torch.manual_seed(1)
-    assert not told_of(reviewed, trained(comm_mode, lr=0.5, trainer={"log_every_n_steps": 1}))
+    assert not comm_failure(reviewed, trained(comm_mode, lr=0.5, trainer={"log_every_n_steps": 1}))

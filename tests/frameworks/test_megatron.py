@@ -5,7 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from frameworks.changes import observed, told_of
+from frameworks.changes import comm_failure, observed
 from models import BLOCK_NBYTES, ROOT_NBYTES, WIDTH, Model
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -75,7 +75,7 @@ def test_units_are_gathered_twice_and_reduced_once(comm_mode):
 def test_change_without_effect_is_not_reported(comm_mode):
     reviewed = trained(comm_mode)
     torch.manual_seed(1)
-    assert not told_of(reviewed, trained(comm_mode, lr=0.5))
+    assert not comm_failure(reviewed, trained(comm_mode, lr=0.5))
 
 
 CHANGES = {
@@ -93,4 +93,4 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_change_is_reported_in_the_first_line(comm_mode, change):
     options, first = CHANGES[change]
-    assert told_of(trained(comm_mode), trained(comm_mode, **options))[0] == first
+    assert comm_failure(trained(comm_mode), trained(comm_mode, **options))[0] == first

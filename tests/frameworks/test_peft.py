@@ -2,7 +2,7 @@
 
 import pytest
 import tiny_llama
-from frameworks.changes import observed, told_of
+from frameworks.changes import comm_failure, observed
 from oracle import owned_lines, witnessed_twice
 from tiny_llama import EMBEDDING, FLOAT, LAYER, LAYERS, NORM, WIDTH
 from torch.distributed.fsdp import fully_shard
@@ -59,27 +59,27 @@ def test_change_of_adapters_is_reported(comm_mode, device_mesh):
 
     reviewed = of()
     innocent = {"lora_alpha": 32, "lora_dropout": 0.1, "use_rslora": True, "bias": "all"}
-    assert not told_of(reviewed, of(**innocent))
+    assert not comm_failure(reviewed, of(**innocent))
 
     def train_the_head(model):
         model.get_submodule("base_model.model.lm_head").requires_grad_(requires_grad=True)
 
-    assert told_of(reviewed, of(change=train_the_head))[0] == (
+    assert comm_failure(reviewed, of(change=train_the_head))[0] == (
         "gradients of (root) now reduced (reduce_scatter[dp]), gathers unchanged"
     )
 
     def train_everything(model):
         model.requires_grad_(requires_grad=True)
 
-    assert told_of(reviewed, of(change=train_everything)) == [
+    assert comm_failure(reviewed, of(change=train_everything)) == [
         "gradients of (root) now reduced (reduce_scatter[dp]), gathers unchanged",
         "gradients of a different set of parameters reduced, gathers unchanged: "
         "base_model.model.model.layers.{0..1} 4.0 -> 164.5 KiB per call",
         "likely: no longer frozen, as the tree shows",
     ]
-    assert told_of(reviewed, of(units=1))[0] == f"{MODEL}.layers.1 merged into unit (root)"
+    assert comm_failure(reviewed, of(units=1))[0] == f"{MODEL}.layers.1 merged into unit (root)"
     # Adds a second head, which is gathered with the first; only the second is trained.
-    copied = told_of(reviewed, of(modules_to_save=["lm_head"]))
+    copied = comm_failure(reviewed, of(modules_to_save=["lm_head"]))
     assert copied[:2] == [
         "(root) in forward: all_gather[dp] x1, 64.2 -> 96.2 KiB per rank",
         "(root) in backward: reduce_scatter[dp] 0 -> 1 (+1), 0 -> 32.0 KiB per rank",

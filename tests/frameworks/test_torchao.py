@@ -3,7 +3,7 @@
 import pytest
 import torch
 from derived import fsdp_lines
-from frameworks.changes import observed, told_of
+from frameworks.changes import comm_failure, observed
 from oracle import owned_lines, witnessed_twice
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -108,18 +108,18 @@ def of(comm_mode, mesh, **options):
 def test_change_of_float8_is_reported(comm_mode, device_mesh):
     mesh = device_mesh()
     reviewed = of(comm_mode, mesh)
-    assert not told_of(reviewed, of(comm_mode, mesh, learning_rate=1e-3))
-    whole = told_of(reviewed, of(comm_mode, mesh, in_float8=False))
+    assert not comm_failure(reviewed, of(comm_mode, mesh, learning_rate=1e-3))
+    whole = comm_failure(reviewed, of(comm_mode, mesh, in_float8=False))
     # Of 130 bytes in 16 bits, 66 remain.
     assert whole[0] == "parameters[dp] float8_e4m3fn+bfloat16 -> bfloat16, x65/33 bytes"
     assert whole[-1].startswith("likely: an fsdp_pre_all_gather hook of the weights, such as")
-    forgotten = told_of(reviewed, of(comm_mode, mesh, precomputes=False))
+    forgotten = comm_failure(reviewed, of(comm_mode, mesh, precomputes=False))
     assert forgotten[:2] == [
         "(no-module) outside forward and backward: no longer redistributed (Partial(max)) -> "
         "(Replicate())",
         "modules {0..1} in forward, each: all_reduce[dp] 0 -> 2 (+2), 0 -> 8 B per rank",
     ]
     half = of(comm_mode, mesh, is_converted=lambda _, name: "down" not in name)
-    assert told_of(reviewed, half)[0] == (
+    assert comm_failure(reviewed, half)[0] == (
         "modules {0..1} in forward, each: all_gather[dp] x1, 4.1 -> 6.1 KiB per rank"
     )

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from derived import fsdp_lines
-from frameworks.changes import observed, told_of, tree_told_of
+from frameworks.changes import comm_failure, observed, tree_failure
 from oracle import owned_lines, witnessed_twice
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
@@ -410,14 +410,14 @@ def of(comm_mode, models, *, configure=lambda _: None, **degrees):
 
 def test_change_of_experts_is_reported(comm_mode):
     reviewed = of(comm_mode, llama4, ep=2)
-    assert not told_of(reviewed, of(comm_mode, llama4, configure=other_seed_and_rate, ep=2))
+    assert not comm_failure(reviewed, of(comm_mode, llama4, configure=other_seed_and_rate, ep=2))
     again = of(comm_mode, llama4, configure=recomputed, ep=2)
     # The gather of a rank's 4 experts, the token counts, and the tokens there and back.
     assert (EXPERTS * FEED_FORWARD // 2 + EXPERTS * LONG + 2 * ACTIVATION) / 1024 == 784.0625
-    assert told_of(reviewed, again)[0] == (
+    assert comm_failure(reviewed, again)[0] == (
         "recomputation now repeats the forward collectives of layers.1.moe.experts: "
         "4 calls, 784.1 KiB in total"
     )
     lost = of(comm_mode, llama4, ep=1)
-    assert "no more collectives over ep" in told_of(reviewed, lost)
-    assert "layers.1.moe.experts: is no longer a unit (fsdp2)" in tree_told_of(reviewed, lost)
+    assert "no more collectives over ep" in comm_failure(reviewed, lost)
+    assert "layers.1.moe.experts: is no longer a unit (fsdp2)" in tree_failure(reviewed, lost)

@@ -4,7 +4,7 @@ import pytest
 import tiny_llama
 from derived import fsdp_lines
 from frameworks.accelerated import BATCHES, LAYER_CLASS, FsdpOnCpu, arguments, trained
-from frameworks.changes import told_of, tree_told_of
+from frameworks.changes import comm_failure, tree_failure
 from oracle import owned_lines
 from tiny_llama import FLOAT, PARAMETERS
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
@@ -107,29 +107,29 @@ def test_change_of_arguments_is_reported(comm_mode, tmp_path):
         "recomputed": {"activation_checkpointing": True},
     }
     for name, changed in innocent.items():
-        assert not told_of(reviewed, of(**changed)), name
+        assert not comm_failure(reviewed, of(**changed)), name
 
     gathered = of(config={"reshard_after_forward": False})
     # The embedding of 32 KiB and two layers of 160.5, for two micro-batches.
-    assert told_of(reviewed, gathered)[0] == (
+    assert comm_failure(reviewed, gathered)[0] == (
         "model.embed_tokens, model.layers.{0..1} no longer resharded after forward, so not "
         "gathered again in backward: -6 calls, -706.0 KiB"
     )
-    assert tree_told_of(reviewed, gathered) == [
+    assert tree_failure(reviewed, gathered) == [
         "model.embed_tokens: reshard_after_forward True -> False",
         "model.layers.{0..1}: reshard_after_forward True -> False",
     ]
     each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    assert told_of(reviewed, of(accelerator_config=each))[0] == (
+    assert comm_failure(reviewed, of(accelerator_config=each))[0] == (
         "gradients of lm_head+model.norm, model.embed_tokens, model.layers.{0..1} reduced 1 -> 2 "
         "times (reduce_scatter), gathers unchanged"
     )
     logged = of(logging_strategy="steps", logging_steps=1)
-    assert told_of(reviewed, logged) == [
+    assert comm_failure(reviewed, logged) == [
         "(no-module) outside forward and backward: all_gather[world] 2 -> 4 (+2), 48 -> 96 B per "
         "rank"
     ]
     # Falls back to DDP, which has a single bucket.
-    assert told_of(reviewed, of(fsdp=None))[0].startswith(
+    assert comm_failure(reviewed, of(fsdp=None))[0].startswith(
         "lm_head+model.norm, model.embed_tokens, model.layers.{0..1} no longer gathered or reduced"
     )

@@ -4,7 +4,7 @@ import pytest
 import tiny_llama
 import torch
 from derived import fsdp_lines
-from frameworks.changes import observed, told_of, tree_told_of
+from frameworks.changes import comm_failure, observed, tree_failure
 from oracle import owned_lines, witnessed_twice
 from tiny_llama import (
     ACTIVATION,
@@ -216,18 +216,18 @@ def seen(comm_mode, model):
 def test_change_of_the_plan_is_reported(comm_mode):
     sizes = {"tp_plan": "auto", "tp_size": 4}
     reviewed = seen(comm_mode, sharded(**sizes))
-    assert not told_of(reviewed, seen(comm_mode, sharded(**sizes, seed=7)))
+    assert not comm_failure(reviewed, seen(comm_mode, sharded(**sizes, seed=7)))
     config = tiny_llama.config()
     plan = config.base_model_tp_plan
     config.base_model_tp_plan = {name: plan[name] for name in plan if ".mlp." not in name}
     dropped = seen(comm_mode, sharded(**sizes, config=config))
-    assert told_of(reviewed, dropped) == [
+    assert comm_failure(reviewed, dropped) == [
         "model.layers.{0..1}.mlp.down_proj in forward: no longer redistributed (Partial(sum)) "
         "-> (Replicate())",
         "model.layers.{0..1}.mlp.gate_proj, model.layers.{0..1}.mlp.up_proj in backward: no "
         "longer redistributed (Partial(sum)) -> (Replicate())",
     ]
-    assert tree_told_of(reviewed, dropped) == [
+    assert tree_failure(reviewed, dropped) == [
         "model.layers.{0..1}.mlp.down_proj.weight: Shard(1) over tp -> a plain tensor",
         "model.layers.{0..1}.mlp.gate_proj.weight: Shard(0) over tp -> a plain tensor",
         "model.layers.{0..1}.mlp.up_proj.weight: Shard(0) over tp -> a plain tensor",
