@@ -255,8 +255,7 @@ def _site(change: Change) -> str:
 
 def headline(changes: Sequence[Change | TreeChange]) -> str:
     """Summarize changes by the most important one: ``lm_head: +8 all_gather, 3 more``."""
-    # A changed frame, such as the world size, causes other changes, so it comes first. Then comes
-    # the largest change, over all phases of the step.
+    # A changed frame, such as the world size, comes first; then the largest sum over all phases.
     sent = [change for change in changes if isinstance(change, Change)]
     # Each unshard repeats an all-gather.
     loud = [change for change in sent if change.subject != "reshard"] or sent

@@ -22,7 +22,7 @@ class FailedComparison:
     """The last failed comparison of a test that was explained."""
 
     first_line: str
-    """Of the explanation; the report of the failure contains it."""
+    """The first line of the explanation, which identifies the report of the failure."""
     comparisons: Comparisons
     """The differences, without `files`, which are known when the test ends."""
     below: str
@@ -105,7 +105,7 @@ def _add_comparisons(
 ) -> None:
     if report.when != "call" or not item.stash.get(COMPARED, None):
         return
-    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons  # noqa: PLC0415  # not in other sessions
+    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons  # noqa: PLC0415  # after comparisons only
 
     compared = item.stash[COMPARED]
     files = tuple(compared)

@@ -37,10 +37,9 @@ from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile
 #     total 5 units, 5 parameters
 #     end
 #
-# Siblings with equal content share a line. Bytes are not written, as they follow from shapes,
-# dtypes and policies. If the trees of ranks differ, each tree is indented below its line
-# ``ranks 0,2-3``. Otherwise such a line below ``world_size`` lists the recorded ranks, if not all
-# were recorded.
+# Siblings with equal content share a line. Bytes follow from shapes, dtypes and policies. If the
+# trees of ranks differ, each is indented below its line ``ranks 0,2-3``. Otherwise such a line
+# below ``world_size`` lists the recorded ranks, if not all were recorded.
 
 _Facts = TypeVar("_Facts")
 

@@ -70,8 +70,6 @@ class UnusedSnapshots:
         self._started_workers = 0
         self._worker_outputs: list[dict[str, Any]] = []
 
-    # Collection.
-
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
         self, collector: pytest.Collector
@@ -147,8 +145,6 @@ class UnusedSnapshots:
         data = getattr(node, "workeroutput", {}).get(_OUTPUT)
         if data is not None:
             self._worker_outputs.append(data)
-
-    # The end.
 
     # Runs before syrupy's hook, which writes plain snapshots and removes unused ones.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
