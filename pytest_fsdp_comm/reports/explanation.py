@@ -26,7 +26,7 @@ READ: Final = "  then read the file, and commit it with the test"
 MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
 _MOST_COSTS: Final = 2
-"""Lines about the cost: of the model, and of its kinds of collectives."""
+"""Lines about the cost: one about the total, one about its parts."""
 _SHORTEST_LINE: Final = 80
 """Lines are not shortened to fewer characters."""
 

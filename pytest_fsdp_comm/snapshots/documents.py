@@ -33,7 +33,7 @@ class SnapshotText(str):
 
     @classmethod
     def of(cls, profile: Profile, *, where: str) -> Self:
-        """Write a profile, and keep all its facts, written or not; raise if it is too large."""
+        """Write a profile, and keep it with its unwritten facts; raise if the text is too large."""
         if isinstance(profile, CommProfile):
             snapshot = cls(comm_text.format_profile(profile), where=where)
         else:
@@ -43,7 +43,7 @@ class SnapshotText(str):
 
     @cached_property
     def profile(self) -> Profile:
-        """The parsed text. It is parsed on first use, as most texts equal their snapshot."""
+        """The parsed text, lazily, as most texts equal their snapshot and are never parsed."""
         read = comm_text.read_comm if self.lines.kind == "comm" else tree_text.read_tree
         return read(self.lines)
 

@@ -24,7 +24,7 @@ class FailedComparison:
     first_line: str
     """The first line of the explanation, which identifies the report of the failure."""
     comparisons: Comparisons
-    """The differences, without `files`, which are known when the test ends."""
+    """The differences; `files` stays empty until the test ends."""
     below: str
     """Text of the section below the traceback; empty for no section."""
     lines: tuple[str, ...] = ()

@@ -248,7 +248,7 @@ def _cut(text: str) -> str:
 
 
 def _with_change_first(line: str) -> str:
-    """Move a long list of modules behind the change, or name one of them, in a long line."""
+    """In a long line, move a list of modules behind the change, or shorten it to the first."""
     if len(line) <= _MAX_HEADLINE:
         return line
     if match := re.fullmatch(
