@@ -136,7 +136,7 @@ def test_each_kind_of_test_has_a_page_of_its_own(reported, directory):
     assert "Calls and bytes" in recorded
     assert "Units and parameters" in tree
     assert "Rank 1 ended without sending a recording" in died
-    assert "exit status 3" in died
+    assert "exited with status 3" in died
 
 
 def test_report_that_cannot_be_written_is_named(pytester):
