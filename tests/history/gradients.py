@@ -1,4 +1,4 @@
-"""Gradients: reduced too often, by too few ranks, or in another type."""
+"""Gradients: reduced too often, over too few ranks, or in another dtype."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -28,8 +28,8 @@ def accumulate(model, deferred):
     "NVIDIA/cosmos-framework/issues/161",
     "pytorch/torchtitan/pull/4505",
     "ByteDance-Seed/VeOmni/pull/781",
-    happened="Replicas were all-reduced for each micro-batch; the first of these projects had a "
-    "context to defer it, which knew DDP alone.",
+    happened="Each micro-batch all-reduced the gradients over the replicas. In the first of these "
+    "projects, the context that should have deferred it handled only DDP.",
     cost="4 micro-batches in 88.8 s instead of 54.3 s, on 2 x 8 A100.",
     first="gradients of (root), layers.{0..2} reduced 1 -> 4 times (all_reduce), gathers unchanged",
     likely="reduced in each micro-batch: call set_requires_all_reduce(False) for all micro-batches but the last",
@@ -54,8 +54,8 @@ def replicas_reduced_for_each_micro_batch(changed):
 
 @reported(
     "huggingface/accelerate/pull/3762",
-    happened="`no_sync` was entered where a model has it. FSDP2's has `set_requires_gradient_sync` "
-    "instead, so that nothing was deferred.",
+    happened="The code called `no_sync` if the model has it. FSDP2 has "
+    "`set_requires_gradient_sync` instead, so nothing was deferred.",
     first="gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter), gathers unchanged",
     likely="reduced in each micro-batch: call set_requires_gradient_sync(False), or enter no_sync() with FSDP1, for all micro-batches but the last",
     more={"reduce_scatter": 12},
@@ -78,7 +78,7 @@ def a_context_that_fsdp2_does_not_have(changed):
 @reported(
     "verl-project/verl/pull/7095",
     "mlfoundations/open_lm/issues/48",
-    happened="Accumulation without `no_sync`: FSDP reduced in each backward.",
+    happened="Gradient accumulation without `no_sync`: FSDP reduced in each backward.",
     first="gradients of (root), layers.{0..1} reduced 1 -> 2 times (reduce_scatter), gathers unchanged",
     likely="reduced in each micro-batch: call set_requires_gradient_sync(False), or enter no_sync() with FSDP1, for all micro-batches but the last",
     more={"reduce_scatter": 3},
@@ -90,7 +90,7 @@ def fsdp1_reduces_in_each_backward(changed):
 @reported(
     "huggingface/accelerate/pull/1153",
     "Lightning-AI/pytorch-lightning/issues/4092",
-    happened="Accumulation under DDP without `no_sync`, or with it in the wrong place.",
+    happened="Gradient accumulation under DDP without `no_sync`, or with it in the wrong place.",
     cost="2 s a batch instead of 0.91 s on two nodes, 0.5 s instead of 0.41 s on one.",
     first="gradients of (root) reduced 1 -> 2 times (all_reduce)",
     likely="2 steps instead of one, or reduced in each micro-batch: enter no_sync() for all micro-batches but the last",
@@ -133,7 +133,8 @@ def chunked(*, reduce_each, chunks=4):
 
 @reported(
     "pytorch/torchtitan/pull/4182",
-    happened="A loss in chunks ran the head's backward for each, and each reduced its gradients.",
+    happened="A chunked loss ran the backward of the head once per chunk, and each run reduced "
+    "its gradients.",
     cost="17 reduce-scatters instead of 1 in the last stage of a pipeline.",
     first="gradients of head reduced 1 -> 4 times (reduce_scatter), gathers unchanged",
     likely="its backward runs several times, e.g. for a chunked loss: call set_requires_gradient_sync(False) on it for all but the last",
@@ -147,8 +148,8 @@ def head_reduced_for_each_chunk(changed):
 @reported(
     "verl-project/verl/issues/7493",
     "pytorch/pytorch/issues/154888",
-    happened="A setting made shards of one rank. FSDP1 then took HYBRID_SHARD for NO_SHARD, and "
-    "reduced over that one rank: every rank trained on its own.",
+    happened="A setting produced shards of one rank. FSDP1 then treated HYBRID_SHARD as "
+    "NO_SHARD and reduced over that rank only, so the ranks trained separate models.",
     first="gradients of (root), layers.{0..1} are no longer reduced over replicate and shard (was 6 calls, 36.5 KiB per rank)",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> shard=1",
     more={"all_gather": -5, "reduce_scatter": -3},  # 3 units, of which the root is kept
@@ -161,7 +162,7 @@ def a_shard_of_one_rank(changed):
 
 @reported(
     "NVIDIA-NeMo/Automodel/pull/3135",
-    happened="The parallelizer of experts made its own mesh of the shard axis alone: replicas no "
+    happened="The parallelizer of experts built a mesh with only the shard axis. Replicas no "
     "longer exchanged gradients.",
     first="gradients of (root), layers.{0..2} are no longer reduced over replicate (was 4 calls, 17.2 KiB per rank)",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> shard=2 stride 1",
@@ -192,8 +193,8 @@ def ignoring(*names):
 @reported(
     "pytorch/pytorch/issues/98281",
     "BrotherHappy/OSTQuant/issues/15",
-    happened="Trained modules were put into `ignored_modules`, whose gradients FSDP1 does not "
-    "reduce: only those of one GPU counted.",
+    happened="Trained modules were listed in `ignored_modules`. FSDP1 does not reduce their "
+    "gradients, so each GPU used only its gradients.",
     first="parameter sizes changed: (root) 4.1 -> 2.1 KiB per gather",
     tree="head.head.weight: FlatShard() over world -> a plain tensor, no longer managed by a unit",
 )
@@ -203,8 +204,8 @@ def trained_modules_ignored(changed):
 
 @reported(
     "Tencent-Hunyuan/UniRL/pull/7",
-    happened="Blocks alone were sharded. Embedding, norm and head stayed whole on each rank, and "
-    "their gradients were all-reduced by hand.",
+    happened="Only the blocks were sharded. Each rank held the whole embedding, norm and head, "
+    "and the code all-reduced their gradients.",
     cost="About 6 GB a rank, of a model of 4B on 32 ranks.",
     first="(root) no longer gathered or reduced, gathers of other units unchanged in forward",
     likely="fully_shard on the root is missing: its parameters are not sharded, FSDP does not reduce their gradients, and each unit below becomes a root",
@@ -227,7 +228,7 @@ def root_left_whole(changed):
 
 @reported(
     "mosaicml/composer/pull/2628",
-    happened="The default precision named no type for reductions: FSDP1 reduced in bfloat16.",
+    happened="The default precision set no `reduce_dtype`, so FSDP1 reduced in bfloat16.",
     first="gradients[world] float32 -> bfloat16, x1/2 bytes",
     likely="MixedPrecisionPolicy, as the tree shows",
     tree="(root): reduce_dtype float32 -> None",

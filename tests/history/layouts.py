@@ -1,4 +1,4 @@
-"""Layouts: axes of a mesh that were not meant, and activations gathered for nothing."""
+"""Layouts: wrong mesh axes, and activations gathered without need."""
 
 import torch
 from history.reported import reported
@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import (
 
 @reported(
     "Tencent-Hunyuan/UniRL/pull/410",
-    happened="The mesh of hybrid sharding was to be made before the process group was there: "
-    "without a word, parameters were sharded over all ranks.",
+    happened="The code built the mesh for hybrid sharding before the process group existed. "
+    "Without an error, parameters were sharded over all ranks.",
     cost="Shards of 16 ranks on two nodes, where 8 on one were meant.",
     first="all collectives over shard moved to dp",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> dp=4 stride 1",
@@ -29,8 +29,7 @@ def hybrid_fell_back_to_all_ranks(changed):
 
 @reported(
     "pytorch/torchtitan/issues/286",
-    happened="The axes of the mesh were in the wrong order: ranks of tensor parallelism lay on "
-    "different nodes.",
+    happened="The mesh axes were in the wrong order, so tensor parallelism ran across nodes.",
     first="mesh: dp=2 stride 2, tp=2 stride 1 -> dp=2 stride 1, tp=2 stride 2",
     likely="mesh axes dp and tp are swapped: dp is now the inner one",
 )
@@ -83,8 +82,8 @@ def on_all_heads():
 
 @reported(
     "pytorch/torchtitan/issues/1867",
-    happened="The plan had the norms of queries and keys work on all heads, gathered before each, "
-    "although a norm needs one head alone.",
+    happened="The plan gathered all heads before the norms of queries and keys, although each "
+    "norm needs only one head.",
     first="layers.{0..1}.attention.key_norm, layers.{0..1}.attention.query_norm in forward: now redistributed (Shard(dim=2)) -> (Replicate()) by all_gather[tp]: 4 calls, 4.0 KiB in total",
     likely="its layouts in the parallelize_module plan no longer match those of the modules before or after it, or redistribute() or full_tensor() is called",
     more={"all_gather": 8},  # 2 norms of 2 layers, in forward and in backward
@@ -108,8 +107,8 @@ class Product(nn.Module):
 
 @reported(
     "pytorch/pytorch/issues/167106",
-    happened="DTensor's matrix product flattens two sharded dimensions, and its backward gathers "
-    "to do so, although every rank has all that it needs.",
+    happened="DTensor's matrix product flattens two sharded dimensions. Its backward gathers for "
+    "that, although every rank has all inputs.",
     first="product in backward: now redistributed (Shard(dim=1),_StridedShard(dim=1,sf=2)) -> (Shard(dim=1),Replicate()) by all_gather[columns]: 1 call of 256 B",
     more={"all_gather": 1},
 )
@@ -129,8 +128,8 @@ def a_product_that_needs_no_gather(changed):
 @reported(
     "pytorch/torchtitan/pull/4685",
     "NVIDIA/Megatron-LM/pull/7520",
-    happened="Log-probabilities of the chosen tokens were taken from logits of the whole "
-    "vocabulary, gathered on each rank.",
+    happened="To compute the log-probabilities of a few tokens, each rank gathered the logits of "
+    "the whole vocabulary.",
     first="head in forward: now redistributed (Shard(dim=2)) -> (Replicate()) by all_gather[tp]: 1 call of 2.0 KiB",
     likely="its layouts in the parallelize_module plan no longer match those of the modules before or after it, or redistribute() or full_tensor() is called",
     more={"all_gather": 1, "all_reduce": -3},  # maximum, sum and loss were reduced

@@ -1,4 +1,4 @@
-"""Beside forward and backward: norms, metrics, averages, and what DDP sends of its own."""
+"""Outside forward and backward: norms, metrics, averages, and what DDP adds."""
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ GATHERED = "full_tensor() or redistribute(), a full state dict (e.g. for a check
 
 @reported(
     "huggingface/transformers/pull/46113",
-    happened="To clip gradients, each was made whole on each rank.",
+    happened="To clip gradients, each rank gathered all of them.",
     cost="60 GB a rank for a model of 30B, and out of memory on 80 GB.",
     first="embed, head, layers.{0..2}.attention.key and 9 more: full gradients gathered outside "
     "forward and backward: +30 calls, +34.4 KiB",
@@ -54,7 +54,7 @@ def clipping_gathers_every_gradient(changed):
 
 @reported(
     "NVIDIA-NeMo/Automodel/pull/2875",
-    happened="The norm of each gradient was reduced alone.",
+    happened="The norm of each gradient was reduced in a separate call.",
     first="partial DTensors reduced outside forward and backward: +29 calls, +116 B",
     likely="full_tensor() or redistribute() of partial results, such as norms or sums to log",
     more={"all_reduce": 29},
@@ -65,7 +65,7 @@ def norms_reduced_one_by_one(changed):
 
 @reported(
     "huggingface/trl/pull/6678",
-    happened="Metrics were gathered in each step, not when they are logged.",
+    happened="Metrics were gathered in each step, not only in steps that log them.",
     first="(no-module) outside forward and backward: all_gather[dp] 0 -> 3 (+3), 0 -> 48 B per rank",
     more={"all_gather": 3},
 )
@@ -81,7 +81,7 @@ def metrics_gathered_in_each_step(changed):
 @reported(
     "thu-ml/Causal-Forcing/pull/20",
     "TencentARC/RollingForcing/pull/15",
-    happened="Moving averages were kept of whole parameters, gathered in each step.",
+    happened="Each step gathered all parameters to update their moving averages.",
     first="layers.{0..1} outside forward and backward, each: all_gather[world] 0 -> 1 (+1), 0 -> 10.1 KiB per rank",
     more={"all_gather": 3},
 )
@@ -126,7 +126,7 @@ def buffers_broadcast_in_each_forward(changed):
 
 @reported(
     "huggingface/transformers/issues/9802",
-    happened="`find_unused_parameters` was always on, in models that use all of theirs.",
+    happened="`find_unused_parameters` was always on, also for models that use all parameters.",
     first="(root) in backward: all_reduce[world] 1 -> 2 (+1), 24.3 -> 24.4 KiB per rank",
     more={"all_reduce": 1},
     gloo=2,

@@ -1,4 +1,4 @@
-"""Parameters: gathered too often, too late, with too many others, or not the same any more."""
+"""Parameters: gathered too often, too late, in units that are too large, or changed."""
 
 from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
@@ -37,8 +37,8 @@ def chunked(*, gather_each, chunks=4):
 
 @reported(
     "huggingface/trl/pull/6530",
-    happened="A loss in chunks was to use `lm_head.weight` outside of the head's forward, gathered "
-    "for each chunk, and again where the chunk is recomputed. A review found it.",
+    happened="A chunked loss used `lm_head.weight` outside the forward of the head. Each chunk, "
+    "and each recomputation of a chunk, gathered it. A review found this.",
     first="head: full parameters gathered outside forward and backward: +3 calls, +6.0 KiB",
     likely="full_tensor() or redistribute(), a full state dict (e.g. for a checkpoint), or a DTensor that is printed or logged",
     more={"all_gather": 7},  # 4 chunks and 4 recomputations in place of 1
@@ -51,7 +51,7 @@ def head_gathered_for_each_chunk(changed):
 @reported(
     "allenai/OLMo-core/pull/194",
     "pytorch/pytorch/pull/137922",
-    happened="The embedding was gathered in backward, which does not need it.",
+    happened="The embedding was gathered in backward, which does not need its weight.",
     first="embed now gathered in backward: 1 call of 2.0 KiB",
     likely="set_unshard_in_backward(False) is no longer called on it; the call saves this gather where backward does not need the weight, e.g. of an embedding",
     more={"all_gather": 1},
@@ -86,8 +86,8 @@ def looped(*, frees, reentrant=False):
 
 @reported(
     "Robbyant/lingbot-vla/pull/50",
-    happened="Parameters kept after forward, as ZeRO-2 does, were freed after the first backward "
-    "through them, and recomputation gathered them again.",
+    happened="Parameters stayed unsharded after forward, as in ZeRO-2, but were resharded after "
+    "the first backward through them. Recomputation gathered them again.",
     cost="21 % more throughput without that.",
     first="layers.{0..1} in backward, each: all_gather[dp] 0 -> 1 (+1), 0 -> 10.1 KiB per rank",
     more={"all_gather": 2},
@@ -118,7 +118,7 @@ def freeing_what_is_recomputed():
 
 @reported(
     "pytorch/pytorch/pull/175406",
-    happened="Recomputed layers freed the units below them, which backward gathered again.",
+    happened="Recomputed layers resharded the units below them, and backward gathered these again.",
     first="layers.{0..1}.attention in backward, each: all_gather[dp] 1 -> 2 (+1), 4.0 -> 8.0 KiB per rank",
     more={"all_gather": 2},
     neighbour=lambda: of(nested(reentrant=None)),
@@ -141,8 +141,8 @@ GATHERED_TWICE = (
 
 @reported(
     "NVIDIA-NeMo/Automodel/issues/3373",
-    happened="Reentrant checkpointing ran layers as if in forward again, and each gathered the "
-    "next one ahead once more.",
+    happened="Reentrant checkpointing ran layers like a second forward, and each prefetched the "
+    "next layer again.",
     first="recomputation now repeats the forward collectives of layers.{1..3}: 3 calls, 30.4 KiB in total",
     likely=GATHERED_TWICE,
     more={"all_gather": 3},
@@ -156,7 +156,7 @@ def prefetches_repeated_by_recomputation(changed):
     "pytorch/pytorch/issues/105635",
     "huggingface/transformers/issues/30404",
     "verl-project/verl/pull/114",
-    happened="Reentrant checkpointing under FSDP1: each layer was gathered twice in backward.",
+    happened="Reentrant checkpointing under FSDP1 gathered each layer twice in backward.",
     first="recomputation now repeats the forward collectives of layers.{0..2}: 3 calls, 30.4 KiB in total",
     likely=GATHERED_TWICE,
     more={"all_gather": 3},
@@ -170,8 +170,8 @@ def fsdp1_gathers_twice_in_backward(changed):
     "NVIDIA-NeMo/RL/pull/464",
     "pytorch/pytorch/pull/154704",
     "huggingface/accelerate/pull/4015",
-    happened="A newer torch frees a root after forward where it is told to, which older ones did "
-    "not: norm and head were freed just before their backward.",
+    happened="Newer torch reshards a root after forward if `reshard_after_forward` says so; older "
+    "torch did not. Norm and head were resharded just before their backward.",
     first="(root) now resharded after forward and gathered again in backward: +1 call, +4.1 KiB",
     likely="reshard_after_forward False -> True, as the tree shows",
     tree="(root): reshard_after_forward False -> True",
@@ -184,8 +184,8 @@ def head_freed_before_its_backward(changed):
 @reported(
     "Tencent-Hunyuan/UniRL/pull/321",
     "allenai/molmoact2/issues/35",
-    happened="A frozen backbone that fits into memory was gathered for each micro-batch, to train "
-    "its adapters.",
+    happened="To train adapters, each micro-batch gathered a frozen backbone that fits into "
+    "memory.",
     first="layers.{0..1} sharded instead of replicated: parameters gathered, gradients reduce-scattered",
     tree="mesh: replicate=4 stride 1, shard=1 -> dp=4 stride 1",
     # 3 units in forward and 2 in backward, for each of 4 micro-batches.
@@ -198,7 +198,7 @@ def frozen_backbone_gathered_for_each_micro_batch(changed):
 
 @reported(
     "sgl-project/SpecForge/pull/566",
-    happened="The whole model was one unit: nothing was sent while it computed.",
+    happened="The whole model was one unit, so no communication overlapped with computation.",
     cost="0.99 s a step instead of 0.92 s, on 8 GPUs.",
     first="layers.{0..2} merged into unit (root)",
     tree="layers.{0..2}: is no longer a unit (fsdp2)",
@@ -210,7 +210,8 @@ def one_unit_for_all(changed):
 
 @reported(
     "NVIDIA-NeMo/Automodel/pull/3708",
-    happened="Embedding and head were in the root's unit, whose gradients are reduced in one piece.",
+    happened="The root unit contained embedding and head, and its gradients are reduced in one "
+    "call.",
     cost="A buffer of 9.5 GiB for a model of 27B, whose backward failed on 64 H100.",
     first="embed, head merged into unit (root)",
     tree="embed: is no longer a unit (fsdp2)",
@@ -223,8 +224,8 @@ def embedding_and_head_in_one_unit(changed):
 @reported(
     "areal-project/AReaL/pull/834",
     "pytorch/torchtitan/pull/1594",
-    happened="With expert parallelism the host waits for the router. Without prefetching, the next "
-    "layer's gather was issued after that.",
+    happened="With expert parallelism, the host waits for the router. Without prefetching, it "
+    "issued the next gather only after that.",
     first="layers.{1..3} in forward: all_gather[dp] no longer prefetched (1 -> 0 units ahead of use)",
     likely="less forward prefetching (set_modules_to_forward_prefetch; FSDP1: forward_prefetch)",
     tree="layers.0: forward_prefetch layers.1 -> none",
@@ -236,7 +237,7 @@ def no_prefetching(changed):
 @reported(
     "NVIDIA-NeMo/Automodel/pull/2213",
     "verl-project/verl/issues/7834",
-    happened="After construction on the meta device, head and embedding got a tensor each, and "
+    happened="After construction on the meta device, head and embedding got separate tensors, and "
     "nothing tied them again.",
     first="parameter sizes changed: (root) 2.1 -> 4.1 KiB per gather",
     tree="embed.weight: tied with head.weight -> none",
@@ -252,7 +253,7 @@ def tied_weights_came_apart(changed):
 
 @reported(
     "huggingface/accelerate/issues/3979",
-    happened="Since 1.13.0, the upcast of parameters to float32 before sharding did nothing: "
+    happened="Since 1.13.0, parameters were no longer cast to float32 before sharding, so "
     "optimizers worked in bfloat16.",
     tree="embed.weight: dtype float32 -> bfloat16",
     is_silent=True,
