@@ -304,7 +304,7 @@ class LaunchedRanks:
         has_seed = config.pluginmanager.has_plugin("randomly")
         seed = config.getoption("randomly_seed") if has_seed else None
         for rank, order in orders.items():
-            with contextlib.suppress(OSError):  # the rank is gone; the first test reports that
+            with contextlib.suppress(OSError):  # the rank is gone; the first test reports it
                 welcome = messages.Welcome(order=tuple(order or ()), randomly_seed=seed)
                 self._channels[rank].send(welcome)
         where = name_equal({rank: f"on {host}" for rank, host in self._hosts.items()})

@@ -186,8 +186,8 @@ def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(device, torch.device):
         return _TO(tensor, *args, **kwargs)
     is_to_cuda = device.type == "cuda"
-    # Copy only if the device changes: to copy a partial DTensor, torch would communicate. A move to
-    # the CPU changes it only for user code, since torch's code sees the tensor there already.
+    # Copy only if the device changes: to copy a partial DTensor, torch would communicate. For
+    # torch's code, every tensor is on the CPU already.
     frame, movers = sys._getframe(1), {__file__, nn.modules.module.__file__}
     if is_to_cuda != (mark_of(tensor) is not None) and (
         is_to_cuda or is_outside_torch(frame) or frame.f_code.co_filename in movers

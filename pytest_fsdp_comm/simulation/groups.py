@@ -231,9 +231,8 @@ def _filled(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor
 
 
 # FSDP pads its shards, so along its axis all ranks send the same, and one rank is enough. Tensor
-# and expert parallelism shard earlier, and register the shards as parameters: if a size is not
-# divisible, some ranks keep less, and gather less. FSDP itself registers no parameters (torch 2.7
-# to 2.15), so each DTensor that is registered comes from the former.
+# and expert parallelism shard earlier, and register their shards as parameters, which FSDP does not
+# (torch 2.7 to 2.15). If a size is not divisible, some ranks keep less, and gather less.
 
 
 class DistinctRanks:
@@ -270,10 +269,7 @@ class DistinctRanks:
 
 
 def distinct_places(
-    shape: Sequence[int],
-    sizes: Sequence[int],
-    dims: Sequence[int | None],
-    coordinate: Sequence[int],
+    shape: Sequence[int], sizes: Sequence[int], dims: Sequence[int | None], this: Sequence[int]
 ) -> list[list[int]]:
     """Return coordinates on each mesh axis that together cover all local shapes.
 
@@ -281,11 +277,11 @@ def distinct_places(
         shape: Of the unsharded parameter.
         sizes: Of the mesh axes.
         dims: The dimension that each axis shards; None if it replicates.
-        coordinate: Of this rank, always included; it covers all ranks with the same local shape.
+        this: The coordinates of this rank, always included.
     """
     lengths = [{length} for length in shape]
     places: list[list[int]] = []
-    for size, dim, place in zip(sizes, dims, coordinate, strict=True):
+    for size, dim, place in zip(sizes, dims, this, strict=True):
         distinct = {place}
         if dim is not None:
             local_lengths = set()

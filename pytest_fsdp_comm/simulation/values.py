@@ -2,9 +2,8 @@
 
 # Note [Known values]
 # Integers and booleans have known values, and so do floats that depend only on these and on
-# constants, such as an optimizer's step count. Weights, activations and random floats are unknown.
-# They are assumed to be finite, so the results of `isfinite` and of comparisons with infinity are
-# known.
+# constants, such as an optimizer's step count. Weights, activations and random floats are unknown,
+# but assumed to be finite, so `isfinite` and comparisons with infinity are known.
 # The result of a collective on known values is computed as if every peer held the same. It is
 # marked as mirrored, and so is everything computed from it. Reading a mirrored value is recorded as
 # an assumption, because values that depend on the rank differ between ranks.
@@ -13,9 +12,8 @@
 
 # Note [Declared routing]
 # Routers choose experts by unknown scores, with one operation on the last dimension. With
-# `simulation_splits`, the indices that it returns are known, and so are counts, sorted orders and
-# split sizes computed from them. So the counts of all ranks fit together, which they would not if
-# each were assumed separately.
+# `simulation_splits`, its indices are known, and so are counts, sorted orders and split sizes
+# computed from them. The counts of all ranks then fit together, unlike counts assumed one by one.
 
 from __future__ import annotations
 
@@ -164,11 +162,9 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     supports_higher_order_operators = True
 
     def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
-        """Prepare the mode.
+        """Prepare to assume unknown floats and booleans that are read, or to raise for all.
 
-        Args:
-            answers: Whether to assume values for unknown floats and booleans that are read.
-            shares: The share of choices for each expert; empty if equal, None if not declared.
+        `shares` are those of experts in choices; empty if equal, None if not declared.
         """
         hide_from_compiler()
         # Tensors from before, such as those of a test module, have memory and count as known.

@@ -83,8 +83,7 @@ def simulated(
         patched(*_attributes(tensors, groups)),
         reporting_reads(),
         cuda_on_cpu(answers=answers),
-        # Compiled code communicates like eager code, and the compiler's fake tensors cannot be
-        # mixed with simulated ones.
+        # Compiled code communicates like eager code, but uses fake tensors of another mode.
         torch.compiler.set_stance("force_eager"),
         tensors,
     ):
@@ -245,8 +244,7 @@ def _refuse_ddp(*_: Any, **__: Any) -> None:
 
 @functools.cache
 def _tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensors:
-    # One mode for the whole process: torch cannot mix tensors of two modes, and tensors of a module
-    # fixture are used in several tests.
+    # One mode per process, because torch cannot mix tensors of two: module fixtures outlive tests.
     return SimulatedTensors(answers=answers, shares=shares)
 
 

@@ -181,8 +181,7 @@ def _groups(
 
     flights, _ = flown(since_ns)
     owners = owners_so_far()
-    # The main thread waits for collectives of native threads, such as autograd's, but not for those
-    # of other Python threads.
+    # The main thread waits for calls of native threads (autograd), not for other Python threads.
     python_threads = {
         thread.ident
         for thread in threading.enumerate()

@@ -16,8 +16,7 @@ from pytest_fsdp_comm.text.words import show_nbytes
 # many lines, only the rarest states are listed: the rank that all wait for is usually alone.
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
-# The inputs of these must have the same shape on every rank. Those of scatter, gather and
-# all-to-all need not.
+# Their inputs must have the same shape on all ranks, unlike those of scatter, gather, all-to-all.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
 
 _PLURALS: Final = {
@@ -69,8 +68,7 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
     joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
     stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
     for group in _groups(positions):
-        # A position lists only the last collectives, so look at the number of the last one to see
-        # whether a rank called an earlier one.
+        # Compare with the last number, because a position lists only the last collectives.
         last = {rank: max(group.calls.get(rank, {}), default=0) for rank in ended}
         for rank, by_seq in group.calls.items():
             for seq, call in by_seq.items():
@@ -146,9 +144,8 @@ class _Stall:
     """The first earlier call that ranks made for different modules, in words, and the modules."""
 
 
-# Each waiting rank points to the ranks that are missing in its collective. Following these arrows
-# leads to ranks that wait for nobody. They are guilty, and all other ranks wait because of them.
-# Ranks that reach themselves, but no guilty rank, wait for each other in a circle.
+# Each waiting rank points to the ranks missing in its collective. The arrows lead to guilty ranks,
+# which wait for nobody. Ranks that reach themselves, but no guilty rank, wait in a circle.
 
 
 def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
@@ -215,8 +212,7 @@ class _Group:
     def calls_of(self, seq: int) -> dict[int, IssuedCollective]:
         """Return each rank's call of collective `seq`."""
         calls = {rank: by_seq[seq] for rank, by_seq in self.calls.items() if seq in by_seq}
-        # gloo runs a reduce-scatter as an all-reduce, and a finished call cannot be told apart. The
-        # ranks that still wait in it know which one it is.
+        # gloo runs a reduce-scatter as an all-reduce; only ranks still in it know which one it is.
         if "reduce_scatter" in {call.kind for call in calls.values()}:
             for rank, call in calls.items():
                 if call.is_done and call.kind == "all_reduce":
@@ -235,8 +231,7 @@ def _groups(positions: _Positions) -> Iterator[_Group]:
             label=_label(group, [other for other in groups if other.axis == group.axis]),
             ranks=group.ranks or sorted(by_rank),
             calls={
-                rank: {call.seq: call for call in position.collectives}
-                for rank, position in by_rank.items()
+                rank: {call.seq: call for call in at.collectives} for rank, at in by_rank.items()
             },
         )
 
@@ -297,8 +292,7 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
     return _Stall(
         collective=collective,
         waiting=waiting,
-        # gloo may let a rank finish before all of its receivers do. So ranks that have finished
-        # count as missing only if no other rank is.
+        # gloo may let a rank finish before its peers: it is missing only if no other rank is.
         missing=never or (frozenset() if difference else finished),
         absent=absent,
         difference=difference,

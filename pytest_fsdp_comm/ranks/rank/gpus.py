@@ -49,8 +49,7 @@ def is_driver_started(torch: Any) -> bool:
 @functools.cache
 def no_gpu_error(torch: Any) -> str:
     """Start the driver; return torch's error for a missing GPU, or "" if there is a GPU."""
-    # Cached, because forked children cannot get this error: there torch blames the fork.
-    # device_count() may ask NVML, but only the driver can say whether CUDA works.
+    # Cached for forked children, in which torch blames the fork. Ask the driver, not NVML.
     if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
         return ""
     try:

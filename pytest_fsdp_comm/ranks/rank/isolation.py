@@ -49,8 +49,7 @@ class LogTerminal:
         # A test may capture the rank's stdout with capfd, so use another file.
         self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
 
-    # The handler of live logs writes an empty line and a section title first. Skip both: the
-    # session prints the name of the rank before each line instead.
+    # Live logs begin with an empty line and a title, which the names of ranks on each line replace.
     def write(self, text: str) -> None:
         if text.strip():
             self._tw.write(text)

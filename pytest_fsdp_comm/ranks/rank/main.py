@@ -143,8 +143,7 @@ class RankTemplate:
             )
             context.exchange.leave()
             if launched and (payloads is None or self._plugin.has_failed):
-                # Launched ranks are not killed after a failure, as forked ones are. Their peers
-                # would wait for this one.
+                # Launched ranks are not killed after a failure, so their peers would wait.
                 self._plugin.leave_group()
             command = _ask_for_next(channel, ended)
             number += 1

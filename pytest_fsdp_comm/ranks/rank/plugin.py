@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.simulation.groups import DistinctRanks, RealGroups
 
 
-# Parts of a report that may be long and are shortened. Data that plugins add, such as images, is
-# sent unchanged.
+# Parts of a report that are shortened; data that plugins add, such as images, is not.
 _TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
 
 
@@ -274,8 +273,7 @@ class RankPlugin:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
-        # pytest repeats old warnings to every new plugin. The pytest process already has those of
-        # collection and, before `bind`, of tests that ran before the fork server was replaced.
+        # pytest repeats old warnings to every new plugin, but the pytest process has them already.
         if when == "runtest" and self._logs:
             self._channel.send(
                 WarningSeen(

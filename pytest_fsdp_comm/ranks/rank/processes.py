@@ -114,8 +114,7 @@ _EXCEPTION_PLUGINS = ("unraisableexception", "threadexception")
 
 def raise_lost_exceptions(item: pytest.Item) -> None:
     """Collect garbage, then let pytest report the exceptions of finalizers and threads."""
-    # This takes 0.2 ms after an empty test and 1.3 ms after an FSDP2 step, because objects from
-    # before the fork are frozen (torch 2.13, CPU).
+    # 0.2 ms after an empty test, 1.3 ms after an FSDP2 step, since older objects are frozen.
     __tracebackhide__ = True
     gc.collect()
     for name in _EXCEPTION_PLUGINS:

@@ -189,9 +189,7 @@ class RankRunner:
             are_forked=not (self._launched or self._fallback_reason),
         )
         replay_warnings(item.config, results.values())
-        exits = {
-            rank: result.session_exit for rank, result in results.items() if result.session_exit
-        }
+        exits = {rank: each.session_exit for rank, each in results.items() if each.session_exit}
         if exits:
             _exit_session(item, exits, reports)
             return reports
@@ -224,8 +222,7 @@ class RankRunner:
         """Return what ranks do after `item`, given the next test; see Note [Kept ranks]."""
         settings = item.stash[SETTINGS]
         if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
-            # Launched ranks are never replaced. Ranks that hold slots are kept only for a test that
-            # follows immediately.
+            # Launched ranks stay; ranks with slots are kept only for a test that follows directly.
             return NextTest(is_none=False)
         if settings.scope == "test":
             return NextTest()
@@ -331,8 +328,7 @@ class RankRunner:
         try:
             self._supervision = self._start_ranks(item, nextitem)
         except OSError as error:
-            # A server that cannot prepare ranks removes the directory, which fails here. Then this
-            # raises the server's reason.
+            # A server that cannot prepare ranks has removed the directory: raise its reason.
             if self._server is not None:
                 self._server.exit_statuses()
             raise _NotStartedError(str(error)) from None

@@ -160,8 +160,7 @@ class Supervision:
 
     def _finish(self) -> None:
         results = self._results.values()
-        # Ranks that were stopped have been located already. Otherwise ask failed ranks now, because
-        # the report compares the collectives that they called last.
+        # Ask failed ranks, whose last calls the report compares; stopped ranks have been asked.
         has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
             self._locate()
@@ -392,8 +391,8 @@ class Supervision:
 
     def _is_any_stranded(self, now: float) -> bool:
         """Return whether a rank waits for one that has finished the test; check now and then."""
-        # A rank may run long after another has finished, to write a file say. But it cannot finish
-        # a collective that the other never called. It has to wait there in two checks in a row.
+        # A rank may run long after another has finished, but it cannot finish a collective that the
+        # other never called. It has to wait there in two checks in a row.
         if not any(result.is_done for result in self._results.values()):
             self._look_at = now + self._look_after_s
         if now < self._look_at:

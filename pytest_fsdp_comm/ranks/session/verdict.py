@@ -22,11 +22,11 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 
-# Note [First failure leads]: if several ranks fail, the first failure is the cause, and the others
-# are often only echoes of it ("connection closed by peer"). So failures are sorted by time, echoes
-# last. Peers notice closed connections before the supervisor notices the death behind them, so the
-# report must not say that another rank failed before one that died. A rank that was lost with its
-# fork server or machine comes first. A rank that only ran out of time comes last.
+# Note [First failure leads]: if several ranks fail, the first failure is the cause, and others are
+# often only echoes ("connection closed by peer"). So failures are sorted by time, echoes last.
+# Peers notice closed connections before the supervisor notices the death behind them, so the report
+# must not say that they failed before it. A rank lost with its fork server or machine comes first,
+# a rank that only ran out of time last.
 
 # Errors of gloo and NCCL when a peer is gone or a call fails (checked in torch 2.13).
 _BACKEND_ERROR = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")
@@ -128,8 +128,7 @@ def merge_reports(
     exited = [ran for ran in ranks.values() if ran.result.session_exit is not None]
     if exited and all(failure.is_echo for failure in failures):
         failures = []
-    # Read the sections before any report gets those of all ranks: for a phase that a rank did not
-    # finish, they come from its previous phase.
+    # Read these before any report gets the sections of all ranks: they may be of an earlier phase.
     sections = {when: _sections(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
@@ -483,8 +482,7 @@ def _later(failures: Sequence[_Failure]) -> list[str]:
     first = failures[0]
     texts = {}
     for failure in failures:
-        # If the first rank died, it died before its peers noticed their closed connections, even
-        # though the supervisor noticed the death after their failures.
+        # A death comes before the closed connections, although it is noticed later.
         is_later = first.report is None or failure.at >= first.at
         how = "failed later: " if is_later else "failed: "
         if failure.text != first.text:

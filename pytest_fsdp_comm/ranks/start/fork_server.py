@@ -234,8 +234,7 @@ class _Server:
         began_at = time.monotonic()
         while True:
             remaining = {rank: pid for rank, pid in pids.items() if ending.await_end(pid) is None}
-            # Recheck every time: a killed pytest closes its socket before its children get a new
-            # parent, which `_patience_s` checks.
+            # Recheck each time: a killed pytest closes its socket before its children lose it.
             limit_s = self._patience_s() if self._channel.is_hung_up() else within_s
             if not remaining or time.monotonic() > began_at + min(limit_s, within_s):
                 return remaining
@@ -315,8 +314,8 @@ class ForkServer:
         ours, theirs = Pipe()
         self._pid = start(ours, theirs)
         theirs.close()
-        # The interpreter closes sockets before the process ends, but not this descriptor. So the
-        # server sees a hang-up only once this process has ended.
+        # The interpreter closes sockets early, but not this descriptor, so that the server sees a
+        # hang-up only once this process has ended.
         self._until_exit = os.dup(ours.fileno())
         self._channel: Channel[messages.ServerReply] = Channel(ours, stalls_s=_ANSWERED_WITHIN_S)
         self.pids: dict[int, int] = {}

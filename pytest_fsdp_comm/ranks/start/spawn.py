@@ -38,11 +38,9 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 # no Python code are native. Five kinds of native threads are harmless:
 # - OpenMP: _end_openmp_threads ends them.
 # - OpenBLAS: it ends them before a fork, so _unsafe_native_threads forks a child once.
-# - jemalloc (part of pyarrow): the child starts new ones.
-# - The pool of torch.set_num_threads (pthreadpool-cpp.cc in torch 2.6 to 2.15): likewise. Its
-#   threads have no names, so they are recognized by their number.
-# - NVML, which torch.cuda.device_count asks. Its thread has a name like those of CUDA (driver 580);
-#   is_driver_started finds out whether CUDA itself runs.
+# - jemalloc (part of pyarrow), and the pool of torch.set_num_threads (pthreadpool-cpp.cc in torch
+#   2.6 to 2.15): a child starts new ones. The pool's threads have no names, so they are counted.
+# - NVML, which torch.cuda.device_count asks: its thread is named like CUDA's (driver 580).
 # On macOS there is no _TASKS, and native threads are not noticed.
 _TASKS = Path("/proc/self/task")
 _HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")
@@ -174,8 +172,7 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
 
 def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
     """Return the arguments and environment for a pytest that collects the same tests."""
-    # The value of an option may be a path that exists by now. As a separate argument, it would
-    # change pytest's root directory.
+    # As a separate argument, an option's value that is an existing path would move the rootdir.
     arguments = join_paths(map(str, config.invocation_params.args))
     from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
     if config.pluginmanager.has_plugin("xdist"):
