@@ -24,7 +24,7 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
-# Note [Reading a stuck rank]: a thread of the rank reads its position, while the main thread may be
+# A thread of the rank reads its position, while the main thread may be
 # stuck in a collective, which releases the GIL. The order of collectives comes from torch's flight
 # recorder. Since torch 2.13 it is on by default for gloo and NCCL; it records neither
 # point-to-point calls nor the fake backend. Positions are only printed, so if a private name of
@@ -227,7 +227,7 @@ def _groups(
 
 def _ranks_and_axes() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
     """Return the ranks of each group, oldest group first, and what `axes_of_groups` returns."""
-    # The main thread may make or destroy groups meanwhile: Note [Reading a stuck rank].
+    # The main thread may make or destroy groups at the same time, so ignore errors.
     from torch import distributed as dist  # noqa: PLC0415  # loaded already
 
     from pytest_fsdp_comm.recording import mesh_axes  # noqa: PLC0415  # loads torch

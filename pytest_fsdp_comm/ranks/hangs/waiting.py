@@ -133,13 +133,13 @@ class _Stall:
     collective: str
     """Such as ``#2 of dp``; the same for parallel groups of a mesh."""
     waiting: Mapping[int, str]
-    """What each waiting rank does, as a template for `_fill`."""
+    """The state of each waiting rank, as a template for `_fill`."""
     missing: frozenset[int]
     """The ranks that the others wait for."""
     absent: Mapping[int, tuple[str, str]]
     """For each responding rank that does not wait in it: what it did with it, and where it is."""
     difference: str
-    """What differs between ranks and must not; empty if nothing does."""
+    """The difference between the ranks' calls that blocks them; empty if they match."""
     divergence: tuple[str, dict[int, str]]
     """The first earlier call that ranks made for different modules, in words, and the modules."""
 
@@ -186,7 +186,7 @@ def _fill(template: str, ranks: Sequence[int]) -> str:
 
 
 def _doing(position: Position | None) -> str:
-    """What a rank does that is not waiting with others, as a template for `_fill`."""
+    """Describe a rank that does not wait with others, as a template for `_fill`."""
     if position is None:
         return "{is} dead"
     site = with_code(position.site, position.code)

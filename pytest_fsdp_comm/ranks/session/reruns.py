@@ -54,7 +54,7 @@ def run_with_reruns(
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
-    """Return a stand-in for the exception in a merged report; None if nothing failed."""
+    """Return an exception like that in a merged report; None if nothing failed."""
     if not report.failed:
         return None
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -390,7 +390,7 @@ class Supervision:
         return positions
 
     def _is_any_stranded(self, now: float) -> bool:
-        """Return whether a rank waits for one that has finished the test; check now and then."""
+        """Return whether a rank waits for a finished rank; check only now and then."""
         # A rank may run long after another has finished, but it cannot finish a collective that the
         # other never called. It has to wait there in two checks in a row.
         if not any(result.is_done for result in self._results.values()):

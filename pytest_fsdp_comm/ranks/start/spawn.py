@@ -44,8 +44,7 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 # On macOS there is no _TASKS, and native threads are not noticed.
 _TASKS = Path("/proc/self/task")
 _HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")
-# Threads take a moment to end, longer on a busy machine. If some remain, ranks are new processes,
-# which takes seconds anyway.
+# Threads take a moment to end, longer on a busy machine.
 _THREADS_END_WITHIN_S = 2.0
 
 
