@@ -1,4 +1,4 @@
-"""What is compared of one call. Each field is declared once: where it comes from, how it reads."""
+"""The compared fields of one call, each declared once with its source and its text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _users_reduction(event: Collective) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Calls:
-    """Calls that are alike in all that is compared, on one rank."""
+    """Calls of one rank that are equal in all compared fields."""
 
     nbytes: int = 0
     """Message size of each, in bytes; 0 if it `lacks_size`."""

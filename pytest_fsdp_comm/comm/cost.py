@@ -10,11 +10,10 @@ from typing import TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.profile import CommProfile
 
-# Note [Cost by rank]: a cost is that of one rank, so that its parts add up, and the rank is the one
-# whose bytes change most, so that no other hides a difference. Thousands of ranks share a few lists
-# of ranks: those that are in the same lists have the same rows and peaks, and are looked at once.
-# Bytes are message sizes, as `events.Collective.nbytes`. Calls whose
-# size is unknown are counted apart, and left out of bytes.
+# Note [Cost by rank]: a cost is that of one rank, so its parts add up. It is the rank whose bytes
+# change most, so no sum over ranks hides a difference. Ranks in the same lists of ranks have equal
+# rows and peaks, so one rank of each such group is computed. Bytes are message sizes, as in
+# `events.Collective.nbytes`; calls of unknown size are counted separately.
 
 _Value = TypeVar("_Value")
 _What: TypeAlias = tuple[str, str]
@@ -26,10 +25,10 @@ class Volume:
     """The calls of one rank."""
 
     count: int = 0
-    """How many whose size is known."""
+    """Calls of known size."""
     nbytes: int = 0
     unsized: int = 0
-    """How many others."""
+    """Calls of unknown size."""
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(
@@ -52,12 +51,12 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a change costs one rank, in all that was recorded; see Note [Cost by rank]."""
+    """The cost of a change for one rank; see Note [Cost by rank]."""
 
     ranks: tuple[int, ...] = ()
     """The ranks with these calls, ascending; empty for all that both sides recorded."""
     collectives: tuple[PartCost, ...] = ()
-    """What either side has, sorted by axis and kind."""
+    """Kinds that either side has, sorted by axis and kind."""
     peak_before: int = 0
     """Most bytes of parameters that were gathered at once; 0 if none were."""
     peak_after: int = 0

@@ -1,4 +1,4 @@
-"""Compares two profiles and says what changed, where, and probably why."""
+"""Compare two profiles: the changes, where they are, and their probable causes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Rows: TypeAlias = tuple[Row, ...]
 
 @dataclass(frozen=True, slots=True)
 class NewCalls:
-    """Where calls were issued of which the snapshot has fewer, or none."""
+    """The sites of calls that the snapshot has fewer of."""
 
     sites: tuple[tuple[str | None, Site], ...] = ()
     """With the owner of each; all that have such calls."""
@@ -80,20 +80,20 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that differs between a snapshot and what was recorded."""
+    """All differences between a snapshot and a recording."""
 
     changes: tuple[Change, ...]
     """Collectives first, in the order of the profile; empty if nothing differs."""
     explanation: Explanation | None = None
-    """What explains rows that differ; None if no rows do."""
+    """The explanation of differing rows; None if no rows differ."""
     left: tuple[Change, ...] = ()
-    """What the explanation leaves over, and what is no row: frame and memory."""
+    """Rows that the explanation leaves over, and changes of frame and memory."""
     causes: tuple[Cause, ...] = ()
-    """Readings of the explanation, those of regressions first; empty if none is known."""
+    """Probable causes, regressions first."""
     recorded: Mapping[Place, _Rows] = field(default_factory=dict)
     """The rows that were recorded, with their sites."""
     training: tuple[TrainingChange | Step, ...] = ()
-    """What breaks training, the worst first."""
+    """Changes that break training, worst first."""
     cost: Cost = field(default_factory=Cost)
 
     def new_calls(self, step: Replaced, owner: str | None, key: RowKey) -> NewCalls:

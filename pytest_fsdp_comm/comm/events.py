@@ -1,4 +1,4 @@
-"""What one rank saw: immutable records of communication, in the order in which it was issued."""
+"""Immutable records of the communication of one rank, in the order of issue."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Redistribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Why a recording is known not to be the whole truth, so that it must not be compared as it."""
+    """A known reason why a recording is incomplete and must not be compared."""
 
     kind: Literal["unseen", "value_dependent", "idle_model"]
     """``unseen``: something was sent that was not recorded, or not as it was sent.
@@ -200,7 +200,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Answer:
-    """What a simulated rank told code that asked for something that nobody knows there."""
+    """An assumed value that a simulated rank returned for a value it cannot compute."""
 
     site: str
     """``module:function`` of the innermost user code: without lines, which every edit moves."""
@@ -235,12 +235,12 @@ class Recording:
     """Host seconds between issue and return of calls, by category: ``all_gather``,
     ``all_gather_object``, ``reduce``, ``resharding``, or ``all``. Reported, never compared."""
     notes: tuple[str, ...] = ()
-    """What a reader must know of the circumstances, e.g. that the model was unsharded at entry."""
+    """Remarks for readers, e.g. that the model was unsharded when the block began."""
     peak_gathered_nbytes: int = 0
     """The most bytes of FSDP parameters that were gathered on this rank at once, without padding,
     from the issue of each unshard to its reshard. What was gathered when the block began counts
     from then on; what ``reshard_after_forward=<int>`` leaves counts too."""
     gaps: tuple[Gap, ...] = ()
-    """What is known to be missing or untrue; also in the notes."""
+    """Known reasons why the recording is incomplete; also in the notes."""
     answers: tuple[Answer, ...] = ()
     """Each once, sorted; also in the notes. Empty unless simulated."""

@@ -1,1 +1,1 @@
-"""The shortest true explanation of a difference: the changes of the whole, and the rest."""
+"""Find the shortest exact explanation of a diff: model-wide steps, then leftover rows."""

@@ -1,4 +1,4 @@
-"""Changes of how often something is sent, of how much, and of which type, in all modules alike."""
+"""Propose changes of counts, sizes and dtypes that hold for all modules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOST_RATIOS: Final = 3
 
 
 class Scope(Enum):
-    """What changes its count."""
+    """The calls whose count changes."""
 
     EVERYTHING = auto()
     PASSES = auto()
@@ -75,7 +75,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Counts(GlobalStep):
-    """Everything in a scope happens n times as often."""
+    """All calls in a scope happen `factor` times as often."""
 
     kind: str = "counts"
     order: ClassVar[int] = 3
@@ -133,7 +133,7 @@ _ONE: Final = Fraction(1)
 
 
 def propose_counts(between: Between) -> Iterator[Step]:
-    """What happens more or less often."""
+    """Propose changes of counts."""
     contents = set(between.state.values())
     sends = any(call.role == Role.ACTIVATIONS for one in contents for _, call in one.calls())
     reductions = _ratios(
@@ -209,7 +209,7 @@ class _Scaled(GlobalStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(_Scaled):
-    """All activations, or all gradients on an axis, have k times the bytes."""
+    """All activations, or all gradients on an axis, have `factor` times the bytes."""
 
     kind: str = "sizes"
     factor: Fraction
@@ -235,7 +235,7 @@ class Sizes(_Scaled):
 
 
 def propose_sizes(between: Between) -> Iterator[Step]:
-    """Bytes of activations, and of gradients on an axis."""
+    """Propose changes of the sizes of activations, and of gradients on an axis."""
     found: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
     for alike in between.alike:
         for key, before, after in alike.rows:
@@ -253,7 +253,7 @@ def propose_sizes(between: Between) -> Iterator[Step]:
 
 @dataclass(frozen=True, kw_only=True)
 class Dtype(_Scaled):
-    """Everything of some roles on some axes has another element type, and bytes that follow it."""
+    """All collectives of some roles and axes changed dtype, and their sizes with it."""
 
     kind: str = "dtype"
     factor: Fraction
@@ -285,7 +285,7 @@ class Dtype(_Scaled):
 
 
 def propose_dtypes(between: Between) -> Iterator[Step]:
-    """Element types of parameters, gradients and activations."""
+    """Propose changes of the dtype of parameters, gradients and activations."""
     found: dict[tuple[str, str, Fraction], dict[tuple[str, str], set[Owner]]] = {}
     for alike in between.alike:
         for key, before, after in alike.rows:

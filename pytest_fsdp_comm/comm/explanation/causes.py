@@ -1,4 +1,4 @@
-"""Why steps may have come about."""
+"""Find the probable causes of steps."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step, se
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.text.fqn import name_owners
 
-# Note [Causes]: a step is exact, so a cause explains all of its rows. The rule of a step names all
-# readings of its rows, unless the recordings, the trees of the test, or a change of torch's own
-# refute some. Several steps together, and rows that no step explains, have rules of their own.
-# docs/causes.md lists the causes, `tests/regressions/look_alikes.json` has changes that look alike.
+# Note [Causes]: a step is exact, so its cause explains all of its rows. The rule for a kind of step
+# names every known cause of these rows, except causes that the recordings, the trees of the test or
+# a change of torch rule out. Separate rules handle several steps together, and leftover rows.
+# docs/causes.md lists the causes; `tests/regressions/look_alikes.json` has similar changes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """What may have been changed, or done, with what to do about it where that is known."""
+    """A probable cause, with the remedy if one is known."""
 
     text: str
     steps: tuple[Step, ...] = ()
     is_of_torch: bool = False
-    """Whether another version of torch does it, without any change of the user's."""
+    """Whether another version of torch causes it, without a change of the user's code."""
     is_unwanted: bool = False
-    """Whether nobody wants it, whatever its steps are."""
+    """Whether it is always a regression, whatever its steps are."""
 
     @property
     def is_of_regression(self) -> bool:
@@ -44,7 +44,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a cause is judged by: both recordings, and the trees of the same comparison."""
+    """Evidence for causes: both recordings, and the trees of the same comparison."""
 
     old: CommProfile
     new: CommProfile
@@ -56,7 +56,7 @@ class Seen:
 
 
 def _is_regression(step: Replaced) -> bool:
-    """Whether nobody wants it, if a cause of it is known."""
+    """Whether a step is a regression if its cause is known."""
     match step.kind:
         case "reduced times" | "redistributed" | "gathered in full" | "called":
             return True
@@ -70,7 +70,7 @@ def _is_regression(step: Replaced) -> bool:
 def find_causes(
     explanation: Explanation, seen: Seen, *, is_same_mesh: bool = True
 ) -> tuple[Cause, ...]:
-    """Name the probable causes of a difference, those of regressions first, torch's own last."""
+    """Find the probable causes of a diff: regressions first, changes of torch last."""
     found = [
         *_roots(explanation, seen),
         *swapped_axes(*seen.sides),
@@ -81,7 +81,7 @@ def find_causes(
     explained = [step for cause in found for step in cause.steps]
     for step in explanation.steps:
         is_of_mesh = step.kind in {"sizes", "redistributed"} and not is_same_mesh
-        # Beside rows that are left over, gathers may have moved there from elsewhere.
+        # If rows are left over, gathers may have moved into recomputation from elsewhere.
         is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
             text = _cause(step, seen)
@@ -94,7 +94,7 @@ def find_causes(
     )
 
 
-# Of several steps, or of rows that no step explains.
+# Rules for several steps, or for leftover rows.
 
 _NOT_REDUCED: Final = ", FSDP does not reduce their gradients"
 _MISSING_ROOT: Final = (
@@ -104,7 +104,7 @@ _MISSING_ROOT: Final = (
 
 
 def _roots(explanation: Explanation, seen: Seen) -> list[Cause]:
-    """The root's unit is gone or not called, and those below it behave as roots."""
+    """Detect a root unit that is gone or not called, so that the units below act as roots."""
     gone, kept = (
         [
             step
@@ -149,7 +149,7 @@ def swapped_axes(old: CommProfile, new: CommProfile) -> Iterator[Cause]:
 
 
 def _norms_one_by_one(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
-    """Norms that were stacked and reduced in one call are reduced in a call each."""
+    """Detect norms that were stacked and reduced in one call, and now in one call each."""
     (was, norms_before), (now, norms) = map(_reduced_norms, seen.sides)
     gone, came = was - now, now - was
     nbytes = [sum(size * count for size, count in calls.items()) for calls in (gone, came)]
@@ -180,7 +180,7 @@ def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
 
 
 def _left_gathered(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
-    """Units that are no longer freed after the step, or after backward, and nothing else."""
+    """Detect units that are no longer resharded after the step or backward, and nothing else."""
     rows = set(explanation.before) ^ set(explanation.after)
     was, now = (
         Counter({(row.owner, row.phase, row.what): row.count for row in side})
@@ -192,7 +192,7 @@ def _left_gathered(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
     if explanation.steps or sent or now - was or (Phase.OUTSIDE, "unshard") in acts:
         return
     owners = {row.owner for row in rows}
-    # A unit alone may be one that an evaluation ran.
+    # An evaluation may have run a single unit.
     has_others = not owners.issuperset(_acts(seen.new, Phase.FORWARD, "unshard"))
     is_freed = any(now[owner, Phase.BACKWARD, "reshard"] for owner in owners)
     left = f"{name_owners(owners)} left unsharded after"
@@ -207,7 +207,7 @@ NO_BACKWARD: Final = "forwards without a backward, such as an evaluation"
 
 
 def _evaluations(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
-    """All units that are freed after forward, or all that are kept, are gathered more in it."""
+    """Detect evaluations: all units resharded after forward (or all) are gathered more often."""
     phases = {row.phase for row in {*explanation.before} ^ {*explanation.after}}
     freed, units = (_acts(seen.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
     more = _more_acts(seen, Phase.FORWARD, "unshard").keys()
@@ -216,7 +216,7 @@ def _evaluations(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
 
 
 def _prefetching(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
-    """Units are gathered earlier or later, for lists of the user's."""
+    """Detect changed lists of modules to prefetch."""
     timings = [one for one in explanation.timings if one.subject == "ahead"]
     rows = (*explanation.before, *explanation.after)
     is_left = any(role_of((row,)) == Role.PARAMETERS for row in rows)
@@ -239,11 +239,11 @@ def _prefetching(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
             yield Cause(text=f"{call} lists different modules, as the tree shows")
 
 
-# Of one step.
+# Rules for one step.
 
 
 def _cause(step: Step, seen: Seen) -> str:
-    """Why a step may have come about; empty if its sentence says all, or nothing is known."""
+    """Return the cause of a step; empty if none is known, or its sentence names it."""
     match step:
         case Counts():
             return _of_counts(step, seen)
@@ -273,7 +273,7 @@ def _gathered_axes(profile: CommProfile) -> set[str]:
 
 
 def _acts(profile: CommProfile, phase: Phase, act: str) -> Counter[Owner]:
-    """How often each unit is gathered (``unshard``), freed (``reshard``) or reduced in a phase."""
+    """Count how often each unit is unsharded, resharded or reduced in a phase."""
     counts = Counter[Owner]()
     for row in profile.rows:
         if (row.phase, row.what) == (phase, act) and role_of((row,)) in {"", Role.GRADIENTS}:

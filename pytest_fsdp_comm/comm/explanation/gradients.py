@@ -1,4 +1,4 @@
-"""What happened to the gradients of parameters; see Note [Evidence of a proposal] in `units`."""
+"""Propose steps about gradients; see Note [Evidence of a proposal] in `units`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Keys: TypeAlias = Mapping[Owner, Iterable[RowKey]]
 
 
 def propose_reductions(between: Between) -> Iterator[Step]:
-    """Gradients are reduced otherwise, for as many gathers of the same units."""
+    """Propose changed reductions of units whose gathers did not change."""
     found: defaultdict[tuple[str, Fraction], dict[Owner, list[RowKey]]] = defaultdict(dict)
     for alike in between.alike:
         old, new = alike.old, alike.new
@@ -123,7 +123,7 @@ def _reductions(between: Between, keys: Keys, *, came: bool) -> Iterator[Step]:
 
 
 def propose_buckets(between: Between) -> Iterator[Step]:
-    """The same bytes of gradients in another number of calls."""
+    """Propose that the same bytes of gradients are reduced in a different number of calls."""
     keys = between.select_rows(
         lambda _, before, after: (
             role_of(before) == role_of(after) == Role.GRADIENTS

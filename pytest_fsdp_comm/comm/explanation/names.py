@@ -1,4 +1,4 @@
-"""Changes of names: of mesh axes, of modules, and of how many a list of modules has."""
+"""Propose renamed axes, renamed modules, and longer or shorter lists of modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_RENAMES: Final = 6
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRenamed(GlobalStep):
-    """All that went over one mesh axis goes over another one, which is new."""
+    """All collectives over one mesh axis moved to another, new axis."""
 
     kind: str = "axis renamed"
     order: ClassVar[int] = 0
@@ -45,7 +45,7 @@ class AxisRenamed(GlobalStep):
 
 
 def propose_axes(between: Between) -> Iterator[Step]:
-    """Axes that have other names."""
+    """Propose renamed axes."""
     old, new = ({axis.name: axis for axis in axes} for axes in between.axes)
     used = {key.axis for key in between.state.row_keys()}
     for gone in sorted(used.intersection(old).difference(new)):
@@ -84,7 +84,7 @@ class Renamed(Step):
 
 
 def propose_names(between: Between) -> Iterator[Step]:
-    """Modules that have other names."""
+    """Propose renamed modules."""
     gone = [owner for owner in between.gone if owner is not None]
     templates = {template(owner) for owner in between.added if owner is not None}
     prefixes: Counter[tuple[str, str]] = Counter()
@@ -199,7 +199,7 @@ class Layers(Step):
 
 
 def propose_layers(between: Between) -> Iterator[Step]:
-    """Lists of modules that are longer or shorter."""
+    """Propose longer or shorter lists of modules."""
     old, new = _lists(between.state), _lists(between.target)
     for prefix in sorted(set(old) & set(new)):
         before, after = _length(old[prefix]), _length(new[prefix])

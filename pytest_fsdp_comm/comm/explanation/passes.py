@@ -1,4 +1,4 @@
-"""What happened to phases, to axes and to activations; see Note [Evidence of a proposal]."""
+"""Propose steps about phases, axes and activations; see Note [Evidence of a proposal]."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NORM: Final = "_NormPartial("
 
 
 def propose_of_passes(between: Between) -> Iterator[Step]:
-    """Steps about phases, axes and activations."""
+    """Propose steps about phases, axes and activations."""
     for propose in (_axes, _recomputed, _sequence_parallel, _phases):
         for came in (True, False):
             yield from propose(between, came=came)
@@ -170,7 +170,7 @@ def _phase(
     came: bool,
 ) -> Iterator[Step]:
     old, new = between.origin[None], between.target[None]
-    # Without any gradients, there are no norms of them, whatever computes norms.
+    # If nothing reduces gradients any more, lost norms follow from that.
     was_reduced, is_reduced = (
         any(content.reductions for content in state.values())
         for state in (between.origin, between.target)

@@ -1,4 +1,4 @@
-"""Finds the steps that lead from one profile to another, the shortest exact way first; and why."""
+"""Search for the cheapest exact list of steps from one profile to another."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from pytest_fsdp_comm.comm.explanation.steps import WRITES, Step
 from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 
-# Note [Search]: a beam search. A path is a list of steps and the states after them; it costs the
-# lines of its steps and those that would still have to be told, so that a step is taken only if it
-# saves more than it costs. Of the paths to one state the cheapest is followed, but one that would
-# be told only if it is exact, and each set of steps is tried in one order, that of `Step.order`. At
-# the end the cheapest path is told that is exact in what it claims (see Note [Exactness]), also if
-# it does not reach the target; no steps at all always are, so that there is one.
+# Note [Search]: a beam search. A path is a list of steps with the states after them. Its cost is
+# that of its steps plus that of the rows still left over, so a step is added only if it saves more
+# than it costs. Of several paths to one state, the search follows the cheapest, but prefers an
+# exact one if no rows are left over. Each set of steps is tried once, in `Step.order`. The result
+# is the cheapest path whose claims are exact (see Note [Exactness]), even if rows are left over.
+# The empty path is always exact, so there is a result.
 
 BEAM: Final = 5
-"""Paths that are followed at once. In `tests/regressions`, both ways, 2 tell what 5 tell; where
-three things changed at once, such as DDP that became HSDP, 4 lose what 5 tell."""
+"""Paths kept after each round. In `tests/regressions`, 2 find the same as 5; for three changes at
+once, such as DDP that became HSDP, 4 find less than 5."""
 DEPTH: Final = 6
-"""The most steps of an explanation."""
+"""Maximum number of steps of an explanation."""
 _LEAST_COST: Final = 1.5
 _COLLECTIVE_COST: Final = 4.0
-"""Of telling one row that is left over."""
+"""Cost of one leftover row of a collective."""
 _OTHER_COST: Final = 1.0
 
 _PROPOSALS: Final = (
@@ -69,18 +69,18 @@ _PROPOSALS: Final = (
     (5, propose_of_passes),
     (5, propose_of_units),
 )
-"""Each with the highest `Step.order` of what it proposes."""
+"""Proposal functions, each with the highest `Step.order` that it proposes."""
 
 
 Subject: TypeAlias = Literal["ahead", "is_async"]
 """The field of `Calls` that changed."""
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
-"""Each value with its share of the calls, ascending; their count may differ for other reasons."""
+"""Each value with its share of the calls, ascending: shares, as counts may change as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingChange:
-    """Calls of some owners are issued earlier or later, or waited for differently."""
+    """Calls of some owners are issued earlier or later, or became (a)synchronous."""
 
     subject: Subject
     key: RowKey
@@ -92,16 +92,16 @@ class TimingChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What turns the old profile into the new one."""
+    """The steps that turn the old profile into the new one, and the rows left over."""
 
     steps: tuple[Step, ...]
-    """In the order in which they are applied."""
+    """In the order of application."""
     is_exact: bool
     before: tuple[Row, ...]
-    """What the steps leave over, as it is after them: only owners that still differ."""
+    """Rows of the owners that still differ after the steps: the old rows, changed by the steps."""
     after: tuple[Row, ...]
     timings: tuple[TimingChange, ...]
-    """Of rows that both profiles have, what differs in when they are issued."""
+    """Timing differences of rows that both profiles have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ class _Search:
             for owner in owners_that_differ(state, self.target)
         }
         pairs = {(old, new) for _, old, new in groups}
-        # Modules of other names that differ alike share lines, which name them all.
+        # Modules with equal differences share lines, which name all of them.
         return sum(map(self._cost_between, pairs)) + 0.5 * (len(groups) - len(pairs))
 
     def _cost_between(self, pair: tuple[Content, Content]) -> float:
@@ -165,7 +165,7 @@ class _Search:
 
 
 def explain(old: CommProfile, new: CommProfile) -> Explanation:
-    """Find the cheapest explanation that is exact in what its steps claim; see Note [Search]."""
+    """Find the cheapest explanation whose steps are exact; see Note [Search]."""
     search = _Search(old, new)
     frontier = [_Path(states=(search.old,), steps=(), cost=search.cost_left(search.old))]
     done = list(frontier)
@@ -198,22 +198,22 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
     )
 
 
-# Note [Exactness]: steps are told only if all of this holds, so that a user may take each sentence
-# at its word, also where other rows are left over:
-# 1. What a step changed is right at the end.
-# 2. Where a step claims something, nothing is different at the end.
+# Note [Exactness]: users can rely on each sentence, even if other rows are left over, because steps
+# are reported only if:
+# 1. Rows that a step changed equal those of the new profile in the end.
+# 2. So do all rows that a step claims.
 # 3. No two steps write the counts, or the sizes, of one row.
-# 4. No step changes only rows that another one wrote.
-# 5. What is said of everything holds for two rows at least.
-# 6. No step says of other units that they are as before where another one says otherwise.
+# 4. No step changes only rows that another step wrote.
+# 5. A step about all modules changes at least two rows.
+# 6. No step reports other units as unchanged if another step changes them.
 
 _NAMES: Final = 1
-"""Up to which order steps change names, and with them every row."""
+"""Steps up to this order change names, and with them every row."""
 _OF_UNITS: Final = frozenset({"called", "unit", "unit sizes", "split off", "regrouped"})
 
 
 def is_exact(states: Sequence[State], steps: Sequence[Step], target: State) -> bool:
-    """Whether steps, with the states before and after each, are exact in all that they claim."""
+    """Whether steps are exact; `states` are those before the first step and after each."""
     kinds = [step.kind for step in steps]
     if "unit" in kinds and sum(kind in _OF_UNITS for kind in kinds) > 1:
         return False
@@ -236,7 +236,7 @@ def _calls_that_differ(*sides: Rows) -> set[Calls]:
 def _are_apart(
     states: Sequence[State], steps: Sequence[Step], wrong: set[tuple[Owner, RowKey]]
 ) -> bool:
-    """Whether each step alone is right about the rows that it changes: 1, 3, 4 and 5."""
+    """Check each step by the rows that it changes: conditions 1, 3, 4 and 5."""
     written: defaultdict[str, set[tuple[Owner, RowKey]]] = defaultdict(set)
     for before, step, after in zip(states, steps, states[1:], strict=False):
         if step.order <= _NAMES:
@@ -259,7 +259,7 @@ def _places(found: Sequence[Alike]) -> set[tuple[Owner, RowKey]]:
 def find_timing_changes(
     old: CommProfile, new: CommProfile, steps: Sequence[Step]
 ) -> tuple[TimingChange, ...]:
-    """Compare the rows that both profiles have, by the names that steps give them."""
+    """Compare the timing of rows that both profiles have, after renames by the steps."""
     rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
     found: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
     for row in old.collectives:

@@ -301,14 +301,9 @@ def _calls(
     is_new: bool = False,
     is_change: bool = False,
 ) -> str:
-    """Word by how much the calls of a rank differ; empty if they do not.
+    """Word the calls that a step adds, ``3 calls, 30.0 KiB in total``; empty for none.
 
-    Args:
-        step: The step whose rows are counted.
-        includes: Whether to count a call.
-        owners: The modules to count; all of the step if empty.
-        is_new: Ignore the rows before the step.
-        is_change: Write ``+3 calls, +30.0 KiB`` instead of ``3 calls, 30.0 KiB in total``.
+    With `is_change`, ``+3 calls, +30.0 KiB``. `is_new` ignores the rows before the step.
     """
     amounts: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)  # by the ranks of rows
     is_sized = True
@@ -361,11 +356,8 @@ def _with_calls(text: str, calls: str) -> str:
 
 
 def _sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
-    """Word bytes before and after, the largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``.
-
-    Args:
-        sizes: 0 for a module with calls of several sizes.
-    """
+    """Word bytes before and after, the largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
+    # Bytes are 0 for a module with calls of several sizes.
     owners: dict[tuple[int, int], list[Owner]] = {}
     for owner, nbytes in sizes.items():
         owners.setdefault(nbytes, []).append(owner)

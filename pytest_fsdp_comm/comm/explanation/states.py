@@ -1,4 +1,4 @@
-"""What the search looks at: what each module does on both sides, and what of it differs."""
+"""States of the search: the rows of each module on both sides, and their differences."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _T = TypeVar("_T")
 
 Owner: TypeAlias = str | None
 Rows: TypeAlias = "tuple[Row, ...]"
-"""The rows of one key, without owner and sites: several where ranks differ, none if it has none."""
+"""The rows of one key, without owner and sites; several if ranks differ."""
 
 
 class Content:
-    """All that one module does, made by `Pool` alone; see Note [Contents]."""
+    """The rows of one module. Only `Pool` creates contents; see Note [Contents]."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         held: defaultdict[RowKey, list[Row]] = defaultdict(list)
@@ -57,7 +57,7 @@ class Content:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Bytes of one gather of a unit in forward; 0 if it has several sizes or none."""
+        """Bytes of each gather of a unit in forward; 0 for no gathers or several sizes."""
         gathers = self.gathers[Phase.FORWARD].values()
         return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)
 
@@ -93,7 +93,7 @@ NOTHING: Final = Content(())
 
 
 class State(dict[Owner, Content]):
-    """The content of each module that does anything; `NOTHING` of any other."""
+    """The content of each module with rows; `NOTHING` for other modules."""
 
     def __missing__(self, owner: Owner) -> Content:
         return NOTHING
@@ -103,7 +103,7 @@ class State(dict[Owner, Content]):
 
 
 class Pool:
-    """Makes each content once; see Note [Contents]."""
+    """Create each content once; see Note [Contents]."""
 
     def __init__(self) -> None:
         self._contents: dict[frozenset[Row], Content] = {frozenset(): NOTHING}
@@ -117,7 +117,7 @@ class Pool:
 
     def state(self, profile: CommProfile) -> State:
         held: defaultdict[Owner, list[Row]] = defaultdict(list)
-        # Rows of equal layers have equal calls, which are long to hash and to take apart.
+        # Equal layers have equal calls, which are slow to hash and to copy.
         known: dict[object, Row] = {}
         for row in profile.rows:
             place = row.key, row.calls, row.ranks
@@ -136,7 +136,7 @@ class Pool:
 
 
 def rows_in(state: State, owners: Iterable[Owner]) -> tuple[Row, ...]:
-    """The rows of some modules, as those of a profile."""
+    """Return the rows of some modules in the order of a profile."""
     return sort_rows(
         replace(row, owner=owner)
         for owner in owners
@@ -185,20 +185,20 @@ def is_part(some: Rows, rows: Rows) -> bool:
 
 
 def sole(values: Iterable[_T], otherwise: _T) -> _T:
-    """The one value that all of them are; another if they are several, or none."""
+    """Return the value that all `values` equal, or `otherwise` for none or several values."""
     found = set(values)
     return found.pop() if len(found) == 1 else otherwise
 
 
 def role_of(rows: Rows) -> str:
-    """The role of all calls; empty if they have several, or none."""
-    # DDP sends its map beside gradients, whatever happens to them.
+    """Return the role of all calls; empty for no role or several roles."""
+    # Ignore the map of unused parameters that DDP sends next to gradients.
     beside = Role.UNUSED_PARAMETERS
     return sole((call.role for call in calls_of(rows) if call.role != beside), "")
 
 
 def sizes_of(before: Rows, after: Rows) -> tuple[int, int] | None:
-    """Bytes of a call on both sides; None if either has calls of several sizes, or none."""
+    """Return the bytes per call on both sides; None if a side has no calls or several sizes."""
     old, new = (sole((call.nbytes for call in calls_of(rows)), -1) for rows in (before, after))
     return None if -1 in {old, new} else (old, new)
 
@@ -214,40 +214,40 @@ def is_of_parameters(_key: RowKey, call: Calls) -> bool:
 
 
 def is_of_unit(key: RowKey, call: Calls) -> bool:
-    """Whether it is what a unit of FSDP does to be gathered."""
+    """Whether a call gathers or reshards an FSDP unit."""
     return call.role == Role.PARAMETERS or key.subject == "reshard"
 
 
 def is_of_whole_unit(key: RowKey, call: Calls) -> bool:
-    """Whether it is what a unit of FSDP does to be gathered and reduced."""
+    """Whether a call gathers, reshards or reduces an FSDP unit."""
     return is_of_parameters(key, call) or key.subject == "reshard"
 
 
 def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
-    """Whether it is about gradients of parameters: their redistributions say so by company."""
+    """Whether a call is about gradients; a redistribution is if only gradients are sent with it."""
     if key.subject != "redistribution" or key.phase is Phase.FORWARD:
         return call.role == Role.GRADIENTS
     beside = {other.role for at, other in content.calls() if at.phase is key.phase}
     return Role.GRADIENTS in beside and Role.ACTIVATIONS not in beside
 
 
-# Note [Both ways]: most changes have a mirror image: freed or kept after forward, split off or
-# merged. One function proposes both: `came` says whether the target has something that the state
-# lacks, `sides` and `select` swap the two accordingly, and only the sentences and causes differ.
+# Note [Both ways]: most changes have a reverse, such as split off and merged. One function proposes
+# both. `came` is True if the target has something that the state lacks; `sides` and `select` swap
+# the two accordingly. Only sentences and causes differ.
 
 
 class Alike(NamedTuple):
-    """What differs in some modules."""
+    """Modules with the same difference."""
 
     owners: list[Owner]
     old: Content
     new: Content
     rows: list[tuple[RowKey, Rows, Rows]]
-    """Those that differ, on both sides."""
+    """The keys that differ, with the rows of both sides."""
 
 
 class Between:
-    """Two states, and what differs between them."""
+    """Two states and their differences."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class Between:
         self.state = state
         self.target = target
         self.origin = origin
-        """What the first step began with."""
+        """The state before the first step."""
         self.axes = axes
         """Of the old and the new profile."""
         self.owners = owners_that_differ(state, target)
@@ -302,7 +302,7 @@ class Between:
 
 
 def differences(old: State, new: State) -> list[Alike]:
-    """What differs between two states, once for all modules in which the same does."""
+    """Return the differences of two states, grouped by modules with the same difference."""
     alike: dict[tuple[Content, Content], list[Owner]] = {}
     for owner in owners_that_differ(old, new):
         alike.setdefault((old[owner], new[owner]), []).append(owner)
@@ -318,17 +318,17 @@ def differences(old: State, new: State) -> list[Alike]:
 
 
 def owners_that_differ(old: State, new: State) -> list[Owner]:
-    """The modules that do not do the same in two states."""
+    """Return the modules whose content differs between two states."""
     return [owner for owner in {**old, **new} if old[owner] is not new[owner]]
 
 
 def keys_that_differ(old: Content, new: Content) -> Iterator[RowKey]:
-    """The rows of a module that differ between two contents."""
+    """Iterate over the keys whose rows differ between two contents."""
     return (key for key in {**old.rows, **new.rows} if old.row(key) != new.row(key))
 
 
 def sort_owners(owners: Iterable[Owner]) -> tuple[Owner, ...]:
-    """Each module once, in natural order; what serves no module comes last."""
+    """Return each module once, in natural order, None last."""
     return tuple(sorted(set(owners), key=lambda name: (name is None, natural_key(name or ""))))
 
 

@@ -1,4 +1,4 @@
-"""What an explanation is made of: changes of contents, as data."""
+"""Steps: changes that explain a diff, as data."""
 
 from __future__ import annotations
 
@@ -23,41 +23,40 @@ from pytest_fsdp_comm.comm.explanation.states import (
 )
 from pytest_fsdp_comm.comm.profile import Row, RowKey
 
-# Note [Steps]: a step tells an effect: what is different, not why. It is exact or it is not told:
-# what it changed must be right at the end, and so must what it `claims` of all modules. A
-# `GlobalStep` and its like, in `names` and `amounts`, can be applied to any state. A `Replaced` has
-# its rows from the new profile: see Note [Evidence of a proposal] in `units`. `sentences` puts all
-# of them into words, and `causes` says why they may have come about.
+# Note [Steps]: a step describes an effect, not its cause. It is reported only if it is exact: the
+# rows that it changes, and all rows that it `claims`, must equal those of the new profile in the
+# end. A `GlobalStep`, as in `names` and `amounts`, computes new rows from any state. A `Replaced`
+# copies its rows from the new profile: see Note [Evidence of a proposal] in `units`. `sentences`
+# words all steps, and `causes` looks for their causes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What two trees say of the units that both have; names as those of owners."""
+    """Changes of the units that both trees have; named as owners are."""
 
     units: frozenset[str]
     frozen: frozenset[str] = frozenset()
-    """Those whose trainable parameters are all frozen now."""
+    """Units whose trainable parameters are all frozen now."""
     partly_frozen: frozenset[str] = frozenset()
-    """Those of which some parameters are frozen now, and others trainable."""
+    """Units with both frozen and trainable parameters now."""
     thawed: frozenset[str] = frozenset()
-    """Those of which some parameters are trainable now that were frozen."""
+    """Units with parameters that were frozen and are trainable now."""
     trainable: frozenset[str] = frozenset()
     """Units of either tree, and modules, that have trainable parameters now."""
     policies: Mapping[str, str]
-    """As `tree.profile.policy_change` words it, of those with another policy after forward."""
+    """Text of `tree.profile.policy_change`, for units whose policy after forward changed."""
     new_roots: frozenset[str] = frozenset()
     lost_root: str = ""
-    """Why they are roots, as `tree.profile.lost_root` words it."""
+    """Text of `tree.profile.lost_root`: why units became roots."""
     prefetching: frozenset[str] = frozenset()
-    """Fields of `tree.profile.UnitFacts` that say what is gathered early, and differ."""
+    """Fields of `tree.profile.UnitFacts` about prefetching that differ."""
     is_other_dtype: bool = False
     is_other_policy: bool = False
-    """Whether units that both have got another mixed precision."""
+    """Whether the mixed precision of a unit changed."""
     is_other_shape: bool = False
-    """Whether a parameter has another shape, came or went."""
+    """Whether a parameter changed its shape, was added or was removed."""
     is_reduce_dtype_unset: bool = False
-    """Whether, on both sides, all units with a `param_dtype` are FSDP2's, and set no
-    `reduce_dtype`."""
+    """Whether all units with a `param_dtype` use FSDP2 and set no `reduce_dtype`, on both sides."""
 
 
 WRITES: Final[Mapping[str, str]] = {
@@ -65,7 +64,7 @@ WRITES: Final[Mapping[str, str]] = {
     # Bytes follow the type, so one step alone writes either.
     **dict.fromkeys(("sizes", "dtype", "unit sizes", "part reduced", "gradient sizes"), "sizes"),
 }
-"""What of a row steps write, which two of them must not do; the whole of it for other kinds."""
+"""The part of a row that each kind of step writes; other kinds write whole rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,28 +73,28 @@ class Step:
 
     kind: str
     order: ClassVar[int] = 5
-    """Steps are applied in this order: names first, single modules last."""
+    """Steps are applied in ascending order: names first, single modules last."""
 
     @property
     def description_cost(self) -> float:
-        """What telling it costs, in lines: 4 is a line of a collective that is left over."""
+        """Cost of reporting the step; a leftover row of a collective costs 4."""
         return 2.0
 
     def apply(self, state: State, pool: Pool) -> State:
-        """The state after it."""
+        """Return the state after the step."""
         raise NotImplementedError
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Whether it speaks about a call, of the old profile after it or of the new one."""
+        """Whether the step's sentence covers a call of the state after it, or of the new side."""
         return False
 
     def includes(self, owner: Owner) -> bool:
-        """Whether it changes anything of a module."""
+        """Whether the step changes a module."""
         return True
 
 
 class GlobalStep(Step):
-    """A step that changes rows alike in all modules."""
+    """A step that changes the rows of all modules in the same way."""
 
     def apply(self, state: State, pool: Pool) -> State:
         made: dict[Content, Content] = {}
@@ -111,22 +110,22 @@ class GlobalStep(Step):
         return after
 
     def change(self, row: Row, content: Content) -> Row:
-        """A row after the step."""
+        """Return a row after the step."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced(Step):
-    """Some rows of some modules are others; see Note [Steps]."""
+    """Some rows of some modules are replaced; see Note [Steps]."""
 
     came: bool = True
-    """False where it is what `kind` says the other way round."""
+    """False for the reverse of `kind`, such as merged instead of split off."""
     rows: Mapping[Owner, Mapping[RowKey, Rows]]
-    """What the new profile has for each of these rows; empty where it has none."""
-    # These tell no two steps apart.
+    """The new profile's rows for each key; empty if it has none."""
+    # Steps that differ only in these two fields are equal.
     was: Mapping[Owner, Mapping[RowKey, Rows]] = field(compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """What else its sentence and its cause need, by names that its proposal gives."""
+    """Facts for the sentence and the cause, by the names that the proposal sets."""
 
     @property
     def owners(self) -> tuple[Owner, ...]:
@@ -138,7 +137,7 @@ class Replaced(Step):
     @cached_property
     def description_cost(self) -> float:
         kinds = {(template(owner or ""), *rows) for owner, rows in self.rows.items()}
-        # More where another step would say more.
+        # Prefer steps that report more than these two kinds.
         return 1.5 + 0.5 * len(kinds) + 0.5 * (self.kind in {"regrouped", "unit"})
 
     def apply(self, state: State, pool: Pool) -> State:
@@ -153,13 +152,13 @@ class Replaced(Step):
         return after
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # Two sentences say that forward, or what other units gather in it, is as before.
+        # These two sentences report that forward, or gathers of other units in it, are unchanged.
         is_meant = self.kind == "phase" or (self.kind == "unit" and is_gather(key, call))
         return is_meant and key.phase is Phase.FORWARD
 
 
 def sent_rows(side: Mapping[Owner, Mapping[RowKey, Rows]]) -> Iterator[Row]:
-    """The rows of collectives on one side of a step."""
+    """Iterate over the rows of collectives on one side of a step."""
     rows = chain.from_iterable(held.values() for held in side.values())
     return (row for row in chain.from_iterable(rows) if row.axis)
 
@@ -172,8 +171,8 @@ def replaced(
     came: bool = True,
     **facts: Any,
 ) -> Iterator[Replaced]:
-    """The step that writes the target's rows where they differ; none if no rows are given."""
-    # Modules in which the same differs share what is written.
+    """Yield the step that copies differing rows from the target; none if `keys` is empty."""
+    # Modules with equal differences share one mapping.
     shared: dict[tuple[object, ...], list[dict[RowKey, Rows]]] = {}
     sides: dict[Owner, list[dict[RowKey, Rows]]] = {}
     for owner, wanted in keys.items():

@@ -1,4 +1,4 @@
-"""What of a change breaks training, whatever it costs; see Note [Training]."""
+"""Find changes that break training; see Note [Training]."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _AFTER_FORWARD: Final = frozenset({Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingChange:
-    """A change of how the gradients of some modules are reduced."""
+    """A change in the reduction of some modules' gradients that breaks training."""
 
     problem: Problem
     owners: tuple[Owner, ...]
@@ -55,11 +55,11 @@ class TrainingChange:
     """The ranks, times or types of the snapshot; empty where nothing is reduced now."""
     after: str = ""
     was: Volume
-    """What the snapshot has over these axes, on the rank with the most."""
+    """The gradients that the snapshot reduces over these axes, on the rank with the most."""
     now: Volume
 
     def covers(self, owners: Iterable[Owner], key: RowKey, calls: Iterable[Calls]) -> bool:
-        """Whether it says all that is to be said of calls."""
+        """Whether the change already reports everything about these calls."""
         is_of_gradients = all(call.role == Role.GRADIENTS for call in calls)
         is_reduced = key.axis in self.axes and key.what in REDUCING
         is_covered = is_of_gradients and is_reduced and set(owners) <= set(self.owners)
@@ -73,7 +73,7 @@ def find_training_changes(
     trees: Evidence | None,
     of_torch: Collection[Step] = (),
 ) -> tuple[TrainingChange | Step, ...]:
-    """Find what breaks training, worst first: steps, but `of_torch`, and what else rows prove."""
+    """Find the steps (but `of_torch`) and other changes that break training, worst first."""
     training = _Training(_Side(old, new, steps), _Side(new, new), trees)
     # Other ranks reduce over other axes anyway.
     is_same_world = (old.world_size, old.recorded_ranks) == (new.world_size, new.recorded_ranks)
@@ -99,7 +99,7 @@ def find_training_changes(
 
 
 def says(training: Iterable[TrainingChange | Step], step: Step) -> bool:
-    """Whether a step is among what breaks training, or says nothing else."""
+    """Whether a step is in `training`, or a change there reports the same."""
     return any(
         _says_all(one, step) if isinstance(one, TrainingChange) else one is step for one in training
     )
@@ -118,7 +118,7 @@ def _says_all(change: TrainingChange, step: Step) -> bool:
 
 
 def _problem_of(step: Step) -> Problem | None:
-    """The problem that the sentence of a step names; None for none."""
+    """Return the problem that a step's sentence names, or None."""
     match step:
         case Replaced(kind="reduced" | "reduced by more" | "used in backward" | "unit", came=False):
             return "unreduced"
@@ -132,7 +132,7 @@ def _problem_of(step: Step) -> Problem | None:
 
 
 def _is_said(problem: Problem, owner: Owner, step: Step) -> bool:
-    """Whether a step says of a module what the problem is."""
+    """Whether a step already reports the problem of a module."""
     if isinstance(step, Counts):
         return problem == "times"
     return step.kind != "phase" and _problem_of(step) == problem and step.includes(owner)
@@ -149,7 +149,7 @@ class _Side:
         self.reduced: defaultdict[Owner, defaultdict[str, list[Row]]]
         self.reduced = defaultdict(lambda: defaultdict(list))
         self.units: defaultdict[Owner, list[Row]] = defaultdict(list)
-        self.work: list[Row] = []  # what ranks send that work on one batch together
+        self.work: list[Row] = []  # collectives of ranks that share a batch
         renames = [step for step in steps if isinstance(step, Renamed)]
         for row in profile.rows:
             owner = row.owner
@@ -174,7 +174,7 @@ class _Side:
         return prod(self.sizes.get(axis, 1) for axis in axes)
 
     def num_gradients(self, owner: Owner) -> int:
-        """How many gradients a module reduces, however often."""
+        """Count the gradient elements that a module reduces, however often."""
         sizes: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
         for row in chain.from_iterable(self.reduced.get(owner, {}).values()):
             for call in _gradients(row):
@@ -219,7 +219,7 @@ def _gradients(row: Row) -> list[Calls]:
 def _sole(rows: Iterable[Row], field: str) -> str | None:
     """A field that all gradients have in common; None if they differ."""
     values: set[str] = {getattr(call, field) for row in rows for call in _gradients(row)}
-    # Where some of them miss the last backward, that is said of all.
+    # If some gradients miss the last backward, report that for all of them.
     return max(values) if field == "backwards" else sole(values, None)
 
 
@@ -237,7 +237,7 @@ def _volume(rows: Iterable[Row]) -> Volume:
 
 
 _Found: TypeAlias = tuple[Problem, tuple[str, ...], str, str]
-"""A problem with axes, and what was before and is now."""
+"""A problem, its axes, and the values before and after."""
 
 
 class _Training:
@@ -249,7 +249,7 @@ class _Training:
         }
 
     def problems(self) -> Iterator[tuple[Owner, _Found]]:
-        """What is wrong with the gradients of each module."""
+        """Yield the problems with the gradients of each module."""
         old, new = self.old, self.new
         is_known = self.trees is not None and self.trees.units
         if old.has_units and not (new.has_units or new.reduces or is_known):

@@ -1,4 +1,4 @@
-"""What happened to units of FSDP: how they are gathered, and which there are."""
+"""Propose steps about FSDP units: which exist, and how they are gathered and reduced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pytest_fsdp_comm.comm.profile import RowKey
 
 
 def propose_of_units(between: Between) -> Iterator[Step]:
-    """Steps about how some units are gathered and reduced."""
+    """Propose steps about how some units are gathered and reduced."""
     yield from _unit_sizes(between)
     yield from _gathered_elsewhere(between)
     yield from propose_reductions(between)
