@@ -89,10 +89,7 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
 
 
 def read_dump(path: Path, *, until: float) -> list[StackFrame]:
-    """Wait for `faulthandler` to dump a stack; return its frames, innermost first.
-
-    Empty if there is no dump at `until`, in terms of `time.monotonic`.
-    """
+    """Wait for `faulthandler`'s dump until a `time.monotonic`; return its frames, if any."""
     text = ""
     unchanged = 0
     while True:

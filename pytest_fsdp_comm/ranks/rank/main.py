@@ -66,9 +66,8 @@ class RankTemplate:
         for item in session.items:
             if SETTINGS in item.stash:
                 _ = item.location  # pytest caches it
-        # Without freeze, a rank's first full collection visits a million objects and copies their
-        # pages. Freeze garbage too: its finalizers belong to the pytest process, and freeing it
-        # would leave holes in pages, which ranks would fill and so copy.
+        # Without this, a rank's first collection visits a million objects and copies their pages.
+        # Freeze garbage too: freeing it would run finalizers, and leave holes that ranks fill.
         gc.freeze()
         gc.collect()  # empties the interpreter's free lists, which each rank would do otherwise
 

@@ -38,8 +38,7 @@ _TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
 
 
 def _takes_output(when: str) -> Any:
-    # Innermost, so that a process that the phase forked ends before other hooks run. The output is
-    # not read when pytest makes a report, since subtests make reports within the call.
+    # Innermost, so that a process that the phase forked ends before other hooks run.
     @pytest.hookimpl(wrapper=True, trylast=True, specname=f"pytest_runtest_{when}")
     def hook(self: RankPlugin, item: pytest.Item) -> Generator[None, Any, Any]:
         __tracebackhide__ = True

@@ -192,10 +192,7 @@ def _loaded(result: RankResult, load: LoadReport) -> _Ran:
 
 
 def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
-    """Return a text that identifies a subtest among those of its test.
-
-    Also restores the arguments in `report` from the serialized `data`: loading quoted them twice.
-    """
+    """Return a text that identifies a subtest; restore its arguments, which loading has quoted."""
     context: Any = getattr(report, "context", None)
     if _CONTEXT not in data or not {"msg", "kwargs"} <= data[_CONTEXT].keys() or context is None:
         raise upstream.moved_error(

@@ -60,10 +60,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
-    """Kill and reap all children except `spared`, and orphans; return the pids that remain.
-
-    Cleaners get some seconds more than `within_s`.
-    """
+    """Kill and reap all children except `spared`, and orphans; return the pids that remain."""
     spared = set(spared)
     remaining: set[int] = set()
     until = time.monotonic() + within_s

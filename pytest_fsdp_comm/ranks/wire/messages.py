@@ -23,10 +23,7 @@ class NextTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetSpec:
-    """Describes a rank set to its processes.
-
-    A fork server gets it before a `StartRank` for each rank. Launched ranks get one after another.
-    """
+    """Describes a rank set to its processes; for a fork server, `StartRank` messages follow."""
 
     item_index: int
     """The first test, by its index in the session's items."""
