@@ -217,15 +217,11 @@ def _of_replaced(step: Replaced) -> str:
             calls = _calls(step, is_gather) if step.came else ""
             return _with_calls(f"{who} {now}{no_longer}gathered in backward", calls)
         case "sharded" if step.came:
-            return (
-                f"{who} sharded instead of replicated: parameters gathered, gradients "
-                "reduce-scattered"
-            )
+            gathered = "parameters gathered, gradients reduce-scattered"
+            return f"{who} sharded instead of replicated: {gathered}"
         case "sharded":
-            return (
-                f"{who} replicated instead of sharded: gradients all-reduced, parameters no "
-                "longer gathered"
-            )
+            reduced = "gradients all-reduced, parameters no longer gathered"
+            return f"{who} replicated instead of sharded: {reduced}"
         case "split off":
             parts = name_modules(facts["modules"])
             parents = f"unit{'s' * (len(facts['parents']) > 1)} {name_owners(facts['parents'])}"
@@ -340,11 +336,9 @@ def _calls(
         if volume.count
     ]
     if len(texts) > _MAX_GROUPS:
-        fewest, most = (
-            choose(abs(volume.count) for volume in ranks_by_amount) for choose in (min, max)
-        )
-        least = f"{fewest} to " if fewest < most else ""
-        texts = [f"{least}{counted(most, 'call')} on each of {name_ranks(ranks_with_rows)}"]
+        counts = [abs(volume.count) for volume in ranks_by_amount]
+        least = f"{min(counts)} to " if min(counts) < max(counts) else ""
+        texts = [f"{least}{counted(max(counts), 'call')} on each of {name_ranks(ranks_with_rows)}"]
     if everywhere.count:
         where = f" on each rank except {write_ranks(ranks_with_rows)}" if ranks_with_rows else ""
         texts.append(f"{amount_of(everywhere)}{where}")
@@ -440,6 +434,5 @@ def _prefetching(was: Shares, now: Shares) -> tuple[str, str]:
     if fewest_was == 0 < fewest:
         return "", "now always prefetched"
     mean_was, mean = (sum(ahead * share for ahead, share in side) for side in (was, now))
-    if mean == mean_was:
-        return "", "prefetched at other times"
-    return "", "prefetched later" if mean < mean_was else "prefetched earlier"
+    how = "later" if mean < mean_was else "earlier" if mean > mean_was else "at other times"
+    return "", f"prefetched {how}"
