@@ -130,8 +130,8 @@ def test_lm_head_gathered_per_loss_chunk_is_explained(llama):
     )
     assert lines[4] == "tree: lm_head: becomes a unit of its own (fsdp2)"
     assert lines[-2:] == [
-        "likely: called several times in one forward, as by a loss in chunks: unshard it once "
-        "around the calls, or leave it in its parent's unit",
+        "likely: called several times in one forward, e.g. by a chunked loss: call unshard() "
+        "once before, or leave it in its parent's unit",
         ACCEPT,
     ]
     # In the picture, lines are broken at spaces, and each begins with pytest's E.

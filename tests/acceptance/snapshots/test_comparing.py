@@ -677,7 +677,7 @@ def test_unrewritten_assertion_is_explained(recorded, way):
     result.stdout.fnmatch_lines(
         [
             f"*comm_mode differs from {COMM}",
-            "*parameter sizes changed: {0..1} 256 B -> 1.0 KiB per gather",
+            "*parameter sizes changed: modules {0..1} 256 B -> 1.0 KiB per gather",
             "*accept: pytest --snapshot-update *test_it.py::test_step*",
             "FAILED test_it.py::test_step - parameter sizes changed: *",
         ]
@@ -711,7 +711,7 @@ def test_artifacts_that_cannot_be_kept_cost_no_story(recorded):
     result.assert_outcomes(failed=1, warnings=1)
     result.stdout.fnmatch_lines(
         [
-            "*parameter sizes changed: {0..1} 256 B -> 1.0 KiB per gather*",
+            "*parameter sizes changed: modules {0..1} 256 B -> 1.0 KiB per gather*",
             "*PytestWarning: --comm-artifacts: cannot write the recording (*Not a directory: "
             "'*art/received/test_it'), so `fsdp-comm accept` cannot accept it",
             "FAILED test_it.py::test_step - parameter sizes changed: *",
