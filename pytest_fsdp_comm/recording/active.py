@@ -70,7 +70,6 @@ _STARTED_IN: Final = "_fsdp_comm_recordings"
 _lock = threading.Lock()
 _recorders: tuple[Recorder, ...] = ()
 
-
 # Checked in torch 2.6 to 2.15.
 _is_stashed: Callable[[str], bool] = look_up("torch._C", "_is_key_in_tls")
 _stashed: Callable[[str], tuple[Recorder, ...]] = look_up("torch._C", "_get_obj_in_tls")
@@ -129,8 +128,7 @@ def under_way(recorder: Recorder) -> Iterator[None]:
 
 
 def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
-    """Return the recordings that record this thread's call, and those that only add a gap."""
-    # See Note [Whose call].
+    """Return the recordings of this call, and those that only add a gap. See Note [Whose call]."""
     if entered():
         return _recorders, ()
     # Not threading.current_thread(), which registers each C++ thread that calls it.

@@ -1,14 +1,11 @@
 """Provide the methods of torch's CommDebugMode, with results from a recording."""
 
-# A module enters the trace with the first operation of its forward; a module without operations is
-# not in it. Traces are not compared with snapshots.
-
 # Note [Answers of CommDebugMode]
 # We fill an instance of torch's class with recorded data, so that torch writes tables, JSON and the
-# tracker, but never enter it. Entered, it would count by global module hooks, which raise an
+# tracker, but never enter it. Once entered, it counts by global module hooks, which raise an
 # IndexError for a module that runs twice and a KeyError for a backward without its forward,
 # attribute prefetched gathers to the running module, list views that they create themselves, and
-# keep the model alive. Modules come from the recording instead.
+# keep the model alive.
 
 from __future__ import annotations
 
@@ -87,10 +84,10 @@ def _traced(module: nn.Module) -> TracedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTrace:
-    """The modules that a block called, and the operations that ran in them."""
+    """The modules in whose forward a block ran operations, and the operations."""
 
     modules: Callable[[], tuple[TracedModule, ...]]
-    """In the order of first operations, callers first; untraced, all modules with a forward."""
+    """In the order of first operations, callers first; all modules if nothing was traced."""
     keys: Callable[[str], tuple[str, ...]]
     """Maps an owner's FQN to CommDebugMode's names of its enclosing modules and itself."""
     operations: Sequence[tuple[str, dict[str, Any]]] | None = None
@@ -146,7 +143,7 @@ class ModuleTracer:
         issuer = self._units.issuer
         if issuer:
             return self._note_module(issuer[0])
-        # Searching the model is slow. The previous operation computed the gradient, in this module.
+        # Avoid a slow search of the model: the previous operation computed this gradient.
         if self._backward.adds_gradient() and self._operations:
             traced, operation = self._operations[-1]
             if operation["is_bw"]:
@@ -418,7 +415,7 @@ class CommDebugAnswers(ABC):
                 modules[module.name]["parameters"] = sharded
             parents[module.name] = {*callers, module.name}
             called.setdefault(callers[-1], []).append(module.name)
-        # Add modules of which only the backward ran in the block.
+        # Add modules whose forward did not run in the block, only their backward.
         for name in (*mode.comm_module_counts, *mode.comm_module_operation_counts):
             if name not in modules:
                 above = name.rpartition(".")[0]

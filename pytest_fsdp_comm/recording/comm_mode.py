@@ -44,8 +44,8 @@ class CommMode(CommDebugAnswers):
     In ``with comm_mode(model):``, FQNs are relative to ``model``; in ``with comm_mode:``, to the
     outermost module that ran. If several outermost modules ran, FQNs in the second begin with
     ``@2``, in the third with ``@3`` and so on, in the order in which they first ran. If none ran,
-    FQNs are as in an earlier block, or relative to the FSDP root. Collectives of other threads are
-    recorded without an owner. The recording stays available until the next block starts.
+    FQNs are relative to the root of an earlier block, or else to the FSDP root. Collectives of
+    other threads have no owner. The recording stays available until the next block starts.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class CommMode(CommDebugAnswers):
 
         Args:
             gather: Exchanges texts between the ranks of the test; the default is for one process.
-            ranks: The ranks that exchange, ascending; empty for only this one.
-            show: Formats a profile for ``str``; None for one line.
-            trace_operations: The default of blocks. Tracing costs more than the rest of recording.
+            ranks: The ranks of the test, ascending; empty if this process is the only one.
+            show: Formats the profile for ``str``; without it, ``str`` returns the ``repr``.
+            trace_operations: Whether blocks trace operations by default. Tracing is slow.
         """
         self._traces_by_default = self._traces = trace_operations
         self._gather = gather
@@ -73,7 +73,7 @@ class CommMode(CommDebugAnswers):
         self._block: RecordedBlock | None = None
         self._estimated: optim.Optimizer | bool = False
         self._estimate: Callable[[], Estimate] | None = None
-        # The number of blocks before the last one whose recording was never read.
+        # Whether the last recording has been read, and the number of earlier ones that never were.
         self._is_read, self._unread_blocks = True, 0
         # The blocks of a test share these two.
         self._backward = BackwardMap()
@@ -95,12 +95,12 @@ class CommMode(CommDebugAnswers):
             trace_operations: Whether the block also records which operations run in which modules,
                 for the tables and JSON of CommDebugMode. None for the default, which is False for
                 the fixture.
-            estimate: An optimizer, or True for none, to fill `estimate`: memory at its peak, and
-                operations. The model must then be an FSDP2 root.
+            estimate: The optimizer, or True if there is none, to provide the attribute `estimate`:
+                the peak of memory, and operations. The model must then be an FSDP2 root.
 
         Raises:
-            RecordingError: It is not a module, two parts have a parameter of the same name, or
-                one part contains another.
+            RecordingError: `model` is not a module, two parts have a parameter of the same name,
+                or one part contains another.
         """
         parts = parts_of(model, given_to="comm_mode", otherwise=", or use `with comm_mode:`")
         self._models = tuple(map(weakref.ref, parts))
@@ -112,10 +112,10 @@ class CommMode(CommDebugAnswers):
     def __enter__(self) -> Self:
         """Start recording.
 
-        Without a process group, every count is 0; only a comparison with a snapshot raises then.
+        Without a process group, every count is 0, and a comparison with a snapshot raises.
 
         Raises:
-            RecordingError: It is recording already, or the model no longer exists.
+            RecordingError: A block is being recorded already, or the model no longer exists.
         """
         if self._running is not None:
             raise RecordingError(
@@ -134,7 +134,7 @@ class CommMode(CommDebugAnswers):
         estimated, self._estimated, self._estimate = self._estimated, False, None
         with contextlib.ExitStack() as block:
             block.enter_context(recorder.watching())
-            # After `watching`: the tracker's wrappers of FSDP's methods must call ours.
+            # After `watching`: FSDPMemTracker's wrappers of FSDP's methods must call ours.
             if estimated is not False:
                 optimizer = None if estimated is True else estimated
                 self._estimate = block.enter_context(estimating(models, optimizer))
@@ -163,7 +163,7 @@ class CommMode(CommDebugAnswers):
                 self._estimate = functools.partial(replace, self._estimate())
             self._block = recorder.finish()
             self._roots = self._block.roots or self._roots
-        # Where warnings are errors, this must not replace the exception that ends the block.
+        # Not after an exception: where warnings are errors, the warning would replace it.
         unseen = [gap.text for gap in self._block.recording.gaps if gap.kind == "unseen"]
         if unseen and kind is None:
             warnings.warn(
@@ -173,7 +173,6 @@ class CommMode(CommDebugAnswers):
             )
 
     def __eq__(self, other: object) -> bool:
-        """Compare the profiles of two recordings; a snapshot compares itself."""
         if isinstance(other, CommMode):
             return self.profile == other.profile
         return NotImplemented
@@ -193,7 +192,6 @@ class CommMode(CommDebugAnswers):
         return f"<CommMode: {counted(count, 'collective')}, {nbytes}>"
 
     def __str__(self) -> str:
-        """The profile of this rank as a table."""
         if self._block is None or self._show is None:
             return repr(self)
         return self._show(self.profile)
@@ -273,12 +271,12 @@ class CommMode(CommDebugAnswers):
         """The counts and bytes of all ranks. Every rank must call it.
 
         Raises:
-            RecordingError: The block still runs; this rank had no process group in it; or earlier
+            RecordingError: The block is still running; it ran without a process group; or earlier
                 blocks were neither compared nor queried.
         """
         if self._running is not None:
             raise RecordingError(
-                "comm_mode was compared with a snapshot inside the block, before the recording is "
+                "comm_mode was compared with a snapshot inside the block, before the recording was "
                 "complete; compare it after the block"
             )
         unread, self._unread_blocks = self._unread_blocks, 0
@@ -309,14 +307,14 @@ class CommMode(CommDebugAnswers):
 
         Raises:
             FsdpCommError: The path does not end with ``.json``.
-            RecordingError: The block still runs, or none has begun.
+            RecordingError: The block is still running, or none has begun.
         """
         name = os.fspath(path)
         if not name.endswith(".json"):
             raise FsdpCommError(f"comm_mode.save writes .json files, got {name!r}")
         if self._running is not None:
             raise RecordingError(
-                "comm_mode was saved inside the block, before the recording is complete; save it "
+                "comm_mode was saved inside the block, before the recording was complete; save it "
                 "after the block"
             )
         recordings = gather_alike(self._gather, "comm_mode.save", self.recording)
@@ -335,7 +333,7 @@ class CommMode(CommDebugAnswers):
 
         Every rank must enter it. The ranks exchange files in the folder of `path`, without using
         the program's process groups, and rank 0 writes `path` on a separate thread. An error of
-        the recorder becomes a warning. In both cases, the program goes on.
+        the recorder becomes a warning, and does not stop the program.
 
         Args:
             model: As in ``comm_mode(model)``.

@@ -73,7 +73,7 @@ def _can_be_taken_apart(cls: type) -> bool:
 
 
 def _stand_ins() -> tuple[type, ...]:
-    """Return torch's fake tensor classes, whose operations fail unless the mode runs them."""
+    """Return torch's fake tensor classes, whose operations fail unless their mode runs them."""
     # From sys.modules: if the module is not imported, no such tensor exists.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
@@ -84,18 +84,14 @@ class RedistributionWatch:
 
     def __init__(self, groups: GroupNames) -> None:
         self._groups = groups
-        # The list of steps of the last collective's redistribution, and the current step. The list,
-        # because a frame's address may be reused. torch caches one list for equal redistributions,
-        # but a new one starts again at the first step.
+        # torch's list of the redistribution's steps, and the current step. Equal redistributions
+        # share the list, but each starts again at the first step. A frame may reuse an address.
         self.last: tuple[Any, int] | None = None
-        """None after a collective outside a redistribution."""
+        """The last collective's redistribution; None if it was outside one."""
 
     def note_collective(self, variables: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Note a collective, from the local variables of its redistribution.
-
-        Returns:
-            Fields of `events.Redistribution` for its first collective, None for later ones.
-        """
+        """Return a redistribution's fields at its first collective, None at later ones."""
+        # `variables` are the locals of torch's redistribute_local_tensor.
         try:
             # Checked in torch 2.6, 2.9, 2.11 and 2.13.
             current, target = variables["current_spec"], variables["target_spec"]

@@ -11,8 +11,8 @@
 # The recording watches the dispatcher, the flight recorder the backend. A collective that only the
 # flight recorder has is a gap. The reverse is not, as the flight recorder lacks some backends and
 # kinds. gloo's entries are compared one by one. NCCL coalesces calls into other entries, so its
-# entries only reveal threads that were not recorded at all. Collectives of one size are
-# interchangeable; when some are left over, those of threads that were not recorded are reported.
+# entries only reveal threads that were not recorded at all. Equal collectives are interchangeable:
+# those of recorded threads are matched first, so that the others are reported.
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class Flight:
     """One collective in the flight recorder."""
 
     backend: str
-    """``gloo`` or ``nccl``."""
     group: str
     """Name of the process group; empty under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     description: str
@@ -63,13 +62,11 @@ class Flight:
     sent: tuple[tuple[str, int], ...]
     """Dtype (torch's name) and number of elements of each input tensor."""
     received: tuple[tuple[str, int], ...]
-    """The same for the output tensors."""
     thread_id: int
     """As ``threading.get_ident()``."""
     is_done: bool
     """Whether the backend has finished it, or gloo has failed in it."""
     timeout_s: float = 0.0
-    """The backend's timeout."""
 
     @property
     def nbytes(self) -> int:
@@ -81,11 +78,8 @@ class Flight:
 
 
 def flown(since_ns: int) -> tuple[list[Flight], int]:
-    """Return the collectives of this process since a time of ``time.time_ns()``, in order.
-
-    Returns:
-        The collectives; and, if the buffer may have dropped some, its number of entries, else 0.
-    """
+    """Return the collectives of this process since a time of ``time.time_ns()``, in order."""
+    # Also return the number of entries in the buffer if it may have dropped some, else 0.
     collectives: list[Flight] = []
     num_stored = 0
     for dump in _DUMPS:
@@ -171,14 +165,13 @@ class Witness:
         # Collectives that only the flight recorder has.
         self._unseen: list[Flight] = []
         self.notes: list[str] = []
-        """The collectives that could not be checked, and why."""
 
     def follow(self) -> None:
         self._threads.add(threading.get_ident())
 
     def note_running_threads(self) -> None:
         """Note the recorded threads that still run when the block ends."""
-        # A collective of theirs may return after the block, so it is not recorded.
+        # Their collectives may return after the block, and are then not recorded.
         alive = {thread.ident for thread in threading.enumerate()}
         self._running = alive & self._threads - {threading.get_ident()}
 

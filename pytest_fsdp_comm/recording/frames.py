@@ -1,7 +1,4 @@
-"""Classify stack frames as user, library, torch or our code, and find the user's calling line.
-
-Recordings, simulated ranks and the hang report use it. It imports neither torch nor pytest.
-"""
+"""Classify stack frames, and find the user's calling line, without importing torch or pytest."""
 
 from __future__ import annotations
 
@@ -57,10 +54,8 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def find_caller() -> FrameType | None:
-    """Return the innermost frame of user code, or else of a library; None if there is neither.
-
-    Do not store the frame: it keeps its tensors alive.
-    """
+    """Return the innermost frame of user code, or else of a library; None if there is neither."""
+    # Do not store the frame: it keeps its tensors alive.
     library, frame = None, sys._getframe(1).f_back
     while frame is not None:
         owner = whose(frame.f_code.co_filename)

@@ -118,17 +118,15 @@ class GroupNames:
         }
 
     def groups_and_axes(self, used_keys: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
-        """Return the axes of this rank's groups by key, and the names of all axes.
-
-        The names include axes of meshes that this rank is not in. `used_keys` are the keys of the
-        groups that collectives used; only their names may have a suffix.
-        """
+        """Return the axes of this rank's groups by key, and the names of all axes."""
+        # The names include axes of meshes that this rank is not in. `used_keys` are the keys of the
+        # groups that collectives used; only their names may have a suffix.
         for group in process_groups():
             self.note(group)
         used = {key: axis.name for key, axis in self.axes(used_keys).items()}
         groups = {key: used.get(key) or self.axis(key).name for key in self._groups}
         names = {*groups.values(), *self._axes.values(), *self._foreign_axes}
-        # Leave out the names that got a suffix because two axes shared them.
+        # Leave out names that two axes share: each of these has a suffix instead.
         shared = {self.axis(key).name for key, name in used.items()}.difference(used.values())
         return groups, frozenset(names.difference(shared))
 
@@ -154,7 +152,7 @@ def axes_of_groups() -> dict[str, tuple[str, bool]]:
     # A group keeps its first name, which must not depend on the order of objects in memory.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
-    # Private, so there are no units here if torch has moved the class.
+    # The class is private: if torch has moved it, no units are found.
     units = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
     for unit in _existing(units, "FSDPParamGroup", with_attribute="post_forward_mesh_info"):
         names.learn_unit(unit)

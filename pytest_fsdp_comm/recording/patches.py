@@ -86,7 +86,7 @@ def _take(patches: Sequence[_Patch]) -> None:
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Call the recordings for events on their threads while the block runs. See Note [Patches]."""
+    """Report events to the recordings of their thread while the block runs. See Note [Patches]."""
     global _num_users  # noqa: PLW0603  # the patches are the process's
     with _lock:
         if not _num_users:

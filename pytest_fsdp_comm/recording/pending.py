@@ -63,7 +63,7 @@ class Pending(Generic[Event]):
         values["issued_in"] = names.issued_in(call)
         values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
-        # Leave out what an extension (float8) sends before its gather. A reshard has no kind.
+        # Before its gather, an extension (float8) may send other kinds. A reshard has no kind.
         gather = call.gather if record is Reshard or kind == "all_gather" else None
         if record is Reshard or record is Collective:
             values["ahead"] = gather and gather.ahead
@@ -113,11 +113,9 @@ class OwnerNames:
         return tuple((around or [*replicas.values()] or self._roots)[:1])
 
     def place_of_backward(self, call: Attribution, after: int) -> tuple[int | None, int | None]:
-        """Return which backward pass a reduction follows, and the number of passes.
-
-        Only passes that add to its gradients count; None for both unless there are several.
-        `after` is the number of all passes that began before it.
-        """
+        """Return which backward pass a reduction follows, and the number of passes."""
+        # Only passes that add to its gradients count; None for both unless there are several.
+        # `after` is the number of all passes that began before it.
         if len(self._backwards) <= 1:
             return None, None
         source, modules = call.source, call.owner

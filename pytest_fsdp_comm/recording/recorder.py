@@ -89,19 +89,16 @@ class Recorder:
         *,
         traces_operations: bool,
     ) -> None:
-        """Prepare a recording; FQNs are relative to `models`, or to the outermost modules that run.
-
-        `backward` also maps nodes of earlier blocks, whose roots are `earlier_roots`.
-        """
-        # Read now: the block may destroy the process group.
+        """Prepare a recording; FQNs are relative to `models`, or to the outermost modules."""
+        # `backward` also maps nodes of earlier blocks, whose roots are `earlier_roots`.
+        # Read the world now: the block may destroy the process group.
         self._rank, self._world_size, self._backend = current_world()
         self._roots: list[nn.Module] = list(models)
         self._earlier_roots = earlier_roots
         self._has_models = bool(models)
         self.lacks_root = not models
-        """Whether FQNs still lack a root."""
         self.idle: list[nn.Module] = []
-        """The models passed in of which no module has run yet."""
+        """Models that the user passed and of which no module has run yet."""
         # Each call takes its index before it runs, so events caused by the call come after it.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
@@ -120,9 +117,9 @@ class Recorder:
         self._backwards: list[set[int]] = []
         self._is_recording = False
         self.number = next(_numbers)
-        # Gaps for threads of earlier blocks and, at the end, for kernels of other libraries.
+        # Gaps for collectives that are not recorded, apart from those that the witness finds.
         self._unseen: dict[Gap, None] = {}
-        # Has `.attribution` on a thread that runs a callback registered in the block.
+        # `.attribution` is set while a thread runs a callback that was registered in the block.
         self._here = threading.local()
         self._num_resumed = 0
         self._lock = threading.Lock()  # other threads record too
@@ -183,7 +180,7 @@ class Recorder:
         return block
 
     def owners_so_far(self) -> dict[tuple[str, int], str]:
-        """Return owners by group and number in the flight recorder; any thread may call it."""
+        """Return owners of collectives by group and number in the flight recorder; thread-safe."""
         names = OwnerNames([*self._roots], (), are_parts=self._has_models)
         recorded = sorted(self._all(Collective), key=attrgetter("index"))
         numbered = self._witness.numbered(recorded)
@@ -283,7 +280,7 @@ class Recorder:
             self.idle = [model for model in self.idle if ran.isdisjoint(map(id, model.modules()))]
 
     def _learn_roots(self) -> None:
-        """Add the roots of modules whose forward did not run in the block."""
+        """Add the roots of modules that communicated without running forward in the block."""
         below_roots = {id(module) for root in self._roots for module in root.modules()}
         acts: list[Pending[Any]] = [*self._all(Collective), *self._all(Reshard)]
         for entry in sorted(acts, key=attrgetter("index")):
@@ -327,14 +324,14 @@ class Recorder:
     # `patches` calls these two on a thread that has entered the recording.
 
     def enter_module(self, module: nn.Module) -> int:
-        """Note that a module starts to run. Returns the depth to pass to `backward.leave`."""
+        """Note that a module starts to run; return the depth to pass to `backward.leave`."""
         depth = self.backward.enter(module)
         if self.idle or self.lacks_root:
             self._note_acting((module,), self.backward.outermost)
         return depth
 
     def enter_engine(self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool) -> int:
-        """Note that a backward starts, which `adds` to `.grad` or not. Returns the same depth."""
+        """Note that a backward starts, and whether it `adds` to `.grad`; return its depth, too."""
         if adds:
             # A nested backward, such as that of a reentrant checkpoint, is part of the outer one.
             if not (self._backwards and self.backward.is_in_engine):
@@ -403,7 +400,6 @@ class Recorder:
             self.reads.note(name)
 
     def note_outliving_thread(self, call: Call) -> None:
-        """Note that a thread started in an earlier block communicates in this one."""
         name = printable(threading.current_thread().name)
         self.note_unseen(
             f"thread '{name}' from an earlier block sent {call.op}, which is not recorded; join "
@@ -439,7 +435,6 @@ class Recorder:
             self._num_resumed -= 1
 
     def attribute_callback(self) -> Attribution:
-        """Return the attribution of the code that registers a callback now."""
         return self._attribute(scan_stack())
 
     def _where(self) -> tuple[Phase, str]:
@@ -483,7 +478,7 @@ class Recorder:
     def _note_unseen_groups(self) -> None:
         for group in process_groups():
             kind = type(group)
-            # torch reports both modules for its C++ process groups.
+            # Classes of process groups written in C++ report one of these two modules.
             if not kind.__module__.startswith(("torch._C", "torch.distributed.distributed_c10d")):
                 self.note_unseen(
                     f"group {printable(group.group_desc)!r} is a {kind.__name__}, written in "
@@ -503,8 +498,8 @@ class Recorder:
                 unsharded += [escape(name) for name, module in named if id(module) in gathered]
         if unsharded:
             self._notes.append(
-                "already unsharded when the recording began, so their first all-gather is "
-                f"missing: {', '.join(unsharded)}"
+                "the first all-gather is missing for units that were already unsharded when the "
+                f"recording began: {', '.join(unsharded)}"
             )
 
     def _note_replaced_methods(self, groups: Iterable[Any]) -> None:
@@ -522,6 +517,6 @@ class Recorder:
         count = sum(call.lacks_forward and call.label is None for call in calls)
         if count:
             self._notes.append(
-                "collectives in backward without an owner, because their forward ran outside "
-                f"`with comm_mode`: {count}"
+                f"no owner for {counted(count, 'collective')} in backward, because the forward ran "
+                "outside `with comm_mode`"
             )

@@ -85,7 +85,7 @@ def run_script(
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(script).resolve().parent)
-            # Like the interpreter; runpy.run_path would change sys.argv[0], or not `__file__`.
+            # Not runpy.run_path: `__file__` must be absolute, and sys.argv[0] must not change.
             file = str(Path(script).absolute())
             sys.modules["__main__"] = module = ModuleType("__main__")
             vars(module).update(__file__=file, __builtins__=builtins, __cached__=None)

@@ -48,7 +48,6 @@ class StepRecorder:
         self.models: list[nn.Module] = []
         """The models that the recorded optimizers train."""
         self.count = 0
-        """The number of steps that have ended."""
         self.is_done = False
         self._is_recording = self._is_skipped = False
         # By id: the optimizers that step together, and those that stepped in the current step.
@@ -145,7 +144,7 @@ def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def keeping_group() -> Iterator[None]:
-    """Make a script use the existing process group: creating and destroying do nothing."""
+    """Make a script use the existing process group: creating or destroying one does nothing."""
     names = ("init_process_group", "destroy_process_group")
     holders = (dist, distributed_c10d)
     with patched(*((where, name, lambda *_, **__: None) for where in holders for name in names)):
@@ -165,7 +164,7 @@ def record_script(
     lasts from the end of one step of its optimizers to the end of the next.
 
     Args:
-        comm_mode: The fixture, which then has the recording.
+        comm_mode: The fixture that records the step.
         script: The path of the script, or a training function without parameters.
         arguments: Command-line arguments of the script.
         step: The step to record, at least 3.

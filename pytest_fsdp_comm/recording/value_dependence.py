@@ -1,8 +1,7 @@
 """Find code on the fake group whose communication may depend on the values of tensors."""
 
-# The fake group exchanges nothing, so values that should come from other ranks are wrong. Most code
-# never reads them. Code that does may communicate differently from a real run, so each read is a
-# gap.
+# The fake group exchanges nothing, so values that should come from other ranks are wrong. Code that
+# reads them may communicate differently from a real run, so each read is a gap.
 
 from __future__ import annotations
 
@@ -81,16 +80,16 @@ class ValueReads:
 
 
 class KeptAnswers:
-    """Assumed values outside of blocks: most code asks for a device before a block begins.
+    """Assumed values that were returned outside of blocks, where most code asks for a device.
 
-    A test has its answers and those of its fixtures, even if another test set these up.
+    A test has those of its code and of its fixtures, even of fixtures set up by an earlier test.
     """
 
     def __init__(self) -> None:
         self._of_fixtures: dict[str, dict[Answer, None]] = {}
         self._used: Container[str] = ()
         self.current: dict[Answer, None] = {}
-        """The answers to the test, or to the fixture that is being set up."""
+        """Those of the running test, or of the fixture that is being set up."""
 
     def begin(self, used: Container[str]) -> None:
         """Begin a test; `used` are the names of its fixtures."""
@@ -98,7 +97,7 @@ class KeptAnswers:
 
     @contextlib.contextmanager
     def by(self, fixture: str) -> Iterator[None]:
-        """Store the answers in the block with a fixture, until `forget`."""
+        """Store the block's assumed values for a fixture, until `forget`."""
         outer, self.current = self.current, self._of_fixtures.setdefault(fixture, {})
         try:
             yield
@@ -133,7 +132,7 @@ _num_reporters = 0
 
 @contextlib.contextmanager
 def reporting_reads() -> Iterator[None]:
-    """Let the caller report reads of values; kernels and patched methods do not report them."""
+    """Let the caller report reads of values; then kernels and patched methods do not."""
     global _num_reporters  # noqa: PLW0603  # for the whole process, as the patches are
     _num_reporters += 1
     try:
@@ -177,7 +176,7 @@ _PASSES_ON: Final = tuple(
         "utils/_python_dispatch.py",
     )
 )
-"""Files of torch whose operations are those that their callers requested."""
+"""Files of torch that run operations on behalf of their callers."""
 
 
 def shows_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

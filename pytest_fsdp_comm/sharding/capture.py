@@ -1,8 +1,5 @@
 """Capture how a model is sharded, without running it, communicating or changing its state."""
 
-# A capture never triggers torch's lazy initialisation, so a later recording is the same as without
-# the capture.
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.mesh_axes import current_world
-from pytest_fsdp_comm.sharding.readers import (
-    fsdp2_meshes,
-    read_ddp,
-    read_fsdp1,
-    read_fsdp2,
-)
+from pytest_fsdp_comm.sharding.readers import fsdp2_meshes, read_ddp, read_fsdp1, read_fsdp2
 from pytest_fsdp_comm.sharding.units import (
     AxisNames,
     ReadParameter,
@@ -136,8 +128,8 @@ def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> ReadP
             f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
         )
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
-    # FSDP2 marks the original tensors (in torch 2.13, not 2.7). So a place that still has the
-    # original of a tied parameter is recognized.
+    # FSDP2 marks original tensors (in torch 2.13, not 2.7). So we recognise a tied parameter's
+    # original at a place where it is still registered.
     return describe(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
 
 

@@ -1,8 +1,8 @@
 """Read the units of FSDP2, of FSDP1, and of DDP with its ``replicate``."""
 
 # FSDP2 sets some properties only in the first forward: parameter FQNs, which unit is the root, and
-# that the root keeps its parameters after forward. This module applies the same rules itself: to
-# trigger torch's lazy initialisation would change a later recording.
+# that the root keeps its parameters after forward. This module applies the same rules itself,
+# because triggering torch's lazy initialisation would change a later recording.
 
 # Private names of FSDP2, checked in torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py
 # fails if one moves.
@@ -78,7 +78,7 @@ def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
 
 @private_names("FSDP2")
 def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
-    """Read the units, in registration order."""
+    """Read the units of FSDP2 and of its ``replicate``, in registration order."""
     states: list[tuple[UnitKind, Any, tuple[int, ...]]] = []
     kinds_of: dict[int, set[UnitKind]] = {}
     for module, state in fsdp2_states(visit):
@@ -203,7 +203,7 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
 def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units, in registration order."""
     states = [layer for layer in visit.layers() if isinstance(layer[1], FullyShardedDataParallel)]
-    # Of nested wrappers around one module, the outermost is the unit above.
+    # If one module has several wrappers, the outermost counts as the unit above.
     wrappers = dict(reversed(states))
     units: list[ReadUnit] = []
     for index, wrapper in states:
@@ -265,8 +265,8 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
 
 
 def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
-    """Return the class for which auto-wrap made a unit without the enclosing mixed precision."""
-    # Without batch norms, which torch excludes by default.
+    """Return the class that auto-wrap excluded from mixed precision by making it a unit, if any."""
+    # Batch norms do not count, because torch excludes them by default.
     if above is None or wrapper.mixed_precision.param_dtype is not None:
         return ()
     policy = above.mixed_precision
@@ -308,7 +308,7 @@ def _read_params(
 
 
 def read_ddp(visit: Visit, axes: AxisNames, managed: set[Slot]) -> Iterator[ReadUnit]:
-    """Read the units, in registration order, without parameters `managed` by other units."""
+    """Read replicated modules, in registration order, without parameters `managed` by others."""
     for index, layer in visit.layers():
         group = replicated_over(layer)
         if group is not None:

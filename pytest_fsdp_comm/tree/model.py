@@ -94,8 +94,8 @@ class ParameterNode:
     unit: int | None
     """Index of the unit that manages it; None if none does."""
     split_from: int | None = None
-    """If two units sharded a tied parameter separately: the index of the first of them. None
-    otherwise, and in torch 2.7, which does not record it."""
+    """If two units sharded a tied parameter separately: the index of the first of the two
+    parameters. None otherwise, and in torch 2.7, which does not record it."""
 
     @property
     def numel(self) -> int:
@@ -274,11 +274,7 @@ class ShardTree:
         return {module: tuple(fqns) for module, fqns in managed.items()}
 
     def __str__(self) -> str:
-        """Print the modules in the format of torch's sharded module tree, then the findings.
-
-        Returns:
-            One line per module: ``layers.0[Block] FULLY SHARDED``, indented by four spaces a level.
-        """
+        """Show the modules in the format of torch's sharded module tree, then the findings."""
         return "\n".join([*self._outline(), *map(str, self.findings)])
 
     def __repr__(self) -> str:

@@ -14,28 +14,20 @@ from pytest_fsdp_comm.tree.model import Precision, ShardTree, ShardUnit, UnitKin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
-    """The sharding policy of one unit."""
+    """The compared facts of a `ShardUnit`; axes and units are represented by their names."""
 
     kind: UnitKind
     is_root: bool = False
     shard_axis: str | None = None
-    """Name of the mesh axis; None if it is not sharded."""
     replicate_axis: str | None = None
-    """Name of the mesh axis; None if it is not replicated."""
     reshard_after_forward: bool | int | None = None
-    """As in `pytest_fsdp_comm.tree.model.ShardUnit`."""
     precision: Precision = field(default_factory=Precision)
     offload: bool = False
     gradient_divide_factor: float | None = None
-    """As in `pytest_fsdp_comm.tree.model.ShardUnit`."""
     force_sum_reduction: bool = False
-    """As `gradient_divide_factor`."""
     forward_prefetch: tuple[str, ...] = ()
-    """Names of the units that the user prefetches explicitly."""
     backward_prefetch: tuple[str, ...] = ()
-    """As `forward_prefetch`, in backward."""
     prefetch: tuple[str, ...] = ()
-    """FSDP1's policies: ``BACKWARD_PRE``, ``FORWARD``."""
 
 
 def policy_change(old: UnitFacts, new: UnitFacts) -> str:
@@ -49,7 +41,7 @@ def policy_change(old: UnitFacts, new: UnitFacts) -> str:
 
 
 def lost_root(old: TreeFacts, new: TreeFacts) -> str:
-    """Return the likely cause why units below the root became roots; empty if none did."""
+    """Return the likely cause if units below the root became roots; empty if none did."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     roots = new_roots(old, new)
     if "" not in before or not roots:
@@ -83,12 +75,10 @@ def _strategy(unit: UnitFacts) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterFacts:
-    """How one original parameter is distributed."""
+    """The compared facts of a `ParameterNode`."""
 
     shape: tuple[int, ...]
-    """Global shape."""
     dtype: str
-    """Without torch's prefix."""
     trainable: bool = True
     managed: bool = True
     placements: tuple[tuple[str, str], ...] = ()
@@ -103,9 +93,8 @@ class TreeFacts:
 
     world_size: int
     mesh_axes: tuple[MeshAxis, ...]
-    """Sorted by name."""
     units: Mapping[int, Mapping[str, UnitFacts]]
-    """By 1, or 2 and up for further units of the same modules; then by FQNs joined with ``+``."""
+    """By number (1, or 2 and up for further units of the same modules), then by unit name."""
     parameters: Mapping[str, ParameterFacts]
     """By FQN."""
 
@@ -160,9 +149,7 @@ class TreeProfile:
     recorded_ranks: tuple[int, ...] = ()
     """The ranks that were recorded, ascending; empty for all ranks."""
     backend: str = field(default="", compare=False)
-    """E.g. ``gloo``."""
     torch_version: str = field(default="", compare=False)
-    """As ``torch.__version__``."""
 
     @property
     def common(self) -> TreeFacts | None:
@@ -198,7 +185,7 @@ def comparable(old: TreeProfile, new: TreeProfile) -> TreeProfile:
 
 
 def fold(tree: ShardTree) -> TreeProfile:
-    """Return the profile of one rank's tree."""
+    """Return a profile with a single rank's tree."""
     return merge(
         {tree.rank: tree_facts(tree)}, backend=tree.backend, torch_version=tree.torch_version
     )
@@ -234,8 +221,8 @@ def _content(facts: TreeFacts) -> Hashable:
 
 def ranks_of_stages(trees: Mapping[int, TreeFacts]) -> list[list[int]]:
     """Group ranks by the pipeline stage that they run; without a pipeline there is one group."""
-    # Two ranks are in one stage if they have a parameter name in common, or are linked by a chain
-    # of ranks that have. Ranks and groups ascend.
+    # Two ranks run the same stage if they share a parameter name, directly or through other ranks.
+    # Ranks and groups are in ascending order.
     distinct = {id(facts): facts for facts in trees.values()}
     names_of = {key: frozenset(facts.parameters) for key, facts in distinct.items()}
     by_names: dict[frozenset[str], list[int]] = {}

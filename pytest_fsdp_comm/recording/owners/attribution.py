@@ -33,10 +33,10 @@ class Label:
 
 @dataclass(slots=True)
 class Carried:
-    """What a collective carries. A later use of its result may still set the label."""
+    """The tensors that a collective carries. A later use of its result may still set the label."""
 
     label: Label | None = None
-    """None without proof."""
+    """None if neither parameter nor role is proven."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Attribution:
     """The modules that an event is attributed to, and the circumstances in which it happened."""
 
     owner: Modules
-    """The modules of the unit that it serves, or a single module; empty if none."""
+    """The modules of the unit that communicated, or a single module; empty if none."""
     issued_in: Modules
     """The module that was running, or those of the unit whose hook ran; empty if none."""
     phase: Phase
@@ -57,7 +57,7 @@ class Attribution:
     """For DDP: whether Python code, such as a communication hook, issued it, not the reducer."""
     gather: Gather | None = None
     carried: Carried | None = None
-    """What it carries, for a collective that no unit issued; None for other events."""
+    """Set for a collective that no unit issued; None for other events."""
 
     @property
     def label(self) -> Label | None:
@@ -147,7 +147,7 @@ class BackwardMap:
         self.note_nodes()
         depth = len(self._running)
         if not is_graph(entered):
-            # Nothing watches the method kept from before compilation that calls the graph.
+            # torch.compile's wrapper has bound the module's __call__, so no patch sees that call.
             self._running.append(compiled_module(entered))
         return depth
 

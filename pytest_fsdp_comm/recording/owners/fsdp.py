@@ -1,12 +1,12 @@
 """Watch FSDP units: their collectives, reshards, prefetch distances and gathered memory."""
 
 # Note [Acting units]
-# This module wraps the methods of FSDP that issue collectives, while a recording runs. The wrapped
-# methods that run now form a stack. The innermost one that serves its unit owns the collective; the
-# outermost one issued it; under prefetch, the two differ. torch's profiler labels name the owner
-# too, but their FQNs are relative to the FSDP root, empty with several roots or none, and missing
-# before lazy initialisation. Names and arguments were checked in torch 2.6, 2.9, 2.11 and 2.13;
-# tests/recording/test_contracts.py fails if one moves.
+# While a recording runs, this module wraps the methods of FSDP that issue collectives. The units
+# whose wrapped methods are running form a stack. The innermost one that communicates for its
+# parameters owns the collective; the outermost one issued it; under prefetch, the two differ.
+# torch's profiler labels name the owner too, but their FQNs are relative to the FSDP root, empty
+# with several roots or none, and missing before lazy initialisation. Names and arguments were
+# checked in torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one moves.
 
 # Note [Reshard after forward]
 # With reshard_after_forward=<int>, a unit stays sharded over a smaller group between forward and
@@ -90,7 +90,7 @@ class Prefetches:
             gather.ahead = self._slot - gather.slot
 
     def freed(self, unit: Any) -> None:
-        """Note that a unit's parameters were freed: a gather that nothing used stays unused."""
+        """Note that a unit's parameters were freed: their next use needs another gather."""
         self._unused.pop(unit, None)
 
 
@@ -104,9 +104,8 @@ class GatheredMemory:
 
     def learn(self, unit: Any, get_nbytes: Callable[[Any], int]) -> None:
         """Add an unknown unit, just before its first change or at the end of the block."""
-        # The unit has held these bytes since the block began, so the peak rises by them, whenever
-        # it occurred. A step therefore has the same peak whether it gathers the root or an earlier
-        # forward has gathered it.
+        # The unit has held these bytes since the block began, so add them to the peak as well. A
+        # step then has the same peak if an earlier forward has already gathered the root.
         if unit not in self._nbytes:
             nbytes = self._nbytes[unit] = get_nbytes(unit)
             self._total += nbytes
@@ -121,11 +120,11 @@ class GatheredMemory:
 
 @dataclass(slots=True)
 class ActingUnit:
-    """A unit of which a watched method runs now. See Note [Acting units]."""
+    """A unit with a watched method that is running. See Note [Acting units]."""
 
     modules: tuple[nn.Module, ...]
     serves: bool = True
-    """Whether it communicates for its own parameters, and does not only prefetch other units."""
+    """Whether the method communicates for this unit; False if it only prefetches other units."""
     is_in_backward: bool = False
     """Whether the method belongs to backward. A pipeline schedule calls it outside of autograd."""
     gather: Gather | None = None
@@ -143,21 +142,19 @@ acting unit; the code after the yield runs while that unit still acts, unless th
 
 
 class UnitWatch:
-    """Know which FSDP units act now. See Note [Acting units]."""
+    """Track which FSDP units act. See Note [Acting units]."""
 
     def __init__(
         self,
         on_reshard: Callable[[ReshardAction, tuple[nn.Module, ...], int, float], None],
         groups: GroupNames,
     ) -> None:
-        """Call `on_reshard` when a unit unshards or reshards, and pass unit meshes to `groups`.
-
-        `on_reshard` gets the unit's modules and bytes, and the host seconds: 0.0 for an unshard.
-        """
+        """Call `on_reshard` when a unit unshards or reshards, and pass unit meshes to `groups`."""
+        # `on_reshard` gets the unit's modules and bytes, and the host seconds: 0.0 for an unshard.
         self.acting: list[ActingUnit] = []
-        """The units of which a watched method runs, outermost first."""
+        """Outermost first."""
         self.running: set[tuple[str, int]] = set()
-        """The watched methods that run: their names, and the ``id`` of their objects."""
+        """The watched methods that are running: their names, and the ``id`` of their objects."""
         self._on_reshard = on_reshard
         self._groups = groups
         self._prefetches = Prefetches()
@@ -168,7 +165,7 @@ class UnitWatch:
 
     @property
     def owner(self) -> tuple[nn.Module, ...]:
-        """The modules of the unit that communicates for its parameters; empty if none does."""
+        """The modules of the innermost unit that communicates for its parameters, if any."""
         for unit in reversed(self.acting):
             if unit.serves:
                 return unit.modules
@@ -181,7 +178,6 @@ class UnitWatch:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward hook of a unit runs."""
         return any(unit.is_in_backward for unit in self.acting)
 
     @property
@@ -208,7 +204,7 @@ class UnitWatch:
     def _gathered_nbytes(self, group: Any) -> int:
         """Return the bytes that an FSDP2 unit holds beyond its shard."""
         used = self._used_nbytes(group)
-        # Without `used`, the unit may never have run; its dtypes may still change.
+        # A unit that has never run may still change its dtypes, and `_nbytes_of` caches.
         if used and used == self._nbytes_of(group):
             return used
         # From torch 2.15 on, a resharded parameter may keep its gathered storage for reuse.
@@ -262,7 +258,7 @@ class UnitWatch:
             self._prefetches.open_slot(state, group.modules)
 
     def _unshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit | None]:
-        # The second unshard call after a prefetch gathers nothing.
+        # A unit that was prefetched calls unshard again, which gathers nothing.
         prefetched = group._all_gather_result
         if prefetched is not None:
             yield None
@@ -278,7 +274,7 @@ class UnitWatch:
         # Only a gather that was really issued sets it.
         if result is not None:
             nbytes = self._nbytes_of(group)
-            # Otherwise all parameters have the dtype sent, and the lists need not be stored.
+            # With any other dtype, all parameters have that dtype, so do not store the lists.
             if result.all_gather_output.dtype is torch.uint8:
                 gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)
@@ -286,7 +282,7 @@ class UnitWatch:
             self._on_reshard("unshard", modules, nbytes, 0.0)
 
     def _wait(self, group: Any, _: Arguments) -> Iterator[None]:
-        # In other states user code waits, and the unit is not in use yet.
+        # In other states, user code waits, and does not use the unit yet.
         if group._training_state in _states(_FSDP2_STATES):
             self._prefetches.used(group)
         yield
@@ -348,7 +344,7 @@ class UnitWatch:
         yield ActingUnit(() if handle is None else (handle._fully_sharded_module,), serves=False)
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
-        """Open a slot if a unit is used now; return whether it is."""
+        """Open a slot if a unit is in use; return whether it is."""
         # It is not in use after its backward, or in summon_full_params.
         if handle is None or handle._training_state not in _states(_FSDP1_STATES):
             return False
@@ -386,7 +382,7 @@ def _fsdp2() -> list[tuple[Any, str, Around]]:
     )
 
     return [
-        # The state's method, not only the group's: explicit prefetch follows the group's.
+        # The state's method, because it prefetches explicitly after it has called the group's.
         (FSDPState, "_pre_backward", UnitWatch._before_backward),
         (FSDPParamGroup, "pre_forward", UnitWatch._use_in_forward),
         (FSDPParamGroup, "unshard", UnitWatch._unshard),

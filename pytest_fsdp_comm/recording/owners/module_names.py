@@ -50,13 +50,10 @@ def clean_fqn(name: str) -> str:
 
 
 class ModuleNames:
-    """The FQNs of all modules below some roots."""
+    """The FQNs of all modules below some roots, which may be parts of one model."""
 
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
-        """Name all modules; below a second root, names start with ``@2``, unless roots `are_parts`.
-
-        Parts of one model have their names in it.
-        """
+        """Name all modules; below a second root, with ``@2`` in front, unless roots are parts."""
         # A number, not the root's class: renaming a class must not change snapshots.
         self.by_id: dict[int, str] = {}
         """FQNs by the id of the module."""
@@ -95,10 +92,8 @@ class ModuleNames:
 
 
 def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Module]:
-    """Return the modules that a user passed to the function `given_to`: one, or a model's parts.
-
-    Errors end with `otherwise`, an alternative that begins with a comma.
-    """
+    """Return the modules that a user passed to the function `given_to`: one, or a model's parts."""
+    # Errors end with `otherwise`, an alternative that begins with a comma.
     parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
     for part in parts:
         if not isinstance(part, nn.Module):
@@ -157,7 +152,7 @@ def _without_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
 def _outside(name: str, ddp: Sequence[str]) -> str:
     for wrapped in reversed(ddp):
         if name == wrapped or name.startswith(wrapped + "."):
-            # Both parts begin or end with the one dot that joins them, or are empty.
+            # Drop ``module`` and the dots around it.
             outer = wrapped.removesuffix("module").removesuffix(".")
             inner = name[len(wrapped) :].removeprefix(".")
             name = f"{outer}.{inner}" if outer and inner else outer or inner

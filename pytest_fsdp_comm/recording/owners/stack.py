@@ -103,12 +103,11 @@ def _look_at(code: CodeType) -> _Code:  # noqa: PLR0911  # one for each meaning
 
 @dataclass(slots=True)
 class StackScan:
-    """The result of one walk up the stack. Do not store it: its frame keeps tensors alive."""
+    """The result of one walk up the stack. Do not store it: its frames keep tensors alive."""
 
     innermost: nn.Module | None = None
     """The running module; in backward, a module runs only for recomputation. None if none."""
     outermost: nn.Module | None = None
-    """The outermost running module; None if none."""
     is_in_engine: bool = False
     """Python called the autograd engine further up."""
     is_in_optimizer: bool = False
@@ -233,7 +232,7 @@ def graph_type() -> type[nn.Module]:
 
 @functools.cache
 def _forward_method_code() -> CodeType:
-    # FSDP2 wraps this code around a method other than forward that unshards the unit.
+    # The wrapper that FSDP2 puts around a method, other than forward, that unshards the unit.
     name = "register_fsdp_forward_method"
     registering = code_of("torch.distributed.fsdp", name)
     for constant in registering.co_consts:
@@ -245,8 +244,8 @@ def _forward_method_code() -> CodeType:
 @functools.cache
 def _clipping_codes() -> list[CodeType]:
     """Return the code of the functions that clip gradients."""
-    # Look up the public names, which exist since torch 2.6. The functions themselves have private
-    # ones: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
+    # Look up the public names, which torch has had since 2.6. The functions are defined under
+    # private ones: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
     fsdp1 = upstream.look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
     if not hasattr(fsdp1, "clip_grad_norm_"):

@@ -54,11 +54,10 @@ _PASSES_ON: Final = frozenset(
 
 
 class Extent(NamedTuple):
-    """The bytes that a tensor occupies in its storage."""
+    """The bytes that a tensor occupies in its storage, from `start` to before `end`."""
 
     storage: int
     start: int
-    """In bytes from the start of the storage."""
     end: int
 
 
@@ -101,11 +100,9 @@ class TensorOwners:
         attribution: Attribution,
         dtensor: Any,
     ) -> Carried | None:
-        """Return what a call is about to carry; None if it is attributed through a unit.
-
-        `bound` has its arguments by name. `dtensor` is the DTensor that user code redistributes by
-        this call; None if an operator redistributes, or if nothing does.
-        """
+        """Find the label of a call that is about to run; None if it is attributed to a unit."""
+        # `bound` has its arguments by name. `dtensor` is the DTensor that user code redistributes
+        # by this call; None if an operator redistributes, or if nothing does.
         if attribution.source in _NAMED_BY_UNITS:
             return None
         node = self._current_node() if attribution.phase is Phase.BACKWARD else None
@@ -249,9 +246,8 @@ class TensorOwners:
         for tensor in _plain(_now(label)):
             if _has_bytes(tensor):
                 labels = self._table.setdefault(tensor.untyped_storage()._cdata, [])
-                if (
-                    not labels or labels[-1] is not label
-                ):  # a DTensor may have several tensors there
+                # A DTensor may have several tensors in one storage.
+                if not labels or labels[-1] is not label:
                     labels.append(label)
 
 
@@ -262,7 +258,7 @@ def _now(label: Label) -> object:
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
-    """Return what all labels have in common; None if any is None, or without labels."""
+    """Return the label that all labels share; None if one of them is None, or without labels."""
     labelled = [label for label in labels if label is not None]
     if not labelled or len(labelled) < len(labels):
         return None

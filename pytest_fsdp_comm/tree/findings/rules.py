@@ -355,8 +355,7 @@ def padding(wrapping: Wrapping) -> Iterator[Case]:
     cure="leave the class out of _module_classes_to_ignore where it need not be in full precision",
 )
 def precision_override(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units that mixed precision ignores because of their class."""
-    # Ignores batch norms, which torch excludes by default.
+    """Find units that mixed precision ignores because of their class, except batch norms."""
     for index, unit in enumerate(wrapping.tree.units):
         if unit.precision_overrides:
             reason = (
@@ -366,7 +365,6 @@ def precision_override(wrapping: Wrapping) -> Iterator[Case]:
             yield Case((wrapping.tree.unit_name(index),), reason, unit.nbytes_gathered)
 
 
-# In order of declaration.
 RULES: Final = tuple(entry for entry in [*globals().values()] if isinstance(entry, Rule))
 
 

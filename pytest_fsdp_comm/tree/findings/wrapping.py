@@ -148,20 +148,17 @@ class Case(NamedTuple):
     """The affected modules or parameters, in any order."""
     reason: str
     nbytes: int | None = None
-    """As in `Finding`."""
     cure: str = ""
     """The cure for this case; empty for the rule's."""
 
 
 class Rule(NamedTuple):
-    """A kind of finding."""
+    """A kind of finding; `Finding` explains its fields."""
 
     code: str
-    """A short name, such as ``no-root-unit``."""
     level: Level
     """The default. Errors make training wrong or defeat FSDP; warnings cost time or memory."""
     cure: str
-    """The change of code that fixes it."""
     cases: Callable[[Any], Iterator[Case]]
     """Yields the violations in a `Wrapping`, or in texts of ranks."""
 

@@ -93,8 +93,8 @@ def test_units_left_gathered_after_backward_are_noted(comm_mode, device_mesh):
         step(model)
     assert lines(comm_mode) == [*BACKWARD_GATHERS, *REDUCES]
     assert comm_mode.recording.notes == (
-        "already unsharded when the recording began, so their first all-gather is missing: "
-        "(root), layers.0, layers.1",
+        "the first all-gather is missing for units that were already unsharded when the recording "
+        "began: (root), layers.0, layers.1",
     )
 
 

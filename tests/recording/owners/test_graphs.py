@@ -14,8 +14,8 @@ LOST = [f"backward - {UP} < -"] * 3
 
 def note(count):
     return (
-        "collectives in backward without an owner, because their forward ran outside "
-        f"`with comm_mode`: {count}",
+        f"no owner for {count} collectives in backward, because the forward ran outside "
+        "`with comm_mode`",
     )
 
 
