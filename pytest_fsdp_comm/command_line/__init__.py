@@ -1,1 +1,1 @@
-"""The program ``fsdp-comm``: show, compare and accept snapshots without running tests."""
+"""The program ``fsdp-comm``: show, compare, accept and record communication."""

@@ -18,15 +18,6 @@ from pytest_fsdp_comm.errors import FsdpCommError
 # Why argparse: git starts the program for every file in a diff. argparse adds 7 ms to the start of
 # the interpreter, click 29 and typer 75 (CPU, Python 3.11).
 
-_DIFF = """\
-explain how snapshots differ: the changes, their cost and the likely cause
-
-Compares two snapshots, two recordings (.json), or two directories of snapshots. To compare
-revisions, use git diff A..B -- snapshots with the driver from docs/command-line.md.
-
-exit status: 0 without differences (except in the first line), 1 with differences, 2 for errors
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (default: the process's); return the exit status."""
@@ -63,25 +54,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fsdp-comm",
-        description="Shows, compares and accepts communication snapshots of pytest-fsdp-comm.",
+        description="Show, compare, accept and record communication snapshots.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(run: str, name: str, summary: str, **about: Any) -> argparse.ArgumentParser:
+        about["description"] = f"{summary[0].upper()}{summary[1:]}."
         parser = commands.add_parser(name, help=summary, **about)
         parser.set_defaults(run=run)
         return parser
 
-    show = command("show", "show", "print a snapshot, a recording or a tree for reading")
-    show.add_argument("files", nargs="+", metavar="FILE", help=".comm or .json")
+    show = command("show", "show", "print a snapshot, a recording or a tree in columns")
+    show.add_argument("files", nargs="+", metavar="FILE", help="a .comm or .json file")
 
     diff = command(
         "diff:run_diff",
         "diff",
-        "explain how two snapshots or recordings differ",
-        description=_DIFF,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "explain how snapshots differ: the changes, their cost and the likely cause",
+        epilog="OLD and NEW are two snapshots, two recordings (.json) or two directories of "
+        "snapshots. To compare revisions, run git diff A..B -- snapshots with the driver from "
+        "docs/command-line.md. Exit status: 0 without differences (except in the first line), 1 "
+        "with differences, 2 for errors.",
     )
     diff.add_argument("--lines", action="store_true", help="also print the lines that differ")
     diff.add_argument("old", metavar="OLD")
@@ -90,47 +84,42 @@ def _parser() -> argparse.ArgumentParser:
     accept = command(
         "accept",
         "accept",
-        "copy snapshots that CI received (pytest --comm-artifacts) over the project's",
-        description="Copies received snapshots and prints what changed. The exit status is 2 if it "
-        "refuses a file, which is behind a link, outside the snapshot directory or unreadable.",
+        "replace snapshots by those that CI received, and print the changes",
+        epilog="Files that are unreadable, behind a link or outside the snapshot directory are "
+        "refused, and the exit status is then 2.",
     )
-    accept.add_argument("directory", metavar="DIR", help="the artifacts, unpacked")
+    accept.add_argument("directory", metavar="DIR", help="the unpacked --comm-artifacts")
 
     record = command(
         "..record",
         "record",
         "run a training script and record the communication of a step",
-        description="Runs the script unchanged, records a step, and ends the script there. "
-        "Writes a snapshot (.comm), the sharded tree (.tree.comm) and a recording (.json).",
+        epilog="Ends the script after the step. Writes the snapshots of communication (.comm) and "
+        "tree (.tree.comm), and a recording (.json).",
         usage="fsdp-comm record [options] [-m] SCRIPT [ARGUMENT...]",
     )
-    record.add_argument("--step", default="3", metavar="N", help="from 3 on; or 3-4 (default: 3)")
-    record.add_argument(
-        "--out", default="step.comm", metavar="FILE", help="snapshot, step.comm if unset"
-    )
+    text = "step to record, at least 3, or a range such as 3-4 (default: 3)"
+    record.add_argument("--step", default="3", metavar="N", help=text)
+    text = "snapshot to write (default: step.comm)"
+    record.add_argument("--out", default="step.comm", metavar="FILE", help=text)
     record.add_argument("--go-on", action="store_true", help="let the script run to its end")
     record.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     record.add_argument("--world-size", type=int, metavar="N", help="simulate one rank of N")
-    record.add_argument("--rank", type=int, default=0, metavar="R", help="the simulated rank")
-    record.add_argument(
-        "--local-world-size", type=int, metavar="L", help="ranks of each simulated host, 8 if unset"
-    )
-    record.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m"
-    )
+    text = "rank to simulate (default: 0)"
+    record.add_argument("--rank", type=int, default=0, metavar="R", help=text)
+    text = "ranks on each simulated host (default: 8)"
+    record.add_argument("--local-world-size", type=int, metavar="L", help=text)
+    text = "SCRIPT is a module, as with python -m"
+    record.add_argument("-m", dest="module", action="store_true", help=text)
     record.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     test = command("write_test", "test", "write a test and its snapshots from a recorded script")
-    test.add_argument("recording", metavar="RECORDING", help=".json, next to its .tree.comm")
-    test.add_argument(
-        "-o", "--output", metavar="FILE", help="default: test_SCRIPT.py, where pytest collects"
-    )
+    test.add_argument("recording", metavar="RECORDING", help="a .json file of fsdp-comm record")
+    text = "test to write (default: test_SCRIPT.py in a directory that pytest collects)"
+    test.add_argument("-o", "--output", metavar="FILE", help=text)
 
-    git_diff = command(
-        "diff:run_git_diff",
-        "git-diff",
-        "explain a file for git, which runs this as diff.<driver>.command",
-        description="See docs/command-line.md for the configuration of git.",
-    )
+    text = "explain changes of a file; git runs this as diff.<driver>.command"
+    epilog = "See docs/command-line.md for the configuration of git."
+    git_diff = command("diff:run_git_diff", "git-diff", text, epilog=epilog)
     git_diff.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="as git passes them")
     return parser
