@@ -42,7 +42,7 @@ from pytest_fsdp_comm.comm.events import (
 )
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge, restrict
-from pytest_fsdp_comm.gathering import Exchange, TextStore, gather_alike
+from pytest_fsdp_comm.gathering import Exchange, TextStore, gather_values
 from pytest_fsdp_comm.snapshots.comm_text import format_profile, read_comm
 from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 
@@ -149,7 +149,7 @@ def _measure(case: Case, num_ranks: int, layers: int) -> tuple[list[float], floa
         gathered: list[CommProfile] = []
         merged: list[CommProfile] = []
         texts: list[str] = []
-        timed(lambda: gathered.extend(gather_alike(exchange(), LABEL, profile)))
+        timed(lambda: gathered.extend(gather_values(exchange(), LABEL, profile)))
         timed(lambda: merged.append(merge(gathered, ranks=ranks)))
         timed(lambda: texts.append(format_profile(merged[0])))
         timed(lambda: merged.append(read_comm(SnapshotLines(texts[0], where=""))))
@@ -171,7 +171,7 @@ def _text(profile: CommProfile) -> str:
             _texts[id(profile)] = (profile, text)
             return []
 
-        gather_alike(keep, LABEL, profile)
+        gather_values(keep, LABEL, profile)
     return _texts[id(profile)][1]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_fsdp_comm.errors import FsdpCommError, printable
-from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.gathering import gather_values
 from pytest_fsdp_comm.reports.trees import render_tree
 from pytest_fsdp_comm.sharding.capture import WrapExpectation, capture_tree, expect_units
 from pytest_fsdp_comm.snapshots.documents import write_atomically
@@ -34,7 +34,7 @@ class TreeFactory:
         gather: Callable[[str], list[str]] = lambda text: [text],
         ranks: Sequence[int] = (),
     ) -> None:
-        """Store the settings of findings, and how `ranks` (all if empty) exchange their trees."""
+        """Store settings; `gather` exchanges texts between `ranks` (all ranks if empty)."""
         self._findings = findings or FindingSettings()
         self._gather = gather
         self._ranks = ranks
@@ -48,7 +48,7 @@ class TreeFactory:
 
         Args:
             model: Any module, usually the FSDP root. For a pipeline, a list of this rank's stages:
-                each becomes a root of the tree, and modules have the names of their stage.
+                each becomes a root of the tree, with its module names.
 
         Raises:
             RecordingError: `model` is not a module or only partly built, or two stages have a
@@ -57,14 +57,14 @@ class TreeFactory:
         return capture_tree(model, self._findings)
 
     def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
-        """Return the tree with a finding if the trees of ranks differ; every rank must call this.
+        """Return the tree, with a finding if ranks have different trees; every rank must call this.
 
         Ranks without a common parameter name run different stages and are not compared.
         """
         tree = self(model)
-        trees = gather_alike(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
+        trees = gather_values(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
         by_rank = dict(zip(self._ranks or range(len(trees)), trees, strict=True))
-        # `gather_alike` returns one object for equal trees, so format each only once.
+        # `gather_values` returns one object for equal trees, so format each only once.
         written = {
             key: format_profile(TreeProfile(trees={(): facts}))
             for key, facts in {id(facts): facts for facts in trees}.items()

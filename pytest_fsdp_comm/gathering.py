@@ -1,4 +1,4 @@
-"""Exchange texts and values between ranks, most of which are equal."""
+"""Exchange texts and values between ranks, most of which send the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LONGEST_WAIT_S: Final = 1.0
 
 
 class TextStore:
-    """Texts of any length by name, on one of torch's key-value stores; write each name once."""
+    """Texts of any length in one of torch's key-value stores; write each name only once."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -48,7 +48,7 @@ class TextStore:
         return bool(self._store.check([name]))
 
     def get(self, name: str) -> str:
-        """Wait for a text, at most for the store's timeout."""
+        """Return a text; wait until it exists, at most for the store's timeout."""
         num_chunks, _, data = self._store.get(name).partition(b" ")
         later = [self._store.get(f"{name}@{number}") for number in range(1, int(num_chunks))]
         return b"".join([data, *later]).decode("utf-8", "surrogatepass")
@@ -71,7 +71,7 @@ class Exchange:
         if os.getpid() != self._pid:
             raise RanksDivergedError(
                 f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
-                "the rank itself can: end the forked process with os._exit before the comparison"
+                "the rank itself may: end the forked process with os._exit before the comparison"
             )
         self.before()
         self._rounds += 1
@@ -96,7 +96,7 @@ class Exchange:
     def share(self, name: str, text: str = "", complaint: str = "") -> list[str]:
         """Send a text under a name that is new in this test; return the texts of all ranks.
 
-        `complaint` is the error if a rank ends the test before; its ``{}`` becomes that rank.
+        `complaint` is the error if a rank ends the test without it; ``{}`` becomes that rank.
         """
         complaint = complaint or f"rank {{}} ended the test before {name}"
         self._texts.put(f"{name}.{self._rank}", text)
@@ -121,14 +121,14 @@ class Exchange:
         return self._texts.get(name)
 
 
-def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
-    """Exchange values in rank order, equal ones as one object, or raise RanksDivergedError."""
+def gather_values(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
+    """Return the values of all ranks; equal values are one object, and labels must be equal."""
     texts = gather(json.dumps([label, to_json(value)], separators=(",", ":")))
     decoded = {text: json.loads(text) for text in dict.fromkeys(texts)}
     other_labels = sorted({rank_label for rank_label, _ in decoded.values()} - {label})
     if other_labels:
         raise RanksDivergedError(
-            f"this rank compared {label} with a snapshot, another rank compared "
+            f"this rank compared {label} with a snapshot, but another rank compared "
             f"{', '.join(other_labels)}; every rank must make the same comparisons in the same "
             "order (is one inside an `if rank == ...`?)"
         )
@@ -136,10 +136,10 @@ def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) 
     return [values[text] for text in texts]
 
 
-# Ranks mostly write equal texts, so a file named by its digest holds each text once, and an empty
-# file `rank7.<digest>` maps rank 7 to it. The collecting rank lists one directory and reads a few
-# files, however many ranks there are. When rank 0 starts, it removes the files of an earlier run. A
-# rank whose block ended before that loses its file, and the collection reports it as missing.
+# Most ranks write equal texts, so each text is stored once, in a file named by its digest, and an
+# empty file `rank7.<digest>` maps rank 7 to it. The collecting rank lists one directory and reads
+# few files. At its start, rank 0 removes the files of an earlier run; if another rank has already
+# written its file, that is lost, and the collection reports the rank as missing.
 
 
 class RankFiles:

@@ -28,7 +28,7 @@ from pytest_fsdp_comm.errors import (
     UnseenCollectivesWarning,
     printable,
 )
-from pytest_fsdp_comm.gathering import RankFiles, gather_alike
+from pytest_fsdp_comm.gathering import RankFiles, gather_values
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers, RecordedBlock
 from pytest_fsdp_comm.recording.estimates import Estimate, estimating
 from pytest_fsdp_comm.recording.mesh_axes import current_world, existing_axes
@@ -296,7 +296,7 @@ class CommMode(CommDebugAnswers):
             )
         # Without the rank's number, so that ranks with equal recordings exchange equal texts.
         nameless = replace(self.profile, recorded_ranks=())
-        profiles = gather_alike(self._gather, "comm_mode", nameless)
+        profiles = gather_values(self._gather, "comm_mode", nameless)
         return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -317,7 +317,7 @@ class CommMode(CommDebugAnswers):
                 "comm_mode was saved inside the block, before the recording was complete; save it "
                 "after the block"
             )
-        recordings = gather_alike(self._gather, "comm_mode.save", self.recording)
+        recordings = gather_values(self._gather, "comm_mode.save", self.recording)
         if self.recording.rank == min(recording.rank for recording in recordings):
             Path(name).write_text(dump_recordings(recordings), encoding="utf-8")
 

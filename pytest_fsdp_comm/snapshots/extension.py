@@ -24,7 +24,7 @@ from pytest_fsdp_comm.errors import (
     IncompleteRecordingError,
     SnapshotFormatError,
 )
-from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.gathering import gather_values
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
 from pytest_fsdp_comm.recording.frames import find_call_site
@@ -169,7 +169,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                     "is fully_shard(model) or DistributedDataParallel(model) missing? If the test "
                     "expects a model that is not sharded, use comm_snapshot(allow_empty=True)"
                 )
-            trees = gather_alike(self._gather, "fsdp_tree", tree_facts(value))
+            trees = gather_values(self._gather, "fsdp_tree", tree_facts(value))
             return merge(
                 dict(zip(self._ranks or range(len(trees)), trees, strict=True)),
                 backend=value.backend,

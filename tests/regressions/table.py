@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.fixtures import mesh_sizes
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.gathering import gather_values
 from pytest_fsdp_comm.reports.changes import render_comparison
 from pytest_fsdp_comm.snapshots import comm_text, tree_text
 from pytest_fsdp_comm.tree.profile import merge, tree_facts
@@ -137,7 +137,7 @@ def record(case: Case, comm_mode: "CommMode", *, changed: bool) -> Side:
 def side_of(comm_mode: "CommMode", model: "nn.Module | Sequence[nn.Module]") -> Side:
     """What was recorded last, and the tree of its model, of all ranks."""
     tree = TreeFactory()(model)
-    facts = gather_alike(comm_mode._gather, "fsdp_tree", tree_facts(tree))
+    facts = gather_values(comm_mode._gather, "fsdp_tree", tree_facts(tree))
     return Side(
         recording=comm_mode.recording,
         comm=comm_mode.merged_profile(),

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
 from pytest_fsdp_comm.errors import RanksDivergedError
-from pytest_fsdp_comm.gathering import Exchange, TextStore, gather_alike
+from pytest_fsdp_comm.gathering import Exchange, TextStore, gather_values
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +132,10 @@ def test_share_waits_for_all_ranks(exchanges):
 def test_different_labels_are_not_mixed(exchanges):
     ends = exchanges((0, 1))
     results = in_threads(
-        lambda: gather_alike(ends[0], "comm_mode", "{}"),
-        lambda: gather_alike(ends[1], "fsdp_tree", "# tree"),
+        lambda: gather_values(ends[0], "comm_mode", "{}"),
+        lambda: gather_values(ends[1], "fsdp_tree", "# tree"),
     )
-    assert str(results[0]).startswith("this rank compared comm_mode with a snapshot, another rank")
+    assert str(results[0]).startswith("this rank compared comm_mode with a snapshot, but another")
     assert "every rank must make the same comparisons" in str(results[1])
-    same = in_threads(*(lambda e=end: gather_alike(e, "comm_mode", "a\nb") for end in ends))
+    same = in_threads(*(lambda e=end: gather_values(e, "comm_mode", "a\nb") for end in ends))
     assert same == [["a\nb", "a\nb"]] * 2

@@ -27,7 +27,7 @@ from pytest_fsdp_comm.comm.profile import (
     restrict,
     sort_rows,
 )
-from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.gathering import gather_values
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.snapshots.documents import has_further_ranks
 
@@ -227,10 +227,10 @@ def test_each_text_is_read_once(monkeypatch):
     one, other = (fold(recording(0, peak_gathered_nbytes=nbytes)) for nbytes in (1, 2))
     texts = []
     for value in (one, other):
-        gather_alike(lambda text: texts.append(text) or [text], "x", value)
+        gather_values(lambda text: texts.append(text) or [text], "x", value)
     del read[:]
     gathered = [text for text in texts for _ in range(500)]
-    values = gather_alike(lambda _: gathered, "x", one)
+    values = gather_values(lambda _: gathered, "x", one)
     assert len(read) == 2
     assert values == [one] * 500 + [other] * 500
     assert len(set(map(id, values))) == 2
@@ -240,8 +240,8 @@ def test_each_text_is_read_once(monkeypatch):
 def test_profiles_are_exchanged_as_they_are(profiles):
     texts = []
     for profile in profiles.values():
-        gather_alike(lambda text: texts.append(text) or [text], "x", profile)
-    gathered = gather_alike(lambda _: texts, "x", next(iter(profiles.values())))
+        gather_values(lambda text: texts.append(text) or [text], "x", profile)
+    gathered = gather_values(lambda _: texts, "x", next(iter(profiles.values())))
     assert list(map(all_of, gathered)) == list(map(all_of, profiles.values()))
     assert merge(gathered) == naively_merged(profiles)
 
