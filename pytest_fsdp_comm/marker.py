@@ -47,7 +47,7 @@ def resolve(
     parametrized: int | None,
     count_gpus: Callable[[], int],
 ) -> DistributedSettings:
-    """Combine the marker with the session's options, or raise BadValueError for an argument."""
+    """Combine the marker with the session's options; raise BadValueError for a wrong argument."""
     # `parametrized` is the item's world size if the marker lists several. `count_gpus` is slow, so
     # call it only if the backend depends on it.
     arguments = _parse_arguments(mark)
@@ -94,9 +94,7 @@ def _check_simulation(arguments: Mapping[str, Any], simulation: Simulation) -> N
         )
     for name in ("simulation_splits", "real"):
         if arguments[name] is not None and not arguments["simulate"]:
-            raise BadValueError(
-                f"{name}: applies to simulations, so it requires simulate=; drop it"
-            )
+            raise BadValueError(f"{name}: applies only to simulations; set simulate= or drop it")
 
 
 def with_further_ranks(
@@ -154,8 +152,8 @@ def snapshot_variant(item: pytest.Item) -> str:
 
 def snapshot_test_name(item: pytest.Item) -> str:
     """Return ``TestClass.test_name[params]``, the first part of snapshot names."""
-    # Leave out a parametrized world size, which the variant already contains. So the file of
-    # world_size=4 still applies after a change to world_size=[2, 4].
+    # Leave out a parametrized world size, which the variant already contains. Thus the snapshot of
+    # world_size=4 remains valid after a change to world_size=[2, 4].
     name = item.name
     callspec = getattr(item, "callspec", None)
     size = callspec.params.get(WORLD_SIZE_PARAM) if callspec else None
@@ -239,11 +237,12 @@ def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None
 def _check_room(ranks: Sequence[int], backend: Backend, slots: int | None) -> None:
     count = len(ranks)
     if count > MAX_PROCESSES:
-        some = "name some of them, ranks=[0, 3]"
-        fake = "simulate them in one process with backend='fake' or --comm-backend fake"
+        remedy = "simulate them in one process with backend='fake' or --comm-backend fake"
+        if backend == "fake":
+            remedy = "name some of them, ranks=[0, 3]"
         raise BadValueError(
             f"{count} ranks are too many processes for one machine (at most {MAX_PROCESSES}); "
-            f"{some if backend == 'fake' else fake}"
+            f"{remedy}"
         )
     if slots is not None and count > slots:
         raise BadValueError(

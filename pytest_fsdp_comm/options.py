@@ -32,17 +32,17 @@ MARKER_SIGNATURE: Final = (
 # Name of the fixture that carries a parametrized world size.
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 
-# Largest world size with a process for each rank. A rank needs 200 MB once torch runs (torch 2.13,
-# CPU), so more ranks outgrow a machine; a simulation records the same.
+# Largest world size with a process for each rank. A process needs 200 MB for torch (2.13, CPU), so
+# one machine cannot run more. A simulation of more ranks records the same rows.
 MAX_PROCESSES: Final = 256
 
 
 class BadValueError(ValueError):
-    """A setting has a wrong value; the caller adds where the value was set."""
+    """A setting has a wrong value; the caller puts the source of the value before the text."""
 
 
 def parse_whole_number(value: object, *, expected: str, least: int, most: float = math.inf) -> int:
-    """Parse an int (no bool) or a decimal string within a range, or raise BadValueError."""
+    """Parse an int (not a bool) or a decimal string within a range, or raise BadValueError."""
     number = value
     if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]+\s*", value):
         number = int(value)
@@ -88,7 +88,7 @@ def parse_simulate(value: object) -> bool | int | str:
 
 
 def parse_splits(value: object) -> tuple[float, ...]:
-    """Parse the shares of experts (empty if equal), or raise BadValueError."""
+    """Parse each expert's share of the tokens (empty if equal), or raise BadValueError."""
     if value == "even":
         return ()
     shares = value if isinstance(value, (list, tuple)) else ()
@@ -107,7 +107,7 @@ def parse_real(value: object) -> dict[str, tuple[int, ...]]:
     are_whole = all(type(number) is int and number > 0 for axis in axes.values() for number in axis)
     if not (axes and are_whole and all(axis >= (2,) and not axis[2:] for axis in axes.values())):
         raise BadValueError(
-            "expected axes with their sizes, of at least 2, such as {'pp': 4}, or with size and "
+            "expected each axis with its size, at least 2, such as {'pp': 4}, or with its size and "
             f"stride, such as {{'ep': (8, 1)}}, got {value!r}"
         )
     return axes
@@ -148,13 +148,13 @@ class Setting(NamedTuple):
     name: str
     """Name of the field and of the argument; the ini name adds the prefix ``fsdp_comm_``."""
     parse: Callable[[Any], Any]
-    """Parses an option, ini value, absolute path or argument, or raises ValueError."""
+    """Parses a value from the command line, the ini file or the marker; may raise ValueError."""
     text: str = ""
     """Help text of option and ini value, for ``--help`` and docs/reference/options.md."""
     default: str = ""
-    """Text for the default if `SessionOptions` has None."""
+    """Help text for a default that `SessionOptions` stores as None."""
     flag: str = ""
-    """Option and name of its value, ``--comm-report=DIR``; empty without an option."""
+    """The option with its metavar, ``--comm-report=DIR``; empty if there is none."""
     ini: Literal["", "string", "linelist"] = ""
     """Type of the ini value; empty if there is none."""
     argument: str = ""
@@ -166,7 +166,7 @@ class Setting(NamedTuple):
 
     @property
     def option(self) -> str:
-        """The flag without the name of its value: ``--comm-report``."""
+        """The flag without its metavar: ``--comm-report``."""
         return self.flag.partition("=")[0]
 
     @property
@@ -175,7 +175,7 @@ class Setting(NamedTuple):
 
     @property
     def default_text(self) -> str:
-        """The default as help texts write it; empty if there is nothing to write."""
+        """The default for the help text; empty if the help mentions none."""
         value = _DEFAULTS.get(self.name)
         return self.default or ("" if value is None else f"{value}".removesuffix(".0"))
 
@@ -204,26 +204,27 @@ DECLARED: Final = (
     Setting(
         "simulate",
         parse_simulate,
-        argument="True: simulate ranks with tensors that have no memory; a number: simulate from "
-        "that world size on; 'strict': as True, but reading an unknown value is an error",
+        argument="True: simulate the ranks, with tensors that have no memory; a number: simulate "
+        "only world sizes of at least this number; 'strict': as True, but reading an unknown value "
+        "is an error",
     ),
     Setting(
         "simulation_splits",
         parse_splits,
-        argument="how unknown scores choose experts: 'even', or each expert's share as a list, "
-        "such as [4, 2, 1, 1] (default: reading such a choice is an error)",
+        argument="how a simulated router distributes tokens: 'even', or each expert's share as a "
+        "list, such as [4, 2, 1, 1] (default: reading the router's choice is an error)",
     ),
     Setting(
         "real",
         parse_real,
-        argument="axes of a simulation with a process for each coordinate: {'pp': 4} for the "
-        "outermost axis of the mesh, otherwise with its stride, {'ep': (8, 1)}",
+        argument="mesh axes along which a simulation runs a process for each coordinate: {'pp': 4} "
+        "for the outermost axis; for others, size and stride: {'ep': (8, 1)}",
     ),
     Setting(
         "ranks",
         lambda ranks: ranks,  # valid ranks depend on other arguments
-        argument="ranks that run with 'fake' or in a simulation, such as [0, 511], or 'all' "
-        "(default: one for each local shape in a simulation, else 0)",
+        argument="ranks to run with backend 'fake' or in a simulation, such as [0, 511], or 'all' "
+        "(default: 0; a simulation adds one rank for each further set of local shapes)",
     ),
     Setting(
         "scope",
@@ -234,10 +235,10 @@ DECLARED: Final = (
     Setting(
         "timeout_s",
         parse_timeout_s,
-        "deadline for distributed tests whose marker sets none",
+        "deadline of a distributed test whose marker sets none",
         flag="--comm-timeout=SECONDS",
         ini="string",
-        argument="seconds after which ranks that still run are reported and ended",
+        argument="seconds after which the plugin reports and ends ranks that still run",
     ),
     Setting(
         "device",
@@ -265,7 +266,8 @@ DECLARED: Final = (
     Setting(
         "artifacts_dir",
         Path,
-        "write what failed comparisons received and expected to DIR, for `fsdp-comm accept DIR`",
+        "write the received and the expected files of failed comparisons to DIR, for `fsdp-comm "
+        "accept DIR`",
         flag="--comm-artifacts=DIR",
     ),
     Setting(
@@ -297,10 +299,7 @@ DECLARED: Final = (
         ini="string",
     ),
     Setting(
-        "snapshot_dir",
-        Path,
-        "directory of snapshots, relative to the root directory",
-        ini="string",
+        "snapshot_dir", Path, "directory of snapshots, relative to pytest's rootdir", ini="string"
     ),
     Setting(
         "findings",
@@ -313,7 +312,6 @@ DECLARED: Final = (
 )
 # The marker's arguments by name, in the order of its signature.
 MARKER_ARGUMENTS: Final = {setting.name: setting for setting in DECLARED if setting.argument}
-# The command line options that take a path.
 PATH_OPTIONS: Final = tuple(setting.option for setting in DECLARED if setting.is_path)
 
 
@@ -355,11 +353,11 @@ class DistributedSettings:
     device: Device | None
     """None if the backend decides."""
     simulation: Simulation = ""
-    """Empty for real tensors; ``strict`` raises at unknown values, ``answering`` assumes some."""
+    """Empty without a simulation; ``strict`` raises where ``answering`` assumes a value."""
     simulation_splits: tuple[float, ...] | None = None
-    """Shares of experts that unknown scores choose; empty if equal, None if not declared."""
+    """Each expert's share of the tokens; empty if equal, None if not declared."""
     real: tuple[RealAxis, ...] = ()
-    """Axes of a simulation along which ranks receive what others send."""
+    """Axes of a simulation along which ranks really communicate."""
     finds_ranks: bool = False
     """Whether the simulation also runs ranks whose local shapes differ from those of `ranks`."""
 
@@ -370,13 +368,12 @@ SETTINGS: Final = pytest.StashKey[DistributedSettings]()
 PLUGIN_TIMEOUT_S: Final = pytest.StashKey[float]()
 # On the config's stash, from `pytest_configure` on.
 OPTIONS: Final = pytest.StashKey[SessionOptions]()
-# On the config's stash, only if a report is written: the `run_report.Notes` of this process. The
-# type is Any because `run_report` is in a room above this one.
+# On the config's stash, only for an HTML report: the `run_report.Notes` of this process.
 OBSERVER: Final = pytest.StashKey[Any]()
 
 
 def show_problems(problems: Sequence[str]) -> str:
-    """Join usage errors under a headline, one a line; a single error needs no headline."""
+    """Join usage errors, one per line, under a headline; a single error needs no headline."""
     if len(problems) == 1:
         return problems[0]
     return "\n  ".join((f"{len(problems)} usage errors of pytest-fsdp-comm:", *problems))
@@ -391,7 +388,7 @@ def add_options(parser: pytest.Parser) -> None:
         remarks += [f"default: {default}"] if default else []
         help_text = f"{setting.text} ({'; '.join(remarks)})" if remarks else setting.text
         if flag:
-            # Without a default, which would hide the ini value.
+            # Set no default here, because it would hide the ini value.
             group.addoption(flag, metavar=setting.flag.partition("=")[2], help=help_text)
         if setting.ini:
             unit = ", in seconds" if flag and setting.name.endswith("_s") else ""
@@ -451,7 +448,7 @@ def _raw_value(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
         raw_value = config.invocation_params.dir / raw_value if raw_value else None
     if raw_value is not None or not setting.ini:
         return f"{setting.option}: ", raw_value
-    # Parsers of lines name the wrong line themselves.
+    # The parser of a linelist names the wrong line itself.
     where = "ini " if setting.ini == "linelist" else f"ini {setting.ini_name}: "
     return where, config.getini(setting.ini_name) or None
 
@@ -469,7 +466,8 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
 
 
 def _snapshot_dir(config: pytest.Config, path: Path) -> Path:
-    # Normalize "..", so that a directory has one name; behind a symlink, ".." is its target's.
+    # Normalize "..", so that a directory has one name. Resolve symlinks first: "link/.." is the
+    # parent of the link's target.
     root = config.rootpath.resolve() if ".." in path.parts else config.rootpath
     directory = Path(os.path.normpath(root / path))
     syrupy_dir = getattr(config.option, "snapshot_dirname", "")

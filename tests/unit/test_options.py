@@ -190,16 +190,16 @@ def test_a_bad_world_size_is_refused(value):
          "'even', or each expert's share as a list such as [4, 2, 1, 1], got [1, -1]")),
         ([], {"simulate": True, "simulation_splits": [0]}, ("simulation_splits: expected "
          "'even', or each expert's share as a list such as [4, 2, 1, 1], got [0]")),
-        ([], {"simulation_splits": "even"}, ("simulation_splits: applies to simulations, so it "
-         "requires simulate=; drop it")),
+        ([], {"simulation_splits": "even"}, ("simulation_splits: applies only to "
+         "simulations; set simulate= or drop it")),
         ([], {"simulate": True, "backend": "gloo"}, ("backend='gloo' with simulate=True: a "
          "simulation sends nothing; drop one of the two")),
         ([], {"simulate": "strict", "device": "cuda"}, ("device='cuda' with simulated ranks, "
          "which run on the CPU; drop device='cuda', or run the test on GPUs with backend='nccl'")),
-        ([], {"real": {"pp": 2}}, ("real: applies to simulations, so it requires simulate=; "
+        ([], {"real": {"pp": 2}}, ("real: applies only to simulations; set simulate= or "
          "drop it")),
-        ([], {"real": {"pp": 1}}, ("real: expected axes with their sizes, of at least 2, such as "
-         "{'pp': 4}, or with size and stride, such as {'ep': (8, 1)}, got {'pp': 1}")),
+        ([], {"real": {"pp": 1}}, ("real: expected each axis with its size, at least 2, such "
+         "as {'pp': 4}, or with its size and stride, such as {'ep': (8, 1)}, got {'pp': 1}")),
         ([6], {"simulate": True, "real": {"pp": 4}}, ("real: an axis 'pp' of size 4 and stride 1 "
          "does not divide 6 ranks")),
         ([8], {"simulate": True, "real": {"pp": 4, "ep": (4, 1)}}, ("real: the axes pp, ep "
