@@ -45,8 +45,8 @@ class CiSession:
         self._annotator: Any = None
 
     def pytest_sessionstart(self) -> None:
-        """Unregister pytest-github-actions-annotate-failures, to pass it only other failures."""
-        # Checked with version 0.4.
+        """Take over from pytest-github-actions-annotate-failures (checked with version 0.4)."""
+        # `pytest_runtest_logreport` passes it the failures that this plugin does not annotate.
         manager = self._config.pluginmanager
         if self.annotates and manager.has_plugin("annotate_errors"):
             self._annotator = manager.unregister(name="annotate_errors")
@@ -139,7 +139,7 @@ class CiSession:
                 yield place, text
 
     def _place_of(self, report: pytest.TestReport) -> Place | None:
-        """Return the line of the failed assertion, or of the test if that is in a package."""
+        """Return the line of the failed assertion, or of the test if a package raised it."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
             place = self._place(Path(crash.path), crash.lineno)

@@ -1,4 +1,4 @@
-"""Errors that users can cause. Each text says what was expected, received, where, and a remedy."""
+"""Errors that users can cause. Each names the expected and received value, place and remedy."""
 
 from __future__ import annotations
 

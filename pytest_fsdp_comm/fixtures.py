@@ -1,4 +1,4 @@
-"""The plugin's fixtures; each rank sets up its own."""
+"""The plugin's fixtures, which every rank sets up for itself."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ class DistInfo:
     """Rank, world size, backend and device of the running test: the fixture ``dist_info``."""
 
     rank: int
-    """This rank, from 0."""
     local_rank: int
-    """This rank on its machine, from 0."""
+    """Number of this rank on its machine, from 0."""
     world_size: int
     """Size of the default process group; 1 in a test that is not distributed."""
     backend: str
@@ -89,13 +88,11 @@ class MakeDeviceMesh:
 
 
 @pytest.fixture
-def _fsdp_comm_world_size(request: pytest.FixtureRequest) -> int:
-    size: int = request.param
-    return size
+def _fsdp_comm_world_size(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
-# Of session scope, because it is constant in a rank: fixtures of every scope and Hypothesis tests
-# may request it.
+# Session scope, so that all fixtures and Hypothesis tests may request it; it is constant in a rank.
 @pytest.fixture(scope="session")
 def dist_info(request: pytest.FixtureRequest) -> DistInfo:
     """Rank, local_rank, world_size, backend and device of the running test."""
@@ -118,7 +115,7 @@ def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
 
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Compute the axis of size -1; raise FsdpCommError if the product is not the world size."""
+    """Replace a size of -1; raise FsdpCommError if the product is not the world size."""
     __tracebackhide__ = True
     product = math.prod(size for size in axes.values() if size != -1)
     open_axes = [name for name, size in axes.items() if size == -1]
@@ -142,9 +139,7 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
     After the block, compare the recording, ``assert comm_mode == comm_snapshot``, or query it:
     ``comm_mode.counts("all_gather", phase="backward")``, ``comm_mode.nbytes(axis="tp")``.
     """  # noqa: D402  # its use, not a signature
-    from pytest_fsdp_comm.recording.comm_mode import (  # noqa: PLC0415  # torch only where it is needed
-        CommMode,
-    )
+    from pytest_fsdp_comm.recording.comm_mode import CommMode  # noqa: PLC0415  # loads torch
     from pytest_fsdp_comm.snapshots.comm_text import format_profile  # noqa: PLC0415  # as above
 
     return CommMode(show=format_profile, trace_operations=False, **_exchange(request))
@@ -157,9 +152,7 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
     ``assert not fsdp_tree(model).findings`` guards against wrapping mistakes, and
     ``assert fsdp_tree(model) == comm_snapshot(name="tree")`` against every change.
     """
-    from pytest_fsdp_comm.fsdp_tree import (  # noqa: PLC0415  # torch only where it is needed
-        TreeFactory,
-    )
+    from pytest_fsdp_comm.fsdp_tree import TreeFactory  # noqa: PLC0415  # loads torch
 
     return TreeFactory(findings=request.config.stash[OPTIONS].findings, **_exchange(request))
 
@@ -185,6 +178,6 @@ def _context(request: pytest.FixtureRequest) -> RankContext | None:
 
 
 def _exchange(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the arguments with which a value is exchanged between ranks; none without ranks."""
+    """Return keyword arguments for values that ranks exchange; empty outside a rank."""
     context = _context(request)
     return {} if context is None else {"gather": context.exchange, "ranks": context.settings.ranks}

@@ -26,7 +26,7 @@ _OTHER_LAUNCHERS: Final = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 _LARGEST_PORT: Final = 65535
-# Largest simulated world size: 16 times the largest one with measured recording costs.
+# Largest simulated world size: 16 times the largest whose recording was measured.
 MAX_SIMULATED: Final = 131_072
 _HOST_SIZE: Final = 8
 
@@ -51,11 +51,11 @@ class LaunchedRank:
     launcher: str
     """Name for texts: ``torchrun``, or the variables that the launcher set."""
     is_leader: bool
-    """Whether this process reports, and writes files, for all ranks."""
+    """Whether this process reports and writes files for all ranks."""
 
 
 def simulated_variables(rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
-    """Return the variables that torchrun would set on hosts of 8 ranks; they also hide GPUs."""
+    """Return torchrun's variables on hosts of `local_size` ranks (default 8), without GPUs."""
     local_size = local_size or _HOST_SIZE
     local_rank = rank % local_size
     on_host = min(local_size, size - rank + local_rank)  # the last host may have fewer ranks

@@ -127,10 +127,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         isolation.release_terminal(session.config)
 
 
-@pytest.hookimpl
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test that needs torch or forks where the system has none."""
-    # Skip marks were evaluated before. The test's code comes later, and its error would be obscure.
+    """Fail a test that needs torch, or fork(), on a system without it."""
+    # After skip marks, and before the test, whose error would be obscure.
     if marker.may_record(item) and (missing := upstream.missing_torch()):
         pytest.fail(missing, pytrace=False)
     if options.SETTINGS in item.stash and not _CAN_FORK:
@@ -194,8 +193,8 @@ class _Protocol:
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """Let the supervisor of the ranks apply pytest-timeout's limit to a distributed test."""
-    # A timer in this process would end the session, and count the wait for free rank slots. In a
-    # rank, its signal cannot interrupt a collective, which waits in C++.
+    # A timer in this process would end the session, and its time would include the wait for free
+    # rank slots. In a rank, its signal cannot interrupt a collective, which waits in C++.
     if options.SETTINGS not in item.stash:
         return None
     item.stash[options.PLUGIN_TIMEOUT_S] = settings.timeout
@@ -226,7 +225,7 @@ def pytest_assertrepr_compare(
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Fail a test whose failed comparison it did not assert."""
+    """Fail a test that ignored the result of a failed comparison."""
     yield
     if failed_comparison.UNEXPLAINED in item.stash:
         from pytest_fsdp_comm.snapshots.explain import fail_unasserted  # noqa: PLC0415  # on failure only

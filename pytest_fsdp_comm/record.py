@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 # imports it, only the script writes to standard output, and its errors end the process as usual.
 # Ranks exchange their recordings as files.
 
-# Time for gloo's threads to free the work of the backward, for which they need Python: c10d's
-# AsyncWork has a ThreadLocalState with the context (read in torch 2.13). A thread that frees it
-# while Python exits aborts the process.
+# Time for gloo's threads to free the collectives of the backward pass. Freeing one needs Python,
+# because c10d's AsyncWork owns a ThreadLocalState (read in torch 2.13). A thread that does so while
+# Python exits aborts the process.
 _GLOO_ENDS_S: Final = 0.1
 _STEPS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm record``; return the script's exit status, or that of a failed recording."""
     steps = _STEPS.fullmatch(options.step)
     if steps is None:
-        raise FsdpCommError(f"--step: expected a step, such as 3, or 3-4, got {options.step!r}")
+        raise FsdpCommError(f"--step: expected a step, such as 3 or 3-4, got {options.step!r}")
     if not options.out.endswith(".comm"):
         raise FsdpCommError(f"--out: expected the name of a .comm file, got {options.out!r}")
     if not options.command:
@@ -169,7 +169,7 @@ class _Hook:
             raise ScriptEnded(SAME if self._problem is None else FAILED)
 
     def finish(self, status: int) -> int:
-        """Wait until all files are written, print a problem, and return the exit status."""
+        """Wait until all files are written, print the problem if any; return the exit status."""
         problem, rank = self._problem, os.environ.get("RANK", "0")
         if self._recorded is not None:
             write_problem = self._recorded.finish()

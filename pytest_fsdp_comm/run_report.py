@@ -151,13 +151,10 @@ class Notes:
 
 
 def _recording_of(value: Any) -> Recording | None:
-    """Return the last recording of a ``comm_mode``; None without one, or for another value."""
-    if not hasattr(type(value), "merged_profile"):
-        return None
-    try:
-        recording: Recording = value.recording
-    except FsdpCommError:
-        return None
+    """Return the last recording of a ``comm_mode``; None if `value` is not one or has none."""
+    recording: Recording | None = None
+    with suppress(FsdpCommError):
+        recording = value.recording if hasattr(type(value), "merged_profile") else None
     return recording
 
 

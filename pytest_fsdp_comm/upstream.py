@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from contextlib import suppress
 from importlib import metadata
 from typing import Any, Final
 
@@ -30,12 +31,9 @@ _RECORDER: Final = "the recorder relies on"
 
 def missing_torch() -> str:
     """Return an error if torch is not installed, else an empty text."""
-    try:
-        is_installed = "torch" in sys.modules or importlib.util.find_spec("torch") is not None
-    except ImportError:
-        is_installed = False
-    if is_installed:
-        return ""
+    with suppress(ImportError):
+        if "torch" in sys.modules or importlib.util.find_spec("torch"):
+            return ""
     return (
         f"torch is not installed for {sys.executable}, and distributed tests, comm_mode and "
         "fsdp_tree need it: install it (https://pytorch.org/get-started/locally), or run pytest "
@@ -54,12 +52,12 @@ def look_up(module: str, name: str, use: str = _RECORDER) -> Any:
 def moved_error(
     package: str, name: str, use: str = _RECORDER, *, remedy: str = _UPGRADE
 ) -> UpstreamChangedError:
-    """Make the error about a name that no longer exists; `use` continues "which"."""
+    """Make the error about a name that no longer exists; `use` completes "which ..."."""
     return _changed(package, f"no longer has {name}, which {use}", remedy)
 
 
 def misread_error(package: str, subject: str, problem: object) -> UpstreamChangedError:
-    """Make the error about a private name that belongs to `subject`."""
+    """Make the error about a private name of `subject` that no longer works as before."""
     return _changed(package, f"moved a private name of {subject}: {problem}", _UPGRADE)
 
 

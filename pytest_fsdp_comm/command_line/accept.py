@@ -52,8 +52,8 @@ def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
     for path, below in ((file, received), (target, snapshot_dir)):
         if _is_link(path, below):
             raise FsdpCommError(
-                f"{show_path(path)} is or is behind a link to {os.path.realpath(path)}, which "
-                "accept does not follow: put the file itself there"
+                f"{show_path(path)} is a link, or behind one, to {os.path.realpath(path)}; accept "
+                "follows no links: put the file itself there"
             )
     name = show_path(target)
     old = read_snapshot(target, where=name)

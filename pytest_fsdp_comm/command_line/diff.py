@@ -201,7 +201,7 @@ def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None,
     )
     text = difference.explanation
     scope = f" ({text.scope})" if text.scope else ""
-    # Texts may differ although they compare as equal, after an update for example.
+    # Texts that differ may still compare as equal, for example after an update.
     changes = text.changes if text.body else (difference.text or "nothing that is compared",)
     is_change = bool(difference.changes or difference.text) or pair.is_rename
     return replace(text, head=f"{head}:{scope}", changes=changes, cures=()), is_change

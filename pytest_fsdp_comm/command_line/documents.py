@@ -21,9 +21,9 @@ from pytest_fsdp_comm.tree.profile import fold as fold_tree
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
-    """Read a snapshot, or convert a JSON recording or tree to one (its profile has call sites).
+    """Read a snapshot, or convert a JSON recording, with its call sites, or a JSON tree to one.
 
-    `where` is the name of the file for errors, by default its path.
+    `where` (default: the path) is the name of the file in errors.
     """
     where = where or str(path)
     if path.is_dir():
@@ -75,7 +75,7 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
     sizes = {recording.world_size for recording in recordings}
     if len(sizes) > 1 or len(set(ranks)) < len(ranks):
         raise FsdpCommError(
-            f"{where}: expected recordings of different ranks of one world, got ranks "
+            f"{where}: expected one recording for each rank and one world size, got ranks "
             f"{', '.join(map(str, ranks))} of world sizes {', '.join(map(str, sorted(sizes)))}"
         )
     return recordings

@@ -46,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
         if isinstance(text.profile, CommProfile)
     ]
     if len(profiles) > 1:
-        print_lines(["", "side by side, one rank each", *_side_by_side(profiles)])
+        print_lines(["", "side by side, one rank of each file", *_side_by_side(profiles)])
     return SAME
 
 
 def _side_by_side(profiles: Sequence[tuple[str, CommProfile]]) -> Iterator[str]:
-    """Return a table of calls, bytes and peak of the busiest rank, one column a file."""
+    """Return a table of calls, bytes and peak of the busiest rank, one column per file."""
     columns = [
         {row.label: row.after for row in cost_rows(cost_of_change(profile, profile))}
         for _, profile in profiles

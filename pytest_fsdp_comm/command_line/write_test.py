@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from pytest_fsdp_comm.comm.json import ScriptRun, load_run
-from pytest_fsdp_comm.command_line.documents import (
-    find_collected,
-    find_project,
-    read_document,
-    read_json,
-)
+from pytest_fsdp_comm.command_line import documents
 from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.launch_environment import simulated_variables
@@ -41,36 +36,37 @@ def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm test``."""
     recording = Path(options.recording)
     tree = recording.with_suffix(f".tree{SUFFIX}")
-    ran = None
-    if recording.suffix == ".json" and isinstance(read_json(recording, where=str(recording)), list):
-        ran = load_run(recording.read_text(encoding="utf-8"))
+    is_json = recording.suffix == ".json"
+    saved = documents.read_json(recording, where=str(recording)) if is_json else None
+    ran = load_run(recording.read_text(encoding="utf-8")) if isinstance(saved, list) else None
     if ran is None or not tree.is_file() or ran.first_step != ran.last_step:
         raise FsdpCommError(
             f"{recording}: expected a recording of one step of a script, next to {tree.name}, as "
             "fsdp-comm record --out step.comm train.py writes them"
         )
-    comm = read_document(recording)
+    comm = documents.read_document(recording)
     name = Path(ran.script).stem.replace(".", "_").replace("-", "_")
     start = _start_of(ran, recording)
-    collected, patterns = find_collected(start)
+    collected, patterns = documents.find_collected(start)
     directory = start if any(map(start.is_relative_to, collected)) else collected[0]
     test = Path(options.output).absolute() if options.output else directory / f"test_{name}.py"
-    root, snapshot_dir = find_project(test.parent)
+    root, snapshot_dir = documents.find_project(test.parent)
     folder = snapshot_dir / written_module(test, root)
     variant = f"ws{comm.profile.world_size}"
+    names = [f"{basename(f'test_{name}', variant, index)}{SUFFIX}" for index in (0, "tree")]
     files = {
         test: _source(ran, start / ran.script, test, f"test_{name}", comm.profile),
-        folder / f"{basename(f'test_{name}', variant, 0)}{SUFFIX}": comm,
-        folder / f"{basename(f'test_{name}', variant, 'tree')}{SUFFIX}": read_document(tree),
+        folder / names[0]: comm,
+        folder / names[1]: documents.read_document(tree),
     }
     for file in files:
         if file.exists():
-            raise FsdpCommError(f"{show_path(file)} exists; -o names another test, or remove it")
+            raise FsdpCommError(f"{show_path(file)} exists: remove it, or choose another with -o")
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     command = f"pytest {shell_word(os.path.relpath(test))}"
-    print(f"{show_path(test)}: review it and {show_path(folder)}, then run {command}")  # noqa: T201  # a program's output
+    print(f"wrote {show_path(test)} and {show_path(folder)}: review both, then run {command}")  # noqa: T201  # a program's output
     if not (any(map(test.match, patterns)) and any(map(test.is_relative_to, collected))):
         print("pytest without arguments does not run it: see testpaths and python_files")  # noqa: T201  # as above
     return SAME

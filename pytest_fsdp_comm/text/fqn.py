@@ -13,8 +13,8 @@ from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.text.rank_lists import runs_of
 
 # A pattern is the text of one or more FQNs: `layers.{0..3,7}.mlp.weight` is five names. `fold_fqns`
-# writes patterns and `expand` inverts it for any names. `expand` also accepts patterns that
-# `fold_fqns` would write differently; to reject those, fold the names again and compare.
+# writes the patterns of any names, and `expand` lists the names of a pattern. `expand` also accepts
+# patterns that `fold_fqns` would write differently; to reject those, fold its names and compare.
 
 # The text of the root's FQN, which is empty. Parentheses in names are escaped.
 ROOT_TEXT: Final = "(root)"
@@ -30,7 +30,7 @@ _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))
 _DIGITS: Final = re.compile(r"([0-9]+)")
 # `events` joins the modules of one FSDP unit with `+`, so a number may also be next to it.
 _SEPARATOR: Final = re.compile(r"([.+])")
-# At most nine digits, which is exact in every reader; no model has more siblings.
+# At most nine digits, which every program reads exactly; no model has so many siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")
@@ -38,8 +38,7 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 
 _NaturalPart: TypeAlias = tuple[bool, int, str]
 NaturalKey: TypeAlias = tuple[tuple[tuple[_NaturalPart, ...], ...], str]
-"""The sort key that `natural_key` returns."""
-# The values of each number in an FQN, ascending: together all their combinations.
+# FQNs with the same words: ascending values for each number, in all combinations.
 Box: TypeAlias = tuple[tuple[int, ...], ...]
 # The values of one number as runs from first to last, ascending, with gaps between the runs.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -192,11 +191,11 @@ def expand(pattern: str) -> tuple[str, ...]:
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a predicate for FQNs that match; in the pattern, ``*`` is (part of) a segment."""
+    """Return a predicate for FQNs; ``*`` in the pattern matches a segment or a part of one."""
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
     literals, ranges = _split_pattern(pattern)
-    # Every `*` is a wildcard; an asterisk in a name must be escaped.
+    # Every `*` is a wildcard; to match an asterisk, escape it.
     words = (
         "[^.+]+".join(re.escape(read_word(part)) for part in word.split("*")) for word in literals
     )

@@ -14,7 +14,6 @@ from pytest_fsdp_comm.errors import quoted_part
 #   second rank from 0 to 62, `0-55:8/16` the first 8 of every 16 from 0 to 55. Ranks of a device
 #   mesh that share some coordinates form such runs.
 # - All other runs are listed in ascending order: `0,2-3`.
-# The Linux kernel writes CPU lists this way too, but with `:1`, and its last run may be shorter.
 
 # The smallest number of runs to fold: `0,2,4` is easier to read than a stride.
 FOLDED: Final = 4
@@ -102,7 +101,7 @@ def _read_entry(entry: str, world_size: int) -> list[int]:
 
 
 def ranks_or_empty_if_all(ranks: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the ranks, or none if they are all of the ``count`` ranks."""
+    """Return the ranks, or an empty tuple if they are all `count` ranks."""
     return () if len(ranks) == count else tuple(ranks)
 
 

@@ -62,7 +62,7 @@ def show_path(path: str | Path, root: Path | None = None) -> str:
 
 
 def shell_word(text: str) -> str:
-    """Quote a word for a shell; with characters that are not printable as bash's ``$'...'``."""
+    """Quote a word for a shell, or as bash's ``$'...'`` if it has unprintable characters."""
     if text.isprintable():
         return shlex.quote(text)
     written = (
@@ -84,7 +84,7 @@ def itemsize(dtype: str) -> int:
 def show_nbytes(nbytes: int, unsized: int = 0) -> str:
     """Write bytes with one decimal in the largest binary unit that fits: ``512.0 KiB``.
 
-    `unsized` is the number of calls with an unknown size among those that the bytes sum up.
+    `unsized` is the number of calls of unknown size, which the bytes do not include.
     """
     if unsized:
         sized = f"{show_nbytes(nbytes)} and " if nbytes else ""

@@ -6,7 +6,7 @@ import pytest
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--step", "x", "train.py"], "--step: expected a step, such as 3, or 3-4, got 'x'"),
+        (["--step", "x", "train.py"], "--step: expected a step, such as 3 or 3-4, got 'x'"),
         (["--out", "x.txt", "train.py"], "--out: expected the name of a .comm file, got 'x.txt'"),
         ([], "expected a script to run: fsdp-comm record [--step 3] train.py ..."),
         (["gone.py"], "there is no file gone.py; -m takes the name of a module"),

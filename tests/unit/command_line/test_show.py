@@ -47,7 +47,7 @@ def test_show_several_files_prints_a_table(write, fsdp_comm):
         peaks = (GatheredPeak(nbytes=1024 * size),)
         write(f"a.ws{size}.comm", format_profile(replace(profile, world_size=size, peaks=peaks)))
     lines = fsdp_comm("show", "a.ws8.comm", "a.ws64.comm").lines
-    table = lines[lines.index("side by side, one rank each") + 1 :]
+    table = lines[lines.index("side by side, one rank of each file") + 1 :]
     assert [re.split("  +", line.strip()) for line in table] == [
         ["a.ws8.comm", "a.ws64.comm"],
         ["all_gather[dp] calls", "7", "7"],
@@ -129,7 +129,7 @@ def test_recordings_of_different_worlds_are_not_merged(write, fsdp_comm):
     write("two.json", dump_recordings([recording(0), recording(0)]))
     run = fsdp_comm("show", "two.json")
     assert run.status == 2
-    assert "expected recordings of different ranks of one world, got ranks 0, 0" in run.err
+    assert "expected one recording for each rank and one world size, got ranks 0, 0" in run.err
 
 
 def test_a_saved_file_without_recordings_is_refused(write, fsdp_comm):

@@ -56,7 +56,7 @@ def test_a_script_is_run_by_its_path(recorded, fsdp_comm, project):
     done = fsdp_comm("test", "step.json")
     assert (done.status, done.err) == (0, "")
     assert done.lines == [
-        "test_train.py: review it and snapshots/test_train, then run pytest test_train.py"
+        "wrote test_train.py and snapshots/test_train: review both, then run pytest test_train.py"
     ]
     size = recording(0).world_size
     assert (project / "test_train.py").read_text() == WRITTEN.format(size=size)
@@ -64,7 +64,7 @@ def test_a_script_is_run_by_its_path(recorded, fsdp_comm, project):
     assert names == {f"test_train.ws{size}.comm", f"test_train.ws{size}.tree.comm"}
     again = fsdp_comm("test", "step.json")
     assert again.status == 2
-    assert again.err.startswith("fsdp-comm: test_train.py exists; -o names another test, or")
+    assert again.err.startswith("fsdp-comm: test_train.py exists: remove it, or choose")
 
 
 def test_written_test_has_hosts_of_the_recording(recorded, fsdp_comm, project):
@@ -137,7 +137,7 @@ def test_test_is_written_where_pytest_collects(
     done = fsdp_comm("test", "step.json", *output)
     folder = f"snapshots/{place.removesuffix('.py')}"
     first, *more = done.lines
-    assert first == f"{place}: review it and {folder}, then run pytest {place}"
+    assert first == f"wrote {place} and {folder}: review both, then run pytest {place}"
     warning = "pytest without arguments does not run it: see testpaths and python_files"
     assert more == ([] if is_collected else [warning])
     assert (project / place).is_file()

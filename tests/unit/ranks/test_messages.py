@@ -102,12 +102,12 @@ def test_report_with_non_json_value_is_sent(channels):
         (b"[1]", "message: expected one of PhaseReport, WarningSeen, Debugging,"),
         (b"{}", "message: expected one of PhaseReport, WarningSeen, Debugging,"),
         (b'{"type": "Position", "site": ""}', "Joined, got 'Position'"),
-        (b'{"type": "RunTest"}', "RunTest lacks 'item_index'"),
+        (b'{"type": "RunTest"}', "RunTest lacks the field 'item_index'"),
         (
             b'{"type": "RunTest", "item_index": "1", "next_test": {}}',
             "RunTest.item_index: expected int, got '1'",
         ),
-        (b'{"type": "RunTest", "item_index": 1, "x": 1}', "RunTest has an unknown 'x'"),
+        (b'{"type": "RunTest", "item_index": 1, "x": 1}', "RunTest has an unknown field 'x'"),
     ],
 )
 def test_an_invalid_message_is_described_and_skipped(channels, line, complaint):

@@ -167,7 +167,7 @@ def test_json_round_trips():
             '{"kind": "tree", "version": 2}',
             "expected a tree of JSON version 1, got ('tree', 2); save it again with this version",
         ),
-        ('{"kind": "tree", "version": 1, "value": {}}', "tree lacks 'backend'"),
+        ('{"kind": "tree", "version": 1, "value": {}}', "tree lacks the field 'backend'"),
     ],
 )
 def test_json_that_is_no_tree_is_refused(text, problem):
