@@ -8,8 +8,8 @@
 # Note [Whose call]
 # A recording records the collectives of all threads. But a collective of a thread that has not
 # entered the recording is attributed to no module, since the recording knows only the units and
-# graphs of its thread. A thread started during recordings is recorded only by these. If it outlives
-# them and communicates in a later block, the later recording has a gap that names the thread.
+# graphs of its thread. If a thread starts while recordings run, only those record its calls. If it
+# communicates in a later block, the later recording has a gap that names the thread.
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class TracedModule:
     """CommDebugMode's name, set when the block ends: the class of its root, and its FQN there."""
 
     def settle(self, keys: Mapping[int, str]) -> None:
-        """Set the name, from `keys` by ``id``, and read placements of gathered parameters again."""
+        """Set the name from `keys`, and read the placements of parameters that were gathered."""
         module = self.module()
         if module is not None:
             self.name = keys.get(id(module), type(module).__name__)
@@ -87,7 +87,7 @@ class ModuleTrace:
     """The modules in whose forward a block ran operations, and the operations."""
 
     modules: Callable[[], tuple[TracedModule, ...]]
-    """In the order of first operations, callers first; all modules if nothing was traced."""
+    """In the order of first operations, callers first; all callable ones if nothing was traced."""
     keys: Callable[[str], tuple[str, ...]]
     """Maps an owner's FQN to CommDebugMode's names of its enclosing modules and itself."""
     operations: Sequence[tuple[str, dict[str, Any]]] | None = None

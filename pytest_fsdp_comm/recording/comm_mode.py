@@ -95,8 +95,8 @@ class CommMode(CommDebugAnswers):
             trace_operations: Whether the block also records which operations run in which modules,
                 for the tables and JSON of CommDebugMode. None for the default, which is False for
                 the fixture.
-            estimate: The optimizer, or True if there is none, to provide the attribute `estimate`:
-                the peak of memory, and operations. The model must then be an FSDP2 root.
+            estimate: Pass the optimizer, or True if there is none, to read `comm_mode.estimate`
+                later. The model must then be an FSDP2 root.
 
         Raises:
             RecordingError: `model` is not a module, two parts have a parameter of the same name,

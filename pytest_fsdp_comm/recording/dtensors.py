@@ -28,7 +28,7 @@ class Dispatch(IntEnum):
     OPAQUE = 1
     """By other code, whose operations dispatch modes may not see."""
     WRAPPER = 2
-    """On its inner tensors, where modes see the operations: DTensor, unwaited results."""
+    """On its inner tensors, where modes see the operations: DTensor, AsyncCollectiveTensor."""
 
 
 @functools.cache
@@ -84,10 +84,10 @@ class RedistributionWatch:
 
     def __init__(self, groups: GroupNames) -> None:
         self._groups = groups
-        # torch's list of the redistribution's steps, and the current step. Equal redistributions
-        # share the list, but each starts again at the first step. A frame may reuse an address.
+        # torch's list of a redistribution's steps, and the current step. (Not the frame, whose
+        # address may be reused.) Equal redistributions share the list, but start at the first step.
         self.last: tuple[Any, int] | None = None
-        """The last collective's redistribution; None if it was outside one."""
+        """The redistribution that issued the last collective, if any."""
 
     def note_collective(self, variables: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a redistribution's fields at its first collective, None at later ones."""

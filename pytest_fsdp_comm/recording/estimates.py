@@ -40,7 +40,7 @@ class Estimate:
     """Including unsharded gradients, and those that are being reduced."""
     optimizer_nbytes: int
     activations_nbytes: int
-    """Inputs, tensors saved by forward, and tensors of backward not yet known as gradients."""
+    """Inputs, tensors saved by forward, and tensors of backward that are not gradients yet."""
     gathered_nbytes: int
     """Parameters of gathered units, and the buffers for gathering. `peak_gathered_nbytes` differs:
     it is the peak of parameters alone, which may be at another time."""

@@ -4,8 +4,8 @@
 # torch's flight recorder lists the collectives that a backend ran, on all threads. It has no
 # point-to-point calls, no monitored_barrier, and nothing of the fake group. NCCL has a separate one
 # in CUDA builds. Checked in torch 2.13, which added the thread to the entries (version 2.10 of the
-# trace); entries without it are of no use here. It stores 2,000 entries, or TORCH_FR_BUFFER_SIZE,
-# where 0 disables it. A dump takes 10 us per entry, and always includes all entries.
+# trace); we ignore entries without it. It stores 2,000 entries, or TORCH_FR_BUFFER_SIZE (0 disables
+# it). A dump takes 10 us per entry, and always includes all entries.
 
 # Note [The witness]
 # The recording watches the dispatcher, the flight recorder the backend. A collective that only the

@@ -182,7 +182,7 @@ def group_of(bound: Mapping[Any, Any]) -> dist.ProcessGroup | None:
 
 
 def shows_async() -> bool:
-    """Whether this torch passes the operation a flag for asynchronous calls."""
+    """Whether operations of this torch have a flag for asynchronous calls."""
     arguments = torch.ops.c10d.allreduce_.default._schema.arguments
     # torch up to 2.13 uses one of these names.
     return not {"async_op", "asyncOp"}.isdisjoint(argument.name for argument in arguments)

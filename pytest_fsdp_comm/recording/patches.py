@@ -6,8 +6,8 @@
 # While the compiler traces, all originals are restored; otherwise it would have to compile again
 # after the block. It skips frames of this package around compiled code.
 # `nn.Module.__call__` is replaced because global module hooks would switch torch.compile off and
-# leak after an error. Methods registered with register_fsdp_forward_method call FSDPState's
-# `_pre_forward` and `_post_forward`, which are looked up by name.
+# leak after an error. FSDPState's `_pre_forward` and `_post_forward` are replaced because methods
+# registered with register_fsdp_forward_method call them, not `__call__`.
 # DDP's communication hooks chain collectives in Future.then (PowerSGD does). Such a callback runs
 # at once, or later on a thread of the backend, depending on a race. In both cases its collectives
 # are recorded, and attributed to the code that registered the callback.

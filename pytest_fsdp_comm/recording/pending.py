@@ -114,8 +114,8 @@ class OwnerNames:
 
     def place_of_backward(self, call: Attribution, after: int) -> tuple[int | None, int | None]:
         """Return which backward pass a reduction follows, and the number of passes."""
-        # Only passes that add to its gradients count; None for both unless there are several.
-        # `after` is the number of all passes that began before it.
+        # Count only passes that add to the gradients that it reduces; return None twice unless
+        # there are several. `after` is the number of all passes that began before the reduction.
         if len(self._backwards) <= 1:
             return None, None
         source, modules = call.source, call.owner

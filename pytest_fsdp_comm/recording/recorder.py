@@ -331,7 +331,7 @@ class Recorder:
         return depth
 
     def enter_engine(self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool) -> int:
-        """Note that a backward starts, and whether it `adds` to `.grad`; return its depth, too."""
+        """Note that a backward starts, and whether it `adds` to `.grad`; return the depth."""
         if adds:
             # A nested backward, such as that of a reentrant checkpoint, is part of the outer one.
             if not (self._backwards and self.backward.is_in_engine):

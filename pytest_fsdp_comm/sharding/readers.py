@@ -158,7 +158,7 @@ def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int 
 
 def _precision(group: Any) -> Precision:
     policies = [_policy(param, group) for param in group.fsdp_params]
-    # With torch 2.15's param_dtype_override_fn, each parameter's policy has only its dtype.
+    # torch 2.15's param_dtype_override_fn may choose another param_dtype for each parameter.
     policy = policies[0]
     dtype = dtype_name(policy.param_dtype)
     if any(other_policy.param_dtype != policy.param_dtype for other_policy in policies):

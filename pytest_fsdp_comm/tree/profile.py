@@ -153,7 +153,7 @@ class TreeProfile:
 
     @property
     def common(self) -> TreeFacts | None:
-        """The tree of all ranks; None if they differ."""
+        """The tree of all ranks; None if ranks have different trees."""
         return self.trees.get(())
 
     @property

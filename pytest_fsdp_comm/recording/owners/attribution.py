@@ -227,7 +227,7 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
     # Leaves inside a reentrant checkpoint are not reached; its nested backward adds them.
     pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
     visited, leaves = {None, *pending}, set[int]()
-    # A node takes a few hundred nanoseconds; a backward has some thousands.
+    # This takes a few hundred nanoseconds per node, and a backward has a few thousand nodes.
     while pending:
         node = pending.pop()
         inputs_of_node = node.next_functions if node is not None else ()
@@ -241,7 +241,7 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
 
 
 def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
-    """Attribute an event of the acting unit without reading the stack; None if that is needed."""
+    """Attribute an event of the acting unit; None if this requires reading the stack."""
     acting = units.acting[-1] if units.acting else None
     if acting is None or acting.thread != threading.get_ident():
         return None

@@ -104,8 +104,8 @@ class GatheredMemory:
 
     def learn(self, unit: Any, get_nbytes: Callable[[Any], int]) -> None:
         """Add an unknown unit, just before its first change or at the end of the block."""
-        # The unit has held these bytes since the block began, so add them to the peak as well. A
-        # step then has the same peak if an earlier forward has already gathered the root.
+        # The unit has held these bytes since the block began, so add them to the peak as well. Then
+        # a step has the same peak whether it or an earlier forward has gathered the root.
         if unit not in self._nbytes:
             nbytes = self._nbytes[unit] = get_nbytes(unit)
             self._total += nbytes

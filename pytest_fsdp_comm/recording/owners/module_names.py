@@ -53,7 +53,7 @@ class ModuleNames:
     """The FQNs of all modules below some roots, which may be parts of one model."""
 
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
-        """Name all modules; below a second root, with ``@2`` in front, unless roots are parts."""
+        """Name all modules; names below a second root start with ``@2``, unless roots are parts."""
         # A number, not the root's class: renaming a class must not change snapshots.
         self.by_id: dict[int, str] = {}
         """FQNs by the id of the module."""

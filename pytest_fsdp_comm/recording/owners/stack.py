@@ -55,7 +55,6 @@ _Code = Literal["skipped", "module", "engine", "step", "other"] | _Requester
 """The kinds of code in a frame. ``skipped``: code of this package, or code that torch runs between
 the dispatcher and a kernel."""
 
-
 _MEANINGS: Final[dict[Whose, _Code]] = {
     "user": "user",
     "library": "library",
@@ -115,7 +114,7 @@ class StackScan:
     is_object: bool = False
     """One of the ``*_object*`` collectives requested it."""
     is_from_cpp: bool = True
-    """No Python lies between the call and the autograd engine, or the start of its thread."""
+    """No Python code lies between the call and the autograd engine, or the start of its thread."""
     is_from_ddp: bool = False
     """DDP, or a communication hook that DDP called, requested it."""
     is_from_dtensor: bool = False
@@ -212,8 +211,8 @@ def is_graph(module: nn.Module | None) -> bool:
         return False
     if isinstance(called, graph_type()):
         return True
-    # A compiler pass may rebuild the graph as a plain GraphModule, which users' traces are too; but
-    # AOTAutograd names the inputs of backward `tangents_` (checked in torch 2.13).
+    # A compiler pass may rebuild the graph as a plain GraphModule, the class of users' traces. But
+    # only AOTAutograd names inputs `tangents_`, in backward (checked in torch 2.13).
     inputs = called.graph.find_nodes(op="placeholder")
     return any(str(node.target).startswith("tangents_") for node in inputs)
 

@@ -112,7 +112,7 @@ class TensorOwners:
             label = Label(parameter=dtensor, role=Role.PARAMETERS)
         else:
             label = _label_of_node(getattr(dtensor, "grad_fn", None), Role.PARAMETERS)
-        # A hook on a parameter may send its gradient, but anything else too.
+        # A hook on a parameter may send its gradient, or anything else.
         if label is None or hasattr(node, "variable"):
             if dtensor is not None:
                 sent = dtensor
@@ -146,7 +146,7 @@ class TensorOwners:
                 earlier = self._results.setdefault(extent.storage, [])
                 for at, result in enumerate(earlier):
                     if result.version != version and _overlap(result.extent, extent):
-                        # A bucket: its content at the end proves nothing about earlier calls.
+                        # A bucket is reused: its last content proves nothing about earlier calls.
                         carried = Carried()
                         earlier[at] = result._replace(carried=carried)
                 reduces = operation.kind in REDUCING
@@ -258,7 +258,7 @@ def _now(label: Label) -> object:
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
-    """Return the label that all labels share; None if one of them is None, or without labels."""
+    """Return the parameter and role that all labels share; None for None, or for no labels."""
     labelled = [label for label in labels if label is not None]
     if not labelled or len(labelled) < len(labels):
         return None

@@ -272,9 +272,8 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
     """Find units too small for a collective that the enclosing unit could manage as well."""
-    # Ignored if the enclosing unit differs in mesh, precision, dtypes, offload or divide factor, if
-    # it gathers nothing or more often, and if FSDP1 would then reduce gradients of frozen
-    # parameters.
+    # Ignores units that cannot join the enclosing unit because it has another mesh, precision,
+    # offload or divide factor, lacks a dtype, gathers more often, or would reduce frozen gradients.
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):
             continue

@@ -124,7 +124,7 @@ def gathers(unit: ShardUnit) -> int:
 
 
 def reductions(unit: ShardUnit) -> int:
-    """Return how many collectives reduce a unit's gradients: two if it is replicated, too."""
+    """Return how many collectives reduce a unit's gradients: two if it is also replicated."""
     return 1 if unit.replicate_axis is None else 2
 
 
@@ -136,7 +136,6 @@ def gathered_itemsize(parameter: ParameterNode, unit: ShardUnit) -> int:
 def reduced_nbytes(parameter: ParameterNode, unit: ShardUnit) -> int:
     """Return the bytes that FSDP1 sends to reduce a parameter's gradient, without padding."""
     precision = unit.precision
-    # From torch 2.15 on, FSDP2 falls back to the parameter's dtype instead of param_dtype.
     dtype = precision.reduce_dtype or precision.param_dtype or parameter.dtype
     return parameter.numel * itemsize(dtype)
 
