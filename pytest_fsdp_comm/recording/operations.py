@@ -147,8 +147,8 @@ class Call:
         self.operation = operation
         self.namespace: str = func.namespace
         self.may_be_units = self.namespace == "c10d" and operation.kind in _SENT_BY_UNITS
-        """Whether FSDP units call it. They call no functional collective directly; DTensor does,
-        also for units: FSDP reduces partial gradients through it."""
+        """Whether FSDP units call it directly. They call functional collectives only through
+        DTensor, to reduce partial gradients."""
         self.op = f"{func.namespace}.{func.overloadpacket.__name__}"
         arguments = func._schema.arguments
         self._names = [argument.name for argument in arguments]

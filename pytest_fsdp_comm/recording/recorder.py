@@ -424,7 +424,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def resumed(self, attribution: Attribution) -> Iterator[None]:
-        """Attribute a callback, on whichever thread it runs, to the code that registered it."""
+        """Attribute a callback to the code that registered it, whichever thread runs it."""
         previous = getattr(self._here, "attribution", None)
         self._here.attribution = attribution
         self._num_resumed += 1

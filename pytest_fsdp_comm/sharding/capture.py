@@ -36,7 +36,7 @@ from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 def capture_tree(
     model: nn.Module | Sequence[nn.Module], findings: FindingSettings | None = None
 ) -> ShardTree:
-    """Return how `model`, or a list of the parts of a model that this rank runs, is sharded."""
+    """Capture how a model is sharded; `model` may be a list of the parts that this rank runs."""
     visit = visit_modules(model)
     axes = AxisNames(chain(fsdp2_meshes(visit), dtensor_meshes(visit)))
     units = [*read_fsdp2(visit, axes), *read_fsdp1(visit, axes)]
@@ -157,7 +157,7 @@ def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapExpectation:
-    """The modules that an auto-wrap policy would wrap, and the wrapped ones, without the root."""
+    """The modules that an auto-wrap policy would wrap, and the units, both without roots."""
 
     expected: tuple[str, ...]
     """FQNs of the modules that the policy would wrap, in registration order."""

@@ -34,7 +34,7 @@ class TreeChange:
     likely: str = ""
     """The probable cause; empty if unknown."""
     breaks_training: bool = False
-    """Whether it makes training wrong, and so is reported before changes that cost more."""
+    """Whether it makes training wrong; such changes are reported first."""
 
     def __str__(self) -> str:
         cause = f" (likely: {self.likely})" if self.likely else ""

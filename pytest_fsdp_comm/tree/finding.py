@@ -13,9 +13,9 @@ from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
 Level = Literal["error", "warning"]
 RuleLevel = Literal["error", "warning", "off"]
 
-# The rest of an 80-column line in the report of a failed test method.
+# The space in an 80-column line of pytest's report of a failed test method.
 _WIDTH: Final = 66
-# The rest of an 80-column line that begins with `E assert not`.
+# The space in an 80-column line after `E assert not`.
 _MAX_REPR: Final = 61
 
 

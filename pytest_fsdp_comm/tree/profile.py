@@ -32,7 +32,7 @@ class UnitFacts:
 
 def policy_change(old: UnitFacts, new: UnitFacts) -> str:
     """Describe the change of a unit's resharding after forward; empty without a change."""
-    # In the terms of the API: FSDP1 sets it by the sharding strategy.
+    # Use the terms of each API: in FSDP1, the sharding strategy sets it.
     if old.reshard_after_forward == new.reshard_after_forward:
         return ""
     if "fsdp1" not in {old.kind, new.kind}:

@@ -130,7 +130,7 @@ class BackwardMap:
 
     @property
     def is_in_engine(self) -> bool:
-        """Whether a call of the autograd engine is running, on whichever thread."""
+        """Whether a call of the autograd engine is running, on any thread."""
         return any(module is None for module in self._running)
 
     @property
