@@ -20,7 +20,7 @@ START, END = "<!-- table -->\n\n", "\n<!-- end of table -->"
 VARIABLES = {
     "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "set by `torchrun` and other launchers: this "
     "process is one rank of every test. pytest sets the first two in ranks that it starts",
-    "LOCAL_RANK, LOCAL_WORLD_SIZE": "the same on this machine",
+    "LOCAL_RANK, LOCAL_WORLD_SIZE": "set by the launcher: rank and number of ranks on this machine",
     "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, PMI_RANK, PMI_SIZE, "
     "MPI_LOCALRANKID, SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID": "set by `mpirun` and "
     "`srun`: [translate them](../launchers.md#mpirun-and-srun) to the variables above",
@@ -29,15 +29,15 @@ VARIABLES = {
     "OMP_NUM_THREADS": "set to 1 in ranks if unset",
     "GLOO_SOCKET_IFNAME": "set in ranks to the loopback interface, if unset and pytest or torchrun "
     "started all ranks on one machine",
-    "PYTEST_ADDOPTS": "read by pytest: arguments before those of the command line",
+    "PYTEST_ADDOPTS": "read by pytest: arguments to put before those of the command line",
     "CI, BUILD_NUMBER": "if one is set, failed comparisons show everything, as with `-vv`",
     "GITHUB_ACTIONS, GITHUB_STEP_SUMMARY, GITHUB_WORKSPACE, GITHUB_SERVER_URL, GITHUB_REPOSITORY, "
     "GITHUB_SHA, GITHUB_HEAD_REF, GITHUB_REF_NAME": "set by GitHub: failed comparisons appear as "
     "annotations and in the step summary; the report links the commit",
     "CI_PROJECT_URL, CI_PROJECT_DIR, CI_COMMIT_SHA, CI_COMMIT_REF_NAME": "set by GitLab: summaries "
     "and the report link lines of the commit",
-    "TORCH_FR_BUFFER_SIZE": "read by torch: the number of collectives in its flight recorder; with "
-    "0, recordings are not checked against it",
+    "TORCH_FR_BUFFER_SIZE": "read by torch: the capacity of its flight recorder, in collectives; "
+    "with 0, recordings are not checked against it",
 }
 
 NO_EFFECT = "no effect"

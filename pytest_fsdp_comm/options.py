@@ -281,7 +281,7 @@ DECLARED: Final = (
         "pdb_rank",
         partial(parse_whole_number, expected="a rank, 0 or greater", least=0),
         "rank to debug with --pdb, --trace and breakpoint()",
-        "the lowest that runs",
+        "the lowest rank that runs",
         flag="--pdb-rank=N",
     ),
     Setting(
