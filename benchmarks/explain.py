@@ -2,11 +2,11 @@
 
     python benchmarks/explain.py [--layers 126]
 
-The profiles are those of an invented training step under FSDP and tensor parallelism, with nine
-modules in each layer. Each case changes it in one way, in several ways, or at random. Prints the
-CPU seconds of explaining, their ratio to comparing, whether it is exact, and its steps.
-The exit status is 1 if an exact explanation takes more than 0.2 CPU seconds for one step, or more
-than 0.5 for several.
+The profiles are those of a made-up training step with FSDP and tensor parallelism. Each case
+changes the step in one way, in several ways, or at random. Prints the CPU seconds of the
+explanation, their ratio to those of the comparison, whether the explanation is exact, and its
+steps. The exit status is 1 if an exact explanation takes more than 0.2 CPU seconds for one step, or
+more than 0.5 for several.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AXES: Final = (
     MeshAxis(name="tp", size=8, dims=((8, 1),)),
 )
 _LIMIT_S: Final = {1: 0.2, 2: 0.5}
-"""CPU seconds by number of steps; 2 means two or more."""
+"""Limits in CPU seconds, by number of steps; 2 means two or more."""
 
 
 def _step(
@@ -50,7 +50,7 @@ def _step(
             for action in ("unshard", "reshard")
         ]
         for part in ("attention", "attention.output", "mlp", "mlp.down"):
-            # Sequence parallelism gathers at the entry of a part, and scatters at its end.
+            # Sequence parallelism gathers at the start of a part, and scatters at its end.
             for phase in _phases(recomputes=recomputes):
                 kind = "all_gather" if "." not in part else "reduce_scatter"
                 rows.append(_row(phase, f"{layer}.{part}", kind, "tp", 1_024 * batch))
@@ -94,7 +94,7 @@ def _repeated(row: Row, times: int) -> Row:
 
 
 def _noise(old: CommProfile, share: float) -> CommProfile:
-    # A fixed seed: each run changes the same rows.
+    # The seed is fixed, so that each run changes the same rows.
     generator = random.Random(1)  # noqa: S311  # not for cryptography
     rows = (
         _repeated(row, generator.randint(2, 3)) if generator.random() < share else row
@@ -104,7 +104,7 @@ def _noise(old: CommProfile, share: float) -> CommProfile:
 
 
 def main() -> int:
-    """Measure each case; return 1 if one is too slow."""
+    """Measure each case, and return 1 if one is too slow."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -123,7 +123,7 @@ def main() -> int:
     is_slow = False
     for name, new in cases.items():
         started = time.process_time()
-        # What a failed comparison computes before it explains.
+        # A failed comparison computes these before it explains the diff.
         _ = old == new, old.totals(), new.totals()
         compared = time.process_time()
         explanation = explain(old, new)

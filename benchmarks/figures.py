@@ -1,4 +1,4 @@
-"""Pass measurements of the benchmarks to `run.py`."""
+"""Pass the values that a benchmark measured to `run.py`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 FILE: Final = "FSDP_COMM_FIGURES"
-"""The environment variable with the file to write; without it, nothing is written."""
+"""Environment variable with the path of the file; if it is unset, nothing is written."""
 
 
 def keep(name: str, values: Iterable[float], *, most: float | None = None) -> None:
-    """Write the values that one run measured of a figure.
+    """Append the values of one figure to the file that `run.py` reads.
 
     Args:
-        name: The same in all runs; figures of one table share the part before a colon.
-        values: One for each turn; ratios, unless the name has a unit.
+        name: Identifies the figure; figures of one table share the text before a colon.
+        values: One for each turn: ratios, unless the name has a unit.
         most: The limit of the median.
     """
     path = os.environ.get(FILE)

@@ -2,9 +2,10 @@
 
     python benchmarks/fold_compare.py [--events 100000]
 
-Prints the ratios to one pass of ``collections.Counter`` over the events, which is a lower bound for
-counting them, and to writing them as JSON. Then prints the CPU seconds of a comparison that passes,
-for 126 layers with 64 experts each. It reads neither of the two texts, since they are equal.
+Prints ratios to one pass of ``collections.Counter`` over the events, which is the least that
+counting them can take, and to writing them as JSON. Then prints the CPU seconds of a comparison
+that passes, for 126 layers with 64 experts each. Such a comparison parses neither of the two texts,
+because they are equal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KINDS = ("all_gather", "reduce_scatter")
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure both recordings, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=100_000)
     count = parser.parse_args().events
@@ -71,10 +72,10 @@ def _pass(profile: CommProfile) -> None:
     started = time.process_time()
     new = SnapshotText.of(profile, where="recorded")
     written = time.process_time()
-    # Compares the texts only.
+    # This compares only the texts.
     assert SnapshotText(stored, where="stored") == new
     compared = time.process_time()
-    # Not part of a comparison that passes: parses the text.
+    # A comparison that passes does not do this: it parses the text.
     assert SnapshotText(stored, where="stored").profile == profile
     print(f"{len(profile.rows)} rows of experts in {stored.count(chr(10))} lines")
     for name, seconds in (

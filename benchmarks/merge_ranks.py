@@ -1,14 +1,15 @@
-"""Measure how long one rank merges the profiles of many ranks and compares them with a snapshot.
+"""Measure how long a rank takes to merge the profiles of all ranks and to compare the result.
 
     python benchmarks/merge_ranks.py [--ranks 4096] [--layers 32]
 
-The profiles are those of a training step under FSDP and tensor parallelism of 8. The texts of the
-other ranks already exist as files. The measured rank exchanges, merges, writes the snapshot, reads
-it again, compares, and restricts it to some ranks. The ranks are identical, belong to two or eight
-pipeline stages (the first ranks of tp may send one more broadcast), or all differ. Each case runs
-in a separate process. Prints the CPU seconds of each step, the peak memory in MiB, the size of the
-snapshot, and the ratio to half as many ranks, which is the line above. The exit status is 1 if a
-case other than the last takes more than 3 CPU seconds or 300 MiB.
+The profiles are those of a training step with FSDP and 8-way tensor parallelism. The other ranks
+have already written theirs to files. The measured rank reads these, merges them, writes the
+snapshot, reads it again, compares the two, and restricts the snapshot to some ranks. The ranks are
+identical, or belong to two or eight pipeline stages (in one case, the first rank of each tp group
+sends an extra broadcast), or all differ. Each case runs in a separate process. Prints the CPU
+seconds of each of these steps, the peak memory in MiB, the size of the snapshot, and the ratio to
+the line above, which has half as many ranks. The exit status is 1 if a case other than the last
+takes more than 3 CPU seconds or 300 MiB.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ CASES = {
 
 
 def main() -> int:
-    """Measure and print; return 1 if a case exceeds its limit."""
+    """Measure all cases, and return 1 if one exceeds its limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=32)
@@ -91,7 +92,7 @@ def main() -> int:
     )
     is_over = False
     for name, case in CASES.items():
-        # If all ranks differ, each has a text in memory, so half as many are measured.
+        # If all ranks differ, the text of each is in memory, so measure only half as many.
         max_ranks = options.ranks // 2 if case.is_each_different else options.ranks
         before = 0.0
         for num_ranks in (max_ranks // 4, max_ranks // 2, max_ranks):
@@ -99,7 +100,7 @@ def main() -> int:
             command = [sys.executable, __file__, *map(str, arguments)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             seconds, mib, size = json.loads(done.stdout)
-            # Without the two restrictions, which only runs with fewer ranks need.
+            # The two restrictions do not count: only runs with fewer ranks need them.
             total = sum(seconds[:5])
             ratio = f"{total / before:5.2f}" if before else ""
             print(
@@ -126,7 +127,7 @@ def _measure(case: Case, num_ranks: int, layers: int) -> tuple[list[float], floa
 
         child = os.fork()
         if not child:
-            # In a child, so that its memory does not count as that of merging.
+            # Use a child, so that the memory of these profiles does not count.
             store, digests = TextStore(FileStore(str(directory / "store"), -1)), set()
             for rank in ranks[1:]:
                 text = _text(_profile(case, rank, num_ranks, layers))
@@ -164,7 +165,7 @@ _texts: dict[int, tuple[CommProfile, str]] = {}
 
 
 def _text(profile: CommProfile) -> str:
-    """Return the text that a rank sends; ranks that share a profile share the text."""
+    """Return the text that a rank sends for its profile, cached by profile."""
     if id(profile) not in _texts:
 
         def keep(text: str) -> list[str]:
@@ -246,7 +247,7 @@ def _stage(stage: int, layers: int, num_ranks: int, *, broadcasts: bool) -> Comm
         ),
         peak_gathered_nbytes=1 << 30,
     )
-    # `CommMode` sends it without the rank, which the receiver knows.
+    # `CommMode` sends a profile without its rank, since the receiver knows who sent it.
     return replace(fold(recording), recorded_ranks=())
 
 

@@ -1,11 +1,12 @@
-"""Measure the time of a trivial test on 4 gloo ranks, and of other ways to run it.
+"""Measure the time of a trivial test on 4 gloo ranks, with this plugin and without it.
 
     python benchmarks/ranks_overhead.py [--tests 40]
 
-Prints the seconds of each test and the ratio to the bare minimum: fork 4 processes, create a gloo
-group over a file store, call a barrier, exit. The time of the plugin is the slope between sessions
-with few and many tests, so that the start of pytest does not count. torch's test cases need
-``expecttest``. Also prints how much longer the plugin makes a session without distributed tests.
+Prints the seconds for each test, and their ratio to the bare minimum: fork 4 processes, create a
+gloo group over a file store, call a barrier, exit. The plugin's time is the difference between a
+long and a short session, divided by the additional tests, so that the start of pytest does not
+count. torch's test cases need ``expecttest``. Also prints how much longer a session without
+distributed tests takes with the plugin.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def main() -> None:
     floor = _printed(FLOOR, tests=tests)
     rows = {"bare minimum (fork, file store, gloo, barrier)": floor}
     rows["plugin, fresh ranks for each test"] = _plugin(tests, "test")
-    # Ten times as many tests, since each is so fast that the noise of two sessions would hide it.
+    # Ten times as many tests, since each takes less time than the noise of two sessions.
     rows['plugin, scope="module"'] = _plugin(10 * tests, "module")
     if importlib.util.find_spec("expecttest"):
         rows["torch's MultiProcessTestCase"] = _test_case(
@@ -185,7 +186,7 @@ def main() -> None:
 
 
 def _printed(source: str, **names: object) -> float:
-    """Run a program that prints seconds."""
+    """Run a program, and return the seconds that it prints."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "program.py"
         file.write_text(source.format(world_size=WORLD_SIZE, **names))
@@ -221,7 +222,7 @@ def _torchrun() -> float:
 
 def _idle() -> float:
     command = [sys.executable, *PYTEST]
-    # Alternately, so that a slow phase of the machine affects both.
+    # Alternate, so that a slow phase of the machine affects both.
     without, with_plugin = [], []
     for _ in range(IDLE_SESSIONS):
         without.append(_timed(PLAIN, [*command, "-p", "no:fsdp_comm"]))
@@ -240,7 +241,7 @@ def _timed(source: str, command: list[str]) -> float:
 
 def _run(command: list[str], cwd: str | None = None) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # It would make each session compile the plugin again.
+    # With this variable, each session would compile the plugin again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False

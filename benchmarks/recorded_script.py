@@ -1,12 +1,12 @@
-"""Measure how much ``fsdp-comm record`` slows a script down, in the recorded step and in others.
+"""Measure how much ``fsdp-comm record`` slows down the recorded step of a script, and other steps.
 
     python benchmarks/recorded_script.py [--turns 10] [--layers 32] [--widths 256 1024]
 
 Runs a script with FSDP2 layers on 4 gloo ranks, alternately bare and under ``record --go-on``. The
 ranks are forks of a process that has imported torch. Rank 0 measures the CPU seconds of each step.
-Prints medians of the turns: the recorded step relative to a bare one, the later steps relative to
-bare ones, and the milliseconds that are added once: after the step before, in the search for the
-model, and in the recorded step.
+Prints medians of all turns: the recorded step relative to a bare one, later steps relative to bare
+ones, and the milliseconds that recording adds once: before the recorded step, where it searches for
+the model, and in the recorded step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch.distributed  # before the ranks are forked
+import torch.distributed  # here, before the ranks are forked
 import torch.distributed.fsdp  # noqa: F401  # as above
 from figures import keep
 
@@ -64,7 +64,7 @@ dist.destroy_process_group()
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure a script for each width, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--widths", type=int, nargs="*", default=[256, 1024])
     options = parser.parse_args()
-    # Otherwise malloc maps memory for each gathered parameter, and the kernel takes most CPU time.
+    # Otherwise malloc maps memory for each gathered parameter, which takes most of the CPU time.
     for name in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(name, 2**30)
     for width in options.widths:

@@ -4,16 +4,18 @@
                                             [--layers 8 32 126] [--turns 15]
 
 Each case runs in separate processes: one on the fake group with four ranks, where nothing waits, or
-two on gloo. On gloo, the end of each block compares the recording with torch's flight recorder,
-which is full: it has 2,000 collectives, as after many steps. `--kept 200` is closer to a test.
+two on gloo. On gloo, the end of each block compares the recording with torch's flight recorder. The
+benchmark first fills it with 2,000 collectives, as many as it holds after many steps. `--kept 200`
+is closer to a test.
 
-In each turn, every tool runs one step, in random order. The measured time is the CPU time of the
-training thread, backward included, without waiting and without gloo's threads. Prints ratios to a
-bare step: of the step alone, and of the step with entering and leaving the block (`comm_mode` also
-names the events). "min" compares the shortest steps, "median" is the median of the ratios of all
-turns, and "+-" is half of their interquartile range. "bare again" measures the bare step twice, to
-show the noise. "after the first recording" compares bare steps after a block with those before it,
-in another process, since the kernels of a recording stay.
+In each turn, one step runs under each tool, in random order. The measured time is the CPU time of
+the training thread, which also runs backward; it contains neither waiting nor gloo's threads.
+Prints ratios to a bare step: of the step alone, and of the step with entering and leaving the block
+(for `comm_mode`, including the names of the events). "min" compares the shortest steps, "median" is
+the median of the ratios of all turns, and "+-" is half of their interquartile range. "bare again"
+shows the noise: it measures the bare step a second time. "after the first recording" compares bare
+steps after a block with those before it, in another process, since the kernels of a recording stay
+registered.
 """
 
 from __future__ import annotations
@@ -56,17 +58,19 @@ WIDTH = 32
 # Limits of `comm_mode`: two ratios and bytes, printed with the figures and not enforced.
 STEP_LIMIT, EVENT_LIMIT, IDLE_LIMIT = 1.2, 735, 1.1
 FEW_LAYERS = 8
-"""Up to here, entering and leaving the block take a larger share of the step."""
+"""With at most this many layers, entering and leaving take a larger share of the step."""
 
 
 def block_limit(layers: int) -> float:
-    """Return the limit of the ratio with entering and leaving the block."""
+    """Return the limit of the ratio that includes entering and leaving the block."""
     return 1.5 if layers <= FEW_LAYERS else 1.35
 
 
-# Turns that are not counted, in which caches are filled.
+# Turns that fill caches and are not counted.
 WARM_UP = 1
 WORLD_SIZES = {"fake": 4, "gloo": 2}
+# Tools for which entering and leaving the block takes no time.
+STEP_ONLY = ("counting TorchDispatchMode", "CommDebugMode", "DebugMode")
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -116,10 +120,10 @@ def main() -> None:
     parser.add_argument("--backend", nargs="+", choices=[*WORLD_SIZES], default=[*WORLD_SIZES])
     parser.add_argument("--layers", nargs="+", type=int, help="default: 8 32 126; for tp: 8 32")
     parser.add_argument("--turns", type=int, help="default: 480 / layers, between 5 and 30")
-    parser.add_argument("--kept", type=int, default=2000, help="entries in torch's flight recorder")
+    parser.add_argument("--kept", type=int, default=2000, help="size of torch's flight recorder")
     options = parser.parse_args()
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(options.kept)
-    os.environ["KINETO_LOG_LEVEL"] = "9"  # the profiler announces each block otherwise
+    os.environ["KINETO_LOG_LEVEL"] = "9"  # otherwise, the profiler prints a line for each block
     print(f"torch {torch.__version__}; its flight recorder has {options.kept} entries")
     print(f"limits of comm_mode: {STEP_LIMIT}, 1.35 with entering and leaving (8 layers: 1.5)")
     for workload in options.workload:
@@ -167,7 +171,7 @@ def _tools(model: nn.Module) -> dict[str, Callable[[], Any]]:
         "bare": nullcontext,
         "bare again": nullcontext,
         "counting TorchDispatchMode": Counting,
-        # Like the fixture, and like the class as a replacement for CommDebugMode.
+        # The first is like the fixture, the second like the class that replaces CommDebugMode.
         "comm_mode": lambda: CommMode(trace_operations=False)(model),
         "comm_mode, operations traced": lambda: CommMode()(model),
         "CommDebugMode": CommDebugMode,
@@ -192,9 +196,10 @@ def _measure(backend: str, workload: str, layers: int, turns: int) -> None:
     for turn in range(WARM_UP + turns):
         if turn == WARM_UP:
             gc.freeze()  # otherwise a collection takes longer than a step
-        # In a new order each turn, since caches carry over; the same on all ranks.
+        # In a new order in each turn, since one tool leaves caches for the next. All ranks use the
+        # same order.
         for name in random.Random(turn).sample(names, len(names)):  # noqa: S311  # not for cryptography
-            # Otherwise the garbage of one tool is collected while the next one is measured.
+            # Otherwise, the next tool's time would include collecting this one's garbage.
             gc.collect()
             dist.barrier()
             tool = tools[name]
@@ -255,7 +260,7 @@ def _print_ratios(
         for part, seconds, limit in zip(("step", "block"), (steps, blocks), limits, strict=True):
             under, bare = seconds[name], steps["bare"]
             ratios = [tool_s / bare_s for tool_s, bare_s in zip(under, bare, strict=True)]
-            if name != "bare again":  # the quartiles show the noise, too
+            if name != "bare again" and (part == "step" or name not in STEP_ONLY):
                 keep(f"{case}: {name}, {part}", ratios, most=limit)
             low, median, high = statistics.quantiles(ratios, n=4)
             line += f"{min(under) / min(bare):6.2f}{median:8.2f}{(high - low) / 2:6.2f}    "

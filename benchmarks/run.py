@@ -2,12 +2,12 @@
 
     python benchmarks/run.py [--turns 3] [--only ranks_overhead ...] [--release]
 
-Each turn runs each benchmark once. The page shows median and quartiles of all values of a figure,
-and the median of the last release. A figure is marked as moved if its median moved by more than the
-noise: by more than both quartile ranges together, and by at least 5 %. That takes three values.
-``--only`` prints the result without writing the page. ``--release`` writes benchmarks/figures.json,
-which later runs are compared with. The exit status is 1 if a figure moved or exceeds its limit.
-Other programs on the machine distort the results.
+Each turn runs each benchmark once. The page shows the median and the quartiles of all values of a
+figure, and the median of the last release. A figure counts as moved if its median changed by more
+than both quartile ranges together, and by at least 5 %; this needs at least three values in both
+runs. ``--only`` runs the named benchmarks and does not write the page. ``--release`` writes
+benchmarks/figures.json, which later runs are compared with. The exit status is 1 if a figure moved
+or exceeds its limit. Other programs on the machine distort the results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         ("ranks_overhead",),
     ),
     "A recorded step": (
-        "CPU time relative to a bare step; `block` includes entering and leaving the block.",
+        "CPU time relative to a bare step. `block` includes entering and leaving the block.",
         (*RECORDING, "10", "--kept", "200"),
     ),
     "A recorded script": (
@@ -59,7 +59,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         ("merge_ranks", "--ranks", "1024"),
     ),
 }
-"""By heading: what is measured, then the script and its arguments."""
+"""By heading: the text below it, then the script and its arguments."""
 MIN_MOVE: Final = 0.05
 MIN_VALUES: Final = 3
 
@@ -153,7 +153,7 @@ def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
         columns += ["last release"] if title in before else []
         last_case = None
         for name, figure in named.items():
-            # Figures with the same text before a colon share a table.
+            # Figures whose names start with the same text before a colon share a table.
             case, _, label = name.rpartition(": ")
             if case != last_case:
                 lines += ["", f"### {case}"] if case else []

@@ -1,12 +1,12 @@
-"""Measure CPU time and memory of a simulated rank of a real model, bare and recorded.
+"""Measure CPU time and memory of simulated training steps, with and without a recording.
 
     python benchmarks/simulation.py [--cases 8b hsdp ...] [--turns 3]
 
-Each step runs in a separate process, alternately with and without a recording, on the fake group
-with tensors that have no memory. CPU seconds are those from building the model to the end of the
-step, without imports. Memory is the peak of the process. Prints medians of all turns with their
-range; "adds" is the median of the ratios of each turn, less 1. The exponents describe how CPU time
-grows with ranks and with layers, from the first to the last case of a series.
+Simulates one rank of a published model, with tensors that have no memory. Each step runs in a
+separate process, alternately with and without a recording. The CPU time starts before the model is
+built and ends after the step; imports do not count. Memory is the peak of the process. Prints
+medians and ranges of all turns; "adds" is the share of CPU time that recording adds. The exponents
+describe how CPU time grows with ranks and with layers, from the first to the last case of a series.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pytest_fsdp_comm.simulation.world import simulated
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 layouts = importlib.import_module("layouts")
 
-# Configuration, mesh, layers (0: all), and the limits in seconds and MiB.
+# Configuration, mesh, layers (0 means all), and limits in CPU seconds and MiB.
 CASES: dict[str, tuple[str, dict[str, int], int, float, float]] = {
     "8b": ("LLAMA_3_8B", {"dp": 8192}, 0, 6, math.inf),
     "hsdp 8 layers": ("LLAMA_3_8B", {"replicate": 128, "shard": 64}, 8, 6, math.inf),
@@ -89,7 +89,7 @@ def _measured(config: str, mesh: dict[str, int], layers: int, turns: int) -> lis
 
 
 def _spawned(*case: Any) -> tuple[float, float]:
-    # Not a fork, whose peak memory would include that of this process.
+    # Not forked, because the peak memory of a fork includes that of this process.
     context = mp.get_context("spawn")
     receiver, sender = context.Pipe()
     process = context.Process(target=_run, args=(sender, *case))
@@ -103,7 +103,7 @@ def _run(pipe: Any, config: str, mesh: dict[str, int], layers: int, is_recorded:
     torch.set_num_threads(1)
     configuration = copy(getattr(layouts, config))
     configuration.num_hidden_layers = layers or configuration.num_hidden_layers
-    # Before the time starts: importing takes seconds.
+    # Import this before the time starts, since it takes seconds.
     importlib.import_module("transformers.models.llama.modeling_llama")
     dist.init_process_group("fake", rank=0, world_size=math.prod(mesh.values()), store=FakeStore())
     started = time.process_time()

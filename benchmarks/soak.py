@@ -3,11 +3,11 @@
     python benchmarks/soak.py [--tests 1000] [--workers 2]
 
 In one session, each test records a training step, and the first also compares it with a snapshot.
-Every fifty tests, an observer in each pytest process measures memory, file descriptors and threads
-of that process and of its child, the fork server. The first tenth of the tests is ignored, since
-caches fill in it. Prints the values after that tenth and at the end, the growth per test, and all
-problems: failed tests, and processes and folders that were left behind. The exit status is 1 if
-there is a problem.
+Every fifty tests, each pytest process measures memory, file descriptors and threads of itself and
+of its fork server. The first tenth of the tests does not count, since they fill caches. Prints the
+values after that tenth and at the end, the growth per test, and all problems: failed tests, growth
+above a limit, and processes and files that were left behind. The exit status is 1 if there is a
+problem.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# More is a leak: 20 MiB in 1,000 tests, or one descriptor in a hundred tests.
+# More than this is a leak: 20 MiB in 1,000 tests, or one file descriptor in a hundred tests.
 MAX_KIB_A_TEST = 20.0
 MAX_DESCRIPTORS_A_TEST = 0.01
 
@@ -82,11 +82,7 @@ def pytest_configure(config):
 
 
 def run(tests: int, workers: int, folder: Path) -> tuple[str, float]:
-    """Run the session.
-
-    Returns:
-        The last line that pytest printed, and the seconds of the session.
-    """
+    """Run the session; return the last line that pytest printed, and the duration in seconds."""
     (folder / "test_soak.py").write_text(SOURCE.format(tests=tests))
     (folder / "conftest.py").write_text(OBSERVER)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -98,7 +94,7 @@ def run(tests: int, workers: int, folder: Path) -> tuple[str, float]:
         "OMP_NUM_THREADS": "1",
     }
     (folder / "tmp").mkdir()
-    # Write the snapshot in another session, whose temporary files do not count.
+    # Write the snapshot in a separate session, so that its temporary files do not count.
     update = [*command, "--snapshot-update", "-k", "test_step[0]"]
     subprocess.run(update, cwd=folder, env=environment, check=True, capture_output=True)
     (folder / "tmp").rename(folder / "tmp-of-the-update")
@@ -118,15 +114,11 @@ def run(tests: int, workers: int, folder: Path) -> tuple[str, float]:
 
 
 def growth(folder: Path, tests: int) -> list[str]:
-    """Print the growth of each process.
-
-    Returns:
-        A problem for each process that grew too much.
-    """
+    """Print the growth of each process, and return a problem for each one that grew too much."""
     problems = []
     for path in sorted(folder.glob("notes.*")):
         notes = [json.loads(line) for line in path.read_text().splitlines()]
-        # Caches have filled after a tenth of the tests.
+        # After a tenth of the tests, caches are full.
         settled = next(note for note in notes if note["count"] >= notes[-1]["count"] / 10)
         last = notes[-1]
         between = max(last["count"] - settled["count"], 1)
@@ -149,8 +141,8 @@ def growth(folder: Path, tests: int) -> list[str]:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Find processes with the folder in their environment, and files in its tmp directory."""
-    # Processes of the session inherited the name of the folder in TMPDIR.
+    """Return problems: processes of the session that still run, and files in its TMPDIR."""
+    # Processes of the session have the folder's path in TMPDIR.
     mark = str(folder).encode()
     processes = [
         path.parent.name

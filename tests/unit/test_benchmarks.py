@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     [
         ("explain.py", ["--layers", "4"], "2 layers more"),
         ("fold_compare.py", ["--events", "1000"], "compare"),
-        ("merge_ranks.py", ["--ranks", "512", "--layers", "8"], "all different"),
+        ("merge_ranks.py", ["--ranks", "512", "--layers", "8"], "all ranks different"),
     ],
 )
 def test_a_benchmark_prints_its_figures(script, arguments, line):
