@@ -30,7 +30,7 @@ def _llama(width: int, hidden: int, layers: int, heads: int) -> LlamaConfig:
     )
 
 
-# The configurations published with the weights.
+# As published with the weights.
 LLAMA_3_8B = _llama(4096, 14336, 32, 32)
 LLAMA_3_70B = _llama(8192, 28672, 80, 64)
 LLAMA_3_405B = _llama(16384, 53248, 126, 128)
@@ -63,7 +63,7 @@ ROOT_PLAN = {
 
 
 def build(config: PretrainedConfig, mesh: DeviceMesh) -> nn.Module:
-    """Build a model and shard it over a mesh; an axis ``tp`` is for tensor parallelism."""
+    """Build a model and shard it over a mesh; an axis named ``tp`` is for tensor parallelism."""
     model = AutoModelForCausalLM.from_config(config)
     names = mesh.mesh_dim_names or ()
     if "tp" in names:

@@ -1,4 +1,4 @@
-"""Compare real models on thousands of simulated ranks with snapshots and calculated sizes."""
+"""Simulate published models on thousands of ranks; check snapshots and calculated sizes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SEQUENCE = 4096
 
 @pytest.fixture(autouse=True)
 def _without_kernels(monkeypatch):
-    """Run two functions that route tokens to experts on the CPU; torchtitan uses GPU kernels."""
+    """Route tokens to experts on the CPU, with replacements for two functions that need a GPU."""
     histogram = torch.histc
     monkeypatch.setattr(
         torch, "histc", lambda indices, **bins: histogram(indices.float(), **bins).long()
@@ -47,7 +47,7 @@ def loss_of(logits, tokens):
 
 
 def parallelized(models, args, *, world_size, micro_batches=1, **degrees):
-    """Build a model as torchtitan's trainer does: return this rank's part, and the schedule."""
+    """Build a model as torchtitan's trainer does; return this rank's part and the schedule."""
     config = JobConfig()
     config.training.seq_len = SEQUENCE
     config.training.local_batch_size = micro_batches
@@ -80,7 +80,7 @@ def feed_forward(width, hidden):
 @pytest.mark.distributed(world_size=8192, simulate=True, timeout_s=900)
 def test_deepseek_v3_671b(comm_mode, fsdp_tree, comm_snapshot):
     args = deepseek_v3.deepseekv3_args["671B"]
-    # Flex attention and grouped products need GPU kernels; replacing them changes no collective.
+    # Flex attention and grouped GEMMs need GPU kernels. Replacing them changes no collective.
     experts = replace(args.moe_args, use_grouped_mm=False)
     args = replace(args, attn_type="sdpa", moe_args=experts)
     model, _ = parallelized(deepseek_v3, args, ep=64, world_size=8192)
@@ -131,7 +131,7 @@ def test_llama_3_405b(comm_mode, fsdp_tree, comm_snapshot):
     table = (args.vocab_size // 8, width)
     unit = is_first * of_all(table) + num_layers * layer + is_last * of_all(table, (width,))
     assert comm_mode.nbytes("reduce_scatter", axis="fsdp") == unit * FLOAT
-    # In the first step, stages run forward once more, to exchange the shapes of activations.
+    # In the first step, stages run an additional forward to exchange the shapes of activations.
     assert comm_mode.nbytes("all_gather", axis="fsdp") == 2 * unit * BF16
     scattered = 5 * (2 * num_layers + is_first) * SEQUENCE * width * BF16
     assert comm_mode.nbytes("reduce_scatter", axis="tp", phase="forward") == scattered
