@@ -163,7 +163,7 @@ class CommMode(CommDebugAnswers):
                 self._estimate = functools.partial(replace, self._estimate())
             self._block = recorder.finish()
             self._roots = self._block.roots or self._roots
-        # Not after an exception: where warnings are errors, the warning would replace it.
+        # Do not warn after an exception: where warnings are errors, the warning would replace it.
         unseen = [gap.text for gap in self._block.recording.gaps if gap.kind == "unseen"]
         if unseen and kind is None:
             warnings.warn(

@@ -147,7 +147,7 @@ def existing_axes() -> Iterator[tuple[str, str]]:
 
 
 def axes_of_groups() -> dict[str, tuple[str, bool]]:
-    """Return, by group name, the axis of each group of this rank and `GroupNames.is_shape`."""
+    """Map the names of this rank's groups to their axes and to `GroupNames.is_shape`."""
     names = GroupNames()
     # A group keeps its first name, which must not depend on the order of objects in memory.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):

@@ -148,7 +148,7 @@ def _attributes() -> Iterator[Attribute]:
             (holder, name, functools.partial(_watched, name, around))
             for holder, name, around in watched_methods()
         ),
-        # The base class: work.get_future() returns a plain one.
+        # Patch the base class, because work.get_future() returns an instance of it.
         *((torch._C.Future, name, _registering) for name in ("then", "add_done_callback")),
         # Executors and timers call it too.
         (threading.Thread, "start", _start),

@@ -298,7 +298,7 @@ def attribute(
 
 def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
     """Attribute the current event of a thread that did not enter the recording."""
-    # Without an owner: the units and nodes that the recording knows belong to another thread.
+    # The owner is unknown, because the recording's units and nodes belong to another thread.
     return Attribution(
         owner=(),
         issued_in=() if scan.innermost is None else (scan.innermost,),
