@@ -1,1 +1,1 @@
-"""Values as people read them: in a failed test, on a terminal, in a browser."""
+"""Write results for people: failure texts, drawn trees, HTML pages, and summaries for CI."""

@@ -103,7 +103,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the call sites of each change with its text; without any, those of the first row."""
+    """Yield the call sites and text of each change; if no change has a site, of the first row."""
     differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
     pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
@@ -143,7 +143,7 @@ def _without_backward(calls: NewCalls) -> NewCalls:
 
 
 def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
-    """Return the calls of a change; if only forwards were added, without old call sites."""
+    """Return a change's calls; if it adds forwards without backwards, without old call sites."""
     calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
     if all(cause.text != NO_BACKWARD for cause in comparison.causes):
         return calls
@@ -208,7 +208,7 @@ def _simple(before: Row | None, after: Row | None, times: str) -> str:
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _without(before, after), _without(after, before)
         if removed and added:
-            # They have the count, unless some calls are equal.
+            # The texts of both sides include the counts, unless some calls are equal.
             is_all = was == now and set(before.calls).isdisjoint(after.calls)
             parts = [*parts[is_all:], f"{removed} -> {added}"]
         elif removed or added:

@@ -20,18 +20,18 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
     # peak gathered unchanged``.
     by_bytes = _changed(cost, lambda volume: volume.nbytes)
     by_count = _changed(cost, lambda volume: volume.count)
-    whole: list[str] = []
+    total: list[str] = []
     parts: list[str] = []
     if by_bytes:
-        whole, parts = _bytes(cost, by_bytes)
+        total, parts = _bytes(cost, by_bytes)
     elif by_count:
-        whole, parts = _calls(cost, by_count)
-    whole += _peak(cost, by_bytes)
-    if whole and not by_bytes and cost.after.nbytes:
-        whole.insert(0, "bytes unchanged")
-    whole += _unsized(cost, is_alone=not whole)
+        total, parts = _calls(cost, by_count)
+    total += _peak(cost, by_bytes)
+    if total and not by_bytes and cost.after.nbytes:
+        total.insert(0, "bytes unchanged")
+    total += _unsized(cost, is_alone=not total)
     return tuple(
-        line for statements in (whole, _cut(parts, width)) for line in _filled(statements, width)
+        line for statements in (total, _cut(parts, width)) for line in _filled(statements, width)
     )
 
 

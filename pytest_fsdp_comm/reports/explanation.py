@@ -15,7 +15,7 @@ from pytest_fsdp_comm.text.words import shorten
 SECTION: Final = "comparison"
 LIKELY: Final = "  likely: "
 NOTE: Final = "  note: "
-CURE: Final = "  or "
+CURE: Final = "  fix: "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
 READ: Final = "  then read the file, and commit it with the test"
@@ -25,10 +25,10 @@ READ: Final = "  then read the file, and commit it with the test"
 # more as its own notice would take: 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
 MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
+# One line for the total, one for its parts.
 _MOST_COSTS: Final = 2
-"""Lines about the cost: one about the total, one about its parts."""
+# Shortened lines have at least this many characters.
 _SHORTEST_LINE: Final = 80
-"""Lines are not shortened to fewer characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,10 @@ class FailureText:
     """The lines of one failed comparison."""
 
     head: str
-    """The first line."""
     compared: str = ""
     """``comm_mode`` or ``fsdp_tree``; empty if nothing was compared."""
     snapshot: str = ""
-    """The path of the snapshot, relative to pytest's root; empty if nothing was compared."""
+    """The snapshot's path, relative to pytest's root; empty if nothing was compared."""
     scope: str = ""
     """The part of `head` that limits the comparison, such as sizes not compared; else empty."""
     training: tuple[str, ...] = ()
@@ -55,7 +54,7 @@ class FailureText:
     causes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     cures: tuple[str, ...] = ()
-    """Alternatives to accepting the change."""
+    """How to change the test instead of accepting the change."""
     is_missing: bool = False
     """Whether the snapshot does not exist yet."""
 
@@ -67,7 +66,7 @@ class FailureText:
 
     @classmethod
     def of_text(cls, text: str) -> FailureText:
-        """Convert an error that prevented the comparison."""
+        """Convert the text of an error that prevented the comparison."""
         first, *further = text.splitlines()
         return cls(head=first, changes=tuple(further))
 
@@ -112,7 +111,7 @@ def failure_lines(
     head = _head(texts)
     is_several = len(texts) > 1
     values = [(name if is_several else "", text) for name, text in texts.items()]
-    has_own_heads = is_several and not _share_head(texts)
+    names_heads = is_several and not _share_head(texts)
     first = [
         line
         for name, text in sorted(values, key=lambda value: _place(value[1]))
@@ -120,7 +119,7 @@ def failure_lines(
     ]
     costs = [line for name, text in values for line in _named(name, text, text.cost)]
     changes = _in_turn(
-        [_named(name, text, (*[text.head] * has_own_heads, *text.changes)) for name, text in values]
+        [_named(name, text, (*[text.head] * names_heads, *text.changes)) for name, text in values]
     )
     causes, notes, cures = (
         [*dict.fromkeys(chain.from_iterable(getattr(text, name) for text in texts.values()))]
@@ -135,15 +134,8 @@ def failure_lines(
     # Errors are never shortened.
     is_fitted = any(text.compared or text.is_missing for text in texts.values())
     if everything or not is_fitted:
-        return (
-            head,
-            *first,
-            *costs,
-            *changes,
-            *likely,
-            *(f"{NOTE}{note}" for note in notes),
-            *tail,
-        )
+        noted = (f"{NOTE}{note}" for note in notes)
+        return (head, *first, *costs, *changes, *likely, *noted, *tail)
     rows, further = [*first, *costs[:_MOST_COSTS], *changes], costs[_MOST_COSTS:]
     has_changes = any(text.compared for text in texts.values())
     least = min(len(texts), len(rows))
@@ -195,7 +187,7 @@ def summary_lines(texts: Iterable[FailureText]) -> tuple[str, ...]:
 
 
 def _place(text: FailureText) -> bool:
-    """Sort recordings first, as their problems are worse."""
+    """Return the sort key that puts recordings before trees, as their problems are worse."""
     return text.compared == "fsdp_tree"
 
 

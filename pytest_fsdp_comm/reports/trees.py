@@ -23,9 +23,7 @@ class TreeRow:
     name: str
     """Pattern of the names within the parent: ``{0..31}``; ``(root)`` for the root."""
     count: int
-    """Number of siblings that share the row."""
     depth: int
-    """Number of ancestors."""
     class_name: str
     units: tuple[ShardUnit, ...]
     parameters: tuple[ParameterNode, ...]
@@ -121,7 +119,7 @@ def relation_words(row: TreeRow) -> str:
 
 
 def mark(unit: ShardUnit) -> str:
-    """Return in capitals whether a unit is sharded."""
+    """Return ``FULLY SHARDED`` or ``REPLICATED``."""
     return "FULLY SHARDED" if unit.is_fully_sharded else "REPLICATED"
 
 

@@ -1,1 +1,1 @@
-"""Reviewed files: their names, their text, their comparison, and which of them no test needs."""
+"""Snapshot files: their names, their format, their comparison, and files that no test uses."""

@@ -48,20 +48,17 @@ from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 #
 # Siblings with equal content share a line, which counts one of them. ``of`` precedes the bytes of
 # each call; a total has the bytes of all calls. Columns are not aligned, so that a change touches
-# no other lines. A line that only some recorded ranks have ends with ``ranks 0,2-3``. Such a line
-# below ``world_size`` lists the recorded ranks, if not all were recorded. If ranks differ, totals
-# are sums over ranks: ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``. In a snapshot with
-# the line ``activation sizes not compared``, calls that carry activations have no bytes. Totals
-# count the calls without bytes. ``answered 1.0 to train:step (item)``: a simulated rank returned
-# the assumed value 1.0 to ``item`` in the function ``step`` of ``train``.
+# no other lines. A line that only some recorded ranks have ends with ``ranks 0,2-3``. If only some
+# ranks were recorded, a line below ``world_size`` lists them. If ranks differ, totals are sums over
+# ranks: ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``. ``answered 1.0 to train:step
+# (item)``: a simulated rank returned the assumed value 1.0 to ``item`` in ``step`` of ``train``.
 
-# This line marks a recording whose asynchronous calls are unknown, as torch does not report them.
+# Marks a recording whose asynchronous calls are unknown, as torch does not report them.
 _ASYNC_UNKNOWN: Final = "async unknown"
-# This line marks a recording whose calls that carry activations have no bytes.
+# Marks a recording without the bytes of calls that carry activations; totals count such calls.
 _UNSIZED: Final = "activation sizes not compared"
 _PEAK: Final = "peak gathered "
 _ANSWER: Final = "answered "
-# Total lines come last.
 _TOTAL: Final = "total "
 
 _NBYTES: Final = r"(?P<nbytes>[0-9_]{1,23}) B"

@@ -39,8 +39,7 @@ class Difference:
     changes: tuple[Change, ...] | tuple[TreeChange, ...] = ()
     """Empty if the compared facts are equal, or nothing was compared."""
     text: str = ""
-    """The model-wide change in one line, or why nothing was compared; empty if `changes` suffice.
-    """
+    """The model-wide change, or why nothing was compared; empty if `changes` say enough."""
 
 
 def explain_profiles(
@@ -66,10 +65,7 @@ def explain_profiles(
 
 
 def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
-    """Return the first line of `explain_profiles`, and how to compare as the file was written.
-
-    Ranks that do not explain a failure report only this, which identifies it as the same failure.
-    """
+    """Return only the first line of `explain_profiles`, from which ranks recognize a failure."""
     old, new = sides
     compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
     head = FailureText(head=f"{compared} differs from {where}", compared=compared, snapshot=where)
@@ -82,7 +78,7 @@ def kind_of(profile: Profile) -> Literal["comm", "tree"]:
 
 
 def headline_of_values(differences: Mapping[str, Difference]) -> str:
-    """Return the most important of the differences in one line, and why others have no diff."""
+    """Join the most important change and the reasons why values were not compared in one line."""
     # Changes that break training come first, then model-wide changes.
     for diff in sorted(differences.values(), key=lambda diff: not diff.text):
         if diff.explanation.training:
@@ -99,7 +95,7 @@ def headline_of_values(differences: Mapping[str, Difference]) -> str:
 
 
 def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
-    """Return the evidence of the first pair of trees among compared values, if there is one."""
+    """Compare the first pair of trees among the compared values; return None without one."""
     for old, new in pairs:
         match old, new:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
@@ -108,7 +104,7 @@ def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
 
 
 def _within_scope(explanation: FailureText, was: Profile, now: Profile) -> FailureText:
-    """Add to the first line that another torch recorded the file, or sizes are not compared."""
+    """Add to the first line: another version of torch, or sizes that are not compared."""
     if kind_of(was) != kind_of(now):
         return explanation
     if isinstance(was, CommProfile) and isinstance(now, CommProfile):
@@ -126,10 +122,10 @@ def _within_sizes(explanation: FailureText, was: CommProfile, now: CommProfile) 
     if not (was.sizes_activations or now.sizes_activations):
         return explanation.within(f"activation sizes not compared ({option})")
     written, compared = ("with", "without") if now.sizes_activations else ("without", "with")
-    cure = f"comm_snapshot({option})" if now.sizes_activations else f"without {option}"
+    cure = f"with comm_snapshot({option})" if now.sizes_activations else f"without {option}"
     return explanation.within(
         f"which was recorded {written} {option} and is compared {compared} it",
-        f"compare the way the file was recorded: {cure}",
+        f"compare as the file was recorded, {cure}",
     )
 
 

@@ -18,14 +18,14 @@ Profile: TypeAlias = CommProfile | TreeProfile
 
 
 class SnapshotText(str):
-    """A snapshot's text together with its profile, as syrupy passes on a single string."""
+    """A snapshot's text with its profile attached, because syrupy only passes strings on."""
 
     __slots__ = ("__dict__", "lines")
 
     lines: SnapshotLines
 
     def __new__(cls, text: str, *, where: str) -> Self:
-        """Check first and last line, or raise SnapshotFormatError; `profile` checks the others."""
+        """Check first and last line, or raise SnapshotFormatError; `profile` checks the rest."""
         # git or an editor may have converted LF to CRLF.
         snapshot = super().__new__(cls, text.replace("\r\n", "\n"))
         snapshot.lines = SnapshotLines(str(snapshot), where=where)
@@ -33,7 +33,7 @@ class SnapshotText(str):
 
     @classmethod
     def of(cls, profile: Profile, *, where: str) -> Self:
-        """Write a profile, and keep it with its unwritten facts; raise if the text is too large."""
+        """Write a profile as text and attach it, with the facts that the text does not have."""
         if isinstance(profile, CommProfile):
             snapshot = cls(comm_text.format_profile(profile), where=where)
         else:
@@ -43,13 +43,13 @@ class SnapshotText(str):
 
     @cached_property
     def profile(self) -> Profile:
-        """The parsed text, lazily, as most texts equal their snapshot and are never parsed."""
+        """The profile, parsed on first use: most texts equal their snapshot and need no parsing."""
         read = comm_text.read_comm if self.lines.kind == "comm" else tree_text.read_tree
         return read(self.lines)
 
 
 def has_further_ranks(old: Profile, new: Profile) -> bool:
-    """Whether the old profile has ranks that the new one lacks, which an update would lose."""
+    """Whether the old profile has ranks that the new one lacks, so an update would lose them."""
     before, after = (set(side.recorded_ranks or range(side.world_size)) for side in (old, new))
     return not before <= after
 
@@ -60,7 +60,7 @@ def body(text: str) -> str:
 
 
 def differs(old: SnapshotText, new: SnapshotText) -> bool:
-    """Return whether any compared fact differs, without the cost of an explanation."""
+    """Return whether any compared fact differs, without explaining how."""
     if body(old) == body(new):
         return False
     match old.profile, new.profile:
@@ -74,11 +74,11 @@ def differs(old: SnapshotText, new: SnapshotText) -> bool:
 
 
 def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
-    """Read a snapshot, or raise SnapshotFormatError as `SnapshotText` does; None without a file."""
+    """Read a snapshot, or raise SnapshotFormatError; return None if there is no file."""
     try:
         # Opening a FIFO would wait for its other end.
         if path.exists() and not path.is_file():
-            raise line_error(where, 1, "it is not a regular file", "a regular file")
+            raise line_error(where, 1, "it is not a regular file", "a snapshot")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
             if len(raw) > MAX_BYTES:
@@ -87,7 +87,7 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
         return None
     except OSError as error:
         problem = f"it cannot be read ({error.strerror or error})"
-        raise line_error(where, 1, problem, "a regular file") from None
+        raise line_error(where, 1, problem, "a readable file") from None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -107,7 +107,7 @@ def write_atomically(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-# Subdirectories of ``--comm-artifacts`` with the paths of the snapshot directory: texts that this
-# run recorded, and the snapshots that they were compared with, except for new files.
+# Subdirectories of ``--comm-artifacts``, organized like the snapshot directory: recorded texts, and
+# the snapshots that they differ from, if any.
 RECEIVED: Final = "received"
 EXPECTED: Final = "expected"

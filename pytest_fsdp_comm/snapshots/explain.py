@@ -152,7 +152,7 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Explain a value of the last comparison, once and on one rank; others get the first line."""
+    """Explain a value of the last comparison once; ranks that explain nothing get a first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:
@@ -180,7 +180,7 @@ def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult])
 
 
 def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str:
-    """Return the command that accepts failed comparisons; empty if an update would raise."""
+    """Return the command that accepts failed comparisons; empty if an update would fail."""
     if any(result.exception is not None for result in failed):
         return ""
     # An update refuses to replace a recording that has more ranks, so remove such files first.
@@ -191,7 +191,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
         if has_further_ranks(old, new)
     ]
     options = {name: item.config.getoption(name) for name in _OPTIONS}
-    # Without the fake backend, the update records all ranks of the file, and removes nothing.
+    # Without the fake backend, the update records all ranks, so the file need not be removed.
     if wider and options["--comm-backend"] == "fake":
         wider, options["--comm-backend"] = [], None
     remove = f"rm {' '.join(wider)} && " if wider else ""

@@ -50,11 +50,11 @@ from pytest_fsdp_comm.tree.profile import merge, tree_facts
 if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.differences import Difference
 
-# Sends a rank's text to all ranks of the test, and returns every rank's text, by rank.
+# Sends a rank's text to all ranks of the test, and returns the texts of all ranks, in order.
 Gather: TypeAlias = Callable[[str], list[str]]
 
 UNWRITTEN: Final = pytest.StashKey["dict[str, AssertionResult]"]()
-"""Stash key of a test: the comparisons whose files an update writes, by path."""
+"""Stash key of a test: by file, the results that an update writes once the test has passed."""
 
 BOUND: Final = pytest.StashKey["CommSnapshot"]()
 """Stash key of a test: its ``comm_snapshot``, from the fixture's set-up to the end of the test."""
@@ -68,15 +68,15 @@ UNUSED: Final = (
     "comm_snapshot(allow_unused=True)"
 )
 
-# Stands for the path in errors about a text that is not yet in a file.
+# Replaces the path in errors about a text that is not yet in a file.
 _RECORDING: Final = "the recording"
 
-# By kind of gap: the lines above and below the list of a recording's gaps.
+# The first and the last line of an error about gaps, by kind; a list of the gaps goes between.
 _REFUSED: Final = {
     "unseen": (
         "comm_mode could not record everything that was sent, so nothing was compared or written:\n"
-        "send it with torch.distributed, from a thread that no earlier comm_mode block started; to "
-        "compare the recording without it, use comm_snapshot(allow_unseen=True)"
+        "use torch.distributed, in a thread that no earlier comm_mode block started; to compare "
+        "the incomplete recording, use comm_snapshot(allow_unseen=True)"
     ),
     "idle_model": (
         "the model passed to comm_mode did not run, so nothing was compared or written:\n"
@@ -96,7 +96,7 @@ _MAX_GAPS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """The options of one comparison, which a call of the assertion sets, and its value."""
+    """The value of one comparison, and the options that ``comm_snapshot(...)`` sets for it."""
 
     name: str = ""
     """The ``name`` argument, a part of the file's name; empty without it."""
@@ -108,7 +108,7 @@ class _Comparison:
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
-    """Store each assertion in one file; `bind_extension` creates it with a test's settings."""
+    """Store each assertion in its own file; `bind_extension` passes the test's settings."""
 
     _write_mode = WriteMode.TEXT
     file_extension = SUFFIX.removeprefix(".")
@@ -185,7 +185,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         )
 
     def _had_collectives(self, location: str) -> bool:
-        """Whether a comparison, not an update, can report the snapshot's collectives as missing."""
+        """Whether the snapshot has collectives that a comparison can report as removed."""
         reviewed = read_snapshot(Path(location), where=self._relative(location))
         profile = reviewed.profile if reviewed and not self._updates else None
         return isinstance(profile, CommProfile) and bool(profile.collectives)
@@ -195,7 +195,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         old: SnapshotText = snapshot_data
         if body(serialized_data) == body(old):
             return True
-        # Parse the file first: a broken one raises here, and is neither compared nor overwritten.
+        # Parse the file first: this raises if it is broken, so it is not overwritten.
         reviewed = old.profile
         is_partial = len(self._ranks) not in {0, self._world_size}
         if self._updates and not is_partial:
@@ -211,15 +211,15 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 f"{old.lines.where} was recorded on {ranks}, and differs from this update, which "
                 f"recorded only {name_ranks(self._ranks)} of {self._world_size}; an update never "
                 "replaces a recording that has more ranks. Nothing was overwritten: update on the "
-                "same ranks (all ranks run with gloo or nccl, without --comm-backend fake), or "
-                "delete the file to record only the ranks of this update from now on"
+                "same ranks (gloo and nccl run all ranks, --comm-backend fake does not), or delete "
+                "the file to record fewer ranks from now on"
             )
         return is_same
 
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
     ) -> SnapshotText | None:
-        """Read a file; raise for a broken one, in an update too, so that it is not overwritten."""
+        """Read a file; an update, too, raises if it is broken, and does not overwrite it."""
         del snapshot_name, session_id
         path = Path(snapshot_location)
         return read_snapshot(path, where=self._relative(snapshot_location))
@@ -229,24 +229,24 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     @classmethod
     def write_snapshot(cls, **_: Any) -> None:
-        """Write nothing: `replay.settle_updates` does, once the test has passed."""
+        """Write nothing: `replay.settle_updates` writes the file once the test has passed."""
 
     @classmethod
     def dirname(cls, *, test_location: PyTestLocation) -> str:
-        """``<root>/<path of the test module without .py>``."""
+        """Return ``<snapshot directory>/<path of the test module without .py>``."""
         config = test_location.item.config
         module = written_module(Path(test_location.filepath), config.rootpath)
         return str(config.stash[OPTIONS].snapshot_dir / module)
 
     @classmethod
     def get_file_basename(cls, *, test_location: PyTestLocation, index: Any) -> str:
-        """``<test name>.<variant>[.<name or index>]``."""
+        """Return ``<test name>.<variant>[.<name or index>]``."""
         item = test_location.item
         return basename(snapshot_test_name(item), snapshot_variant(item), index)
 
     @classmethod
     def get_snapshot_name(cls, *, test_location: PyTestLocation, index: Any = 0) -> str:
-        """Begin with the test's name, which syrupy searches to assign snapshots to tests."""
+        """Return a name that begins with the test's, by which syrupy assigns it to the test."""
         file = cls.get_file_basename(test_location=test_location, index=index)
         return f"{test_location.snapshot_name}[{file}]"
 
@@ -260,7 +260,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return SnapshotCollections()
 
     def keep_artifacts(self, location: str, *, received: str | None, expected: str | None) -> None:
-        """Save both texts of a comparison for ``--comm-artifacts``; None removes a file."""
+        """Save the texts of a comparison for ``--comm-artifacts``; None deletes the text's file."""
         if (directory := self._options.artifacts_dir) is None:
             return
         try:
@@ -303,12 +303,12 @@ def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = froz
 
 def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:
     """Return a factory of extensions for a test; without `gather`, for a test in one process."""
-    # syrupy expects a class, but only calls it, without arguments.
+    # syrupy expects a class, but only calls it without arguments.
     return cast("type[CommSnapshotExtension]", partial(CommSnapshotExtension, item, gather))
 
 
 class CommSnapshot(SnapshotAssertion):
-    """syrupy's assertion, with the options of ``comm_snapshot`` and for dicts of values."""
+    """syrupy's assertion, extended by options, and by comparisons of dicts."""
 
     def __post_init__(self) -> None:
         self.last_results: tuple[tuple[str, AssertionResult], ...] = ()
@@ -345,7 +345,7 @@ class CommSnapshot(SnapshotAssertion):
                 code reads values of tensors, which may be wrong there.
             allow_idle_model: Accept a recording of ``comm_mode(model)`` in which no module of the
                 model ran, but another model sent something.
-            allow_unseen: Accept a recording that is known to miss something that was sent.
+            allow_unseen: Accept a recording that misses a part of the communication.
             allow_unused: Accept a test that compares nothing.
             activation_nbytes: Whether to compare the sizes of activations. If False, the snapshot
                 has a line that says so; count, kind, axis and dtype are still compared.
@@ -389,8 +389,8 @@ class CommSnapshot(SnapshotAssertion):
         if BOUND not in self.test_location.item.stash:
             raise FsdpCommError(
                 f"comm_snapshot was compared after {self.test_location.testname} had ended (in an "
-                "atexit handler or another test?), where a difference cannot fail it: compare it "
-                "in the test, or in one of its fixtures"
+                "atexit handler or another test?), too late to fail the test: compare it in the "
+                "test, or in one of its fixtures"
             )
         # `serialize` raises for an empty dict, and for keys that cannot be names.
         values: Mapping[str, object] = {"": other}
@@ -420,8 +420,8 @@ class CommSnapshot(SnapshotAssertion):
     def __ne__(self, other: object) -> bool:
         __tracebackhide__ = True
         raise FsdpCommError(
-            "comm_snapshot was compared with !=, which would pass for any different recording and "
-            "cannot be recorded: assert comm_mode == comm_snapshot, or assert "
+            "comm_snapshot was compared with !=, which would pass for any different recording, and "
+            "which no update can satisfy: assert comm_mode == comm_snapshot, or assert "
             "comm_mode.counts(...) to check that something is sent"
         )
 
@@ -436,7 +436,7 @@ class CommSnapshot(SnapshotAssertion):
         result = self.executions[self.num_executions - 1]
         note_update(item, result)
         if result.success:
-            # `fsdp-comm accept` would restore the state of an earlier failed run.
+            # Otherwise, `fsdp-comm accept` would accept the text of an earlier, failed run.
             self.extension.keep_artifacts(location, received=None, expected=None)
         return result
 
@@ -448,7 +448,7 @@ class CommSnapshot(SnapshotAssertion):
 
 
 def note_update(item: pytest.Item, result: AssertionResult) -> None:
-    """Remember a result that an update writes once the test has passed."""
+    """Store a result that an update writes once the test has passed."""
     if result.created or result.updated:
         item.stash.setdefault(UNWRITTEN, {})[result.snapshot_location] = result
 
@@ -470,7 +470,7 @@ def bind_snapshot(
 
 
 def end_comparisons(item: pytest.Item) -> bool:
-    """End a test's comparisons; return whether it made none, which must fail a passing test."""
+    """End a test's comparisons; return whether to fail it, as it compared nothing."""
     snapshot = item.stash.get(BOUND, None)
     if snapshot is None:
         return False

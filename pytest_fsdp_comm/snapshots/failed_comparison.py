@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedComparison:
-    """The last failed comparison of a test that was explained."""
+    """A test's last failed comparison with an explanation."""
 
     first_line: str
     """The first line of the explanation, which identifies the report of the failure."""
@@ -52,14 +52,14 @@ _COMPARISONS: Final = "comm_comparisons"
 
 # The first lines of a hang report: that the test hangs, who waits for whom, and where.
 _HANG_LINES: Final = 4
-# Print the names of at most so many tests that have the same change.
+# Print at most this many names of tests that have the same change.
 _MOST_TESTS: Final = 10
 # The test's properties in JUnit XML.
 _PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_change", "comm_cost")
 
 
 def reason_of(report: pytest.TestReport) -> str:
-    """Return the first line of a failure's message, of a hang several; empty if it has none."""
+    """Return the first line of a failure's message, or the first lines of a hang report."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else report.longreprtext
     # Skip the line in which xdist names its worker.
@@ -81,17 +81,16 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
     _add_comparisons(item, report, failed if is_cause else None)
     if failed is None or not is_cause:
         return
+    vars(report)[EXPLAINS] = bool(failed.comparisons.headline)
     if crash is None:
         # `fail_unasserted` failed the test, without a traceback.
         vars(report)[DIFFERS] = failed.first_line
-        vars(report)[EXPLAINS] = bool(failed.comparisons.headline)
         return
     # A message that the user wrote stays first. pytest usually omits "AssertionError: ".
     leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(
         "assert "
     )
     vars(report)[DIFFERS] = failed.first_line if leads else crash.message.partition("\n")[0]
-    vars(report)[EXPLAINS] = bool(failed.comparisons.headline)
     vars(report)[_HEADLINE] = failed.comparisons.headline if leads else ""
     if leads and failed.comparisons.headline:
         crash.message = failed.comparisons.headline
@@ -117,8 +116,8 @@ def _add_comparisons(
         *(("comm_change", line) for line in comparisons.summaries if line != comparisons.headline),
         *(("comm_cost", line) for line in comparisons.cost),
     ]
-    # JUnit XML reads the report of the teardown, which pytest creates from the item. If the test
-    # runs again, the item has the properties of the run before.
+    # JUnit XML reads the report of the teardown, which pytest creates from the item. If a test runs
+    # again, its item still has the properties of the previous run.
     user_properties = [pair for pair in item.user_properties if pair[0] not in _PROPERTIES]
     item.user_properties[:] = [*user_properties, *properties]
     report.user_properties = list(item.user_properties)
@@ -155,9 +154,8 @@ def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
     if shared:
         reporter.write_sep("-", "communication changes that failed several tests")
     for nodeids in shared:
-        amounts = ""
-        if has_other_amounts(differing[nodeid] for nodeid in nodeids):
-            amounts = " (numbers of the first test)"
+        differ = has_other_amounts(differing[nodeid] for nodeid in nodeids)
+        amounts = " (numbers of the first test)" if differ else ""
         summary = f"{differing[nodeids[0]].summary}{amounts}"
         reporter.write_line(f"{len(nodeids)} tests: {summary}", red=True)
         listed, more = first_of(nodeids, _MOST_TESTS)

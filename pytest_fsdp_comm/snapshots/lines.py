@@ -1,4 +1,4 @@
-"""Lines common to both kinds of snapshot files: first and last, world and mesh; their errors."""
+"""Read and write the lines that both kinds of snapshots share, and report errors in any line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REMEDY: Final = (
     "Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
     "again with --snapshot-update"
 )
-# Errors print half this many characters of the common beginning of two long lines.
+# If two lines share a longer beginning, an error prints only the last half of this many characters.
 _MAX_COMMON: Final = 60
 
 _HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|(.*))?")
@@ -103,7 +103,6 @@ class SnapshotLines:
         self.torch_version = ""
         """The ``torch.__version__`` that recorded it; empty if the first line does not name it."""
         self.kind = self._read_first(self.lines[0])
-        """``comm`` or ``tree``."""
         if self.lines[-2:] != [END, ""]:
             last = len(self.lines) - (self.lines[-1] == "" and len(self.lines) > 1)
             raise self.error(
@@ -119,7 +118,7 @@ class SnapshotLines:
             with self.at(1):
                 raise ValueError("expected '# pytest-fsdp-comm <version> comm' or '... tree'")
         if match[1] != str(FORMAT_VERSION):
-            expected = f"format {FORMAT_VERSION}, which this version of pytest-fsdp-comm writes"
+            expected = f"format {FORMAT_VERSION}, the one that this version of the plugin reads"
             raise self.error(1, f"the snapshot has format {match[1]}", expected)
         version = _TORCH.match(match[3] or "")
         self.torch_version = version[1] if version else ""
@@ -130,7 +129,7 @@ class SnapshotLines:
         return self.lines[number - 1] if number <= len(self.lines) else ""
 
     def section(self, first: int, last: int) -> SnapshotLines:
-        """Return indented lines, preceded by the line above them, as a snapshot without indents."""
+        """Return indented lines and the line above them, without indents, as a snapshot."""
         section = copy(self)
         section.lines = [line.removeprefix(INDENT) for line in self.lines[first - 2 : last]]
         section.before = self.before + first - 2
@@ -144,7 +143,7 @@ class SnapshotLines:
         except ValueError as error:
             problem, is_ours, expected = f": {error}".partition(": expected ")
             if not is_ours:  # raised by Python, for example by int()
-                problem, expected = "", "a line as the plugin writes it"
+                problem, expected = "", "a line in the format of snapshots"
             line = quoted(self.line(number))
             raise self.error(number, f"it reads {line}{problem}", expected) from None
 
@@ -159,7 +158,7 @@ class SnapshotLines:
         pairs = enumerate(zip_longest(self.lines[1:], written, fillvalue=""), start=2)
         number, (read, line) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
         is_total = "total" in (read.partition(" ")[0], line.partition(" ")[0])
-        lost = "; the totals do not match the records: a line was lost or edited by hand"
+        lost = "; the totals do not match the lines above: one was lost or edited by hand"
         letters = enumerate(zip_longest(read, line))
         same = next(place for place, pair in letters if pair[0] != pair[1])
         cut = same - _MAX_COMMON // 2 if same > _MAX_COMMON else 0
@@ -170,14 +169,12 @@ class SnapshotLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The first lines of both kinds of snapshots."""
+    """World size, ranks and mesh, from the first lines of a snapshot."""
 
     size: int
-    """The world size."""
     ranks: tuple[int, ...]
     """The recorded ranks, ascending; empty for all ranks."""
     mesh_axes: tuple[MeshAxis, ...]
-    """Sorted by name."""
     end: int
     """Number of the first line that follows."""
 
@@ -188,7 +185,7 @@ class World:
 
 
 def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis]) -> list[str]:
-    """Write world, ranks and mesh, from values as in the fields of `World`."""
+    """Write the first lines, from values as in `World`."""
     return [
         f"{_WORLD_SIZE}{world_size}",
         *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
@@ -197,7 +194,7 @@ def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis])
 
 
 def read_world(lines: SnapshotLines) -> World:
-    """Read world, ranks and mesh (see Note [Strict reading])."""
+    """Read the first lines (see Note [Strict reading])."""
     text = lines.line(2).removeprefix(_WORLD_SIZE)
     size = int(text) if re.fullmatch(NUMBER, text) else 0
     with lines.at(2):
@@ -243,7 +240,7 @@ def with_ranks(content: str, ranks: str) -> str:
 
 
 def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Write each content once per pattern of its names, in natural order; no module comes last."""
+    """Write a line for each content and pattern of names, in natural order, None as a name last."""
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):

@@ -10,7 +10,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# Search containers only so deep, as they may contain themselves.
+# Search containers to this depth only, as they may contain themselves.
 _DEPTH: Final = 4
 
 # Refused classes, and how a test writes a value of each.

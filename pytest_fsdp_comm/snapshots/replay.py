@@ -1,4 +1,4 @@
-"""Repeat rank 0's snapshot assertions in the pytest process, which alone writes files."""
+"""Repeat rank 0's snapshot assertions in the pytest process, the only one that writes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,10 @@ _USE: Final = "snapshots in ranks rely on"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssertion:
-    """A snapshot assertion that a rank made."""
+    """A snapshot assertion that a rank made, with the class of its extension."""
 
     module: str
-    """Of the extension's class."""
     qualname: str
-    """Of the extension's class."""
     index: int | str
     """The assertion's number in the test, or its name."""
     data: str
@@ -160,7 +158,7 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
                 problems.append(
                     f"cannot write the snapshot {show_path(path, item.config.rootpath)} "
                     f"({error.strerror or error}); an existing file is unchanged. Make the "
-                    "directory writable, or choose another with ini fsdp_comm_snapshot_dir"
+                    "directory writable, or set another with the ini option fsdp_comm_snapshot_dir"
                 )
         # syrupy must not count the file as written.
         result.created = result.updated = result.success = False
@@ -223,7 +221,7 @@ def _extension_class(item: pytest.Item, source: RankAssertion) -> type[AbstractS
     if not isinstance(extension, type):
         raise FsdpCommError(
             f"the snapshot extension {source.module}.{source.qualname} cannot be imported by name, "
-            "so the snapshots of the ranks cannot be written; define it at module level"
+            "so the snapshots of the ranks cannot be written; define the class at module level"
         )
     if extension is CommSnapshotExtension:
         return bind_extension(item)

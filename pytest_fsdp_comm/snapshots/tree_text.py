@@ -32,14 +32,13 @@ from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile
 #     mesh dp=4 stride 1
 #     unit (root) fsdp2 root shard=dp reshard_after_forward=false
 #     unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16
-#     parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight
-#     parameter layers.{0..3}.mlp.weight float32[64,64] dp=Shard(0)
-#     total 5 units, 5 parameters
+#     parameter layers.{0..3}.mlp.weight float32[64,64] dp=Shard(0) tied=head.weight
+#     total 5 units, 4 parameters
 #     end
 #
-# Siblings with equal content share a line. Bytes follow from shapes, dtypes and policies. If the
-# trees of ranks differ, each is indented below its line ``ranks 0,2-3``. Otherwise such a line
-# below ``world_size`` lists the recorded ranks, if not all were recorded.
+# Siblings with equal content share a line. Bytes follow from shapes, dtypes and policies. If ranks
+# have different trees, each is indented below a line ``ranks 0,2-3``. Otherwise, if only some ranks
+# were recorded, a line below ``world_size`` lists them.
 
 _Facts = TypeVar("_Facts")
 

@@ -37,13 +37,12 @@ if TYPE_CHECKING:
 # reports no unused files. The plugin never deletes a file, and hides its files from syrupy, which
 # would (`discover_snapshots` returns none).
 
-# Each file starts with this.
 _HEADER: Final = "# pytest-fsdp-comm "
 # Imported by the first comparison. Do not import it before: that takes longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-# Stash key of the config: whether the session has all tests of the modules that it collected.
-_IS_WHOLE: Final = pytest.StashKey[bool]()
-# Key of an xdist worker's output to its controller: the collected tests and the compared files.
+# Stash key of the config: whether the session runs all tests of the modules that it collected.
+_IS_COMPLETE: Final = pytest.StashKey[bool]()
+# Key in an xdist worker's output to its controller: the collected tests and the compared files.
 _OUTPUT: Final = "fsdp_comm_collected"
 
 
@@ -58,14 +57,14 @@ class UnusedSnapshots:
         # By module: whether it was collected without an error.
         self._modules: dict[Path, bool] = {}
         self._num_collected = 0
-        # By snapshot directory of a module: function (`names.function_of`), variant (``ws4``) and
-        # node id of all its tests. None if the session selects tests.
-        self._whole: dict[str, list[tuple[str, str, str]]] | None = None
+        # All tests by their module's snapshot directory: function (`names.function_of`), variant
+        # (``ws4``) and node id. None if the session selects tests.
+        self._all_tests: dict[str, list[tuple[str, str, str]]] | None = None
         # The selected tests that run on ranks, or request a fixture of this plugin.
-        self._ours: set[str] = set()
+        self._selected: set[str] = set()
         self._called: set[str] = set()
         self._unpassed: set[str] = set()
-        # Whether the phases and subtests so far of the test that runs in this process passed.
+        # Whether each phase and subtest of the running test passed.
         self._phases: list[bool] = []
         self._started_workers = 0
         self._worker_outputs: list[dict[str, Any]] = []
@@ -88,21 +87,21 @@ class UnusedSnapshots:
         return (yield)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._ours = {item.nodeid for item in session.items if may_record(item)}
+        self._selected = {item.nodeid for item in session.items if may_record(item)}
         # Compare numbers: plugins that split a run may not call `pytest_deselected`.
-        is_whole = len(session.items) >= self._num_collected and not _selects_tests(self._config)
-        self._config.stash[_IS_WHOLE] = is_whole
-        if not is_whole:
+        is_complete = len(session.items) >= self._num_collected and not _selects_tests(self._config)
+        self._config.stash[_IS_COMPLETE] = is_complete
+        if not is_complete:
             return
         root = self._options.snapshot_dir
         places = {path: str(written_module(path, self._config.rootpath)) for path in self._modules}
-        self._whole = {
+        self._all_tests = {
             place: []
             for path, place in places.items()
             if self._modules[path] and (root / place).is_dir()
         }
         for item in session.items:
-            if (tests := self._whole.get(places.get(item.path, ""))) is not None:
+            if (tests := self._all_tests.get(places.get(item.path, ""))) is not None:
                 function = function_of(written_test(snapshot_test_name(item)))
                 tests.append((function, snapshot_variant(item), item.nodeid))
 
@@ -159,15 +158,19 @@ class UnusedSnapshots:
         if _EXTENSION in sys.modules:
             compared.update(_replay().compared_files(self._config))
         if hasattr(self._config, "workeroutput"):
-            output = {"whole": self._whole, "ours": [*self._ours], "compared": [*compared]}
+            output = {
+                "all": self._all_tests,
+                "selected": [*self._selected],
+                "compared": [*compared],
+            }
             self._config.workeroutput[_OUTPUT] = output
             return (yield)
         for data in self._worker_outputs:
             # All xdist workers collect the same tests, but each runs only some of them.
-            self._whole, self._ours = data["whole"], {*data["ours"]}
+            self._all_tests, self._selected = data["all"], {*data["selected"]}
             compared.update(data["compared"])
         has_lost = len(self._worker_outputs) < self._started_workers
-        if nodeids := [nodeid for nodeid in self._ours if has_lost or nodeid not in passed]:
+        if nodeids := [nodeid for nodeid in self._selected if has_lost or nodeid not in passed]:
             _replay().keep_plain_snapshots(self._config, nodeids)
         has_ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not (
             session.shouldstop or session.shouldfail or has_lost
@@ -175,8 +178,8 @@ class UnusedSnapshots:
         option = self._config.option
         # No test runs with an option such as --setup-plan.
         is_reported = (passed or self._unpassed) and not option.disable_unused_snapshots
-        if has_ended and is_reported and self._whole is not None:
-            self.files = [*self._find(self._whole, passed, compared)]
+        if has_ended and is_reported and self._all_tests is not None:
+            self.files = [*self._find(self._all_tests, passed, compared)]
         # As in syrupy, unused files only fail a run without these options.
         if self.files and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
@@ -184,7 +187,7 @@ class UnusedSnapshots:
 
     def _find(
         self,
-        whole: Mapping[str, Sequence[tuple[str, str, str]]],
+        all_tests: Mapping[str, Sequence[tuple[str, str, str]]],
         passed: AbstractSet[str],
         compared: AbstractSet[str],
     ) -> Iterator[Path]:
@@ -196,9 +199,9 @@ class UnusedSnapshots:
             place, parts = path.parent.relative_to(root), read_basename(path.stem)
             if parts is None or str(path) in compared or not _text(path).startswith(_HEADER):
                 continue
-            if str(place) in whole:
+            if str(place) in all_tests:
                 function, variant = function_of(parts[0]), parts[1]
-                tests = [test for test in whole[str(place)] if test[0] == function]
+                tests = [test for test in all_tests[str(place)] if test[0] == function]
                 is_run = not tests or variant in {size for _, size, _ in tests}
                 if is_run and all(nodeid in passed for *_, nodeid in tests):
                     yield path
@@ -253,8 +256,8 @@ def _from(config: pytest.Config, path: Path) -> str:
 
 
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
-    """Suggest a file for a missing snapshot, which would have `text`; empty if none fits."""
-    # A file for another world size, or for a removed test, which was probably renamed.
+    """Suggest a file instead of the missing one, which would have `text`; empty if none fits."""
+    # It is for another world size, or for a removed test, which was probably renamed.
     name, variant = read_basename(missing.stem) or ("", "")
     index = missing.stem.removeprefix(f"{name}.{variant}")
     orphans: list[Path] = []
@@ -286,7 +289,7 @@ def _is_gone(item: pytest.Item, path: Path, name: str) -> bool:
     """Whether a file's test no longer exists; a guess from the module's text if not collected."""
     directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
     module = named_module(directory, item.config.rootpath)
-    if module == item.path and item.config.stash.get(_IS_WHOLE, False):
+    if module == item.path and item.config.stash.get(_IS_COMPLETE, False):
         tests = [test for test in item.session.items if test.path == module]
         return name not in {written_test(snapshot_test_name(test)) for test in tests}
     return unquote(function_of(name)).rpartition(".")[2] not in _text(module)

@@ -135,7 +135,7 @@ LINK = (
 def test_summary_is_appended_once_below_other_steps(repository):
     top, _, _, _ = repository
     text = (top / FIRST).read_text()
-    assert text.startswith("of a step before\n\n### Communication: ")
+    assert text.startswith("of a step before\n\n### Communication differs ")
     assert (
         "in 3 tests by 1 change, 1 test failed for another reason\n\n3 snapshots in 3 tests" in text
     )
@@ -276,7 +276,7 @@ def test_composite_action_in_subfolder_keeps_artifacts(repository, tmp_path):
     assert f"steps.compare.outputs.{name}" in keep["with"]["path"]
     assert f"steps.compare.outputs.{name}" in action["outputs"]["differences"]["value"]
     assert len(list(Path(differences, "received").rglob("*.comm"))) == 1
-    assert (top / SUMMARY).read_text().startswith(f"{before}\n\n### Communication: ")
+    assert (top / SUMMARY).read_text().startswith(f"{before}\n\n### Communication differs ")
     accepted = subprocess.run(
         [sys.executable, "-m", "pytest_fsdp_comm", "accept", differences],
         cwd=project,

@@ -120,7 +120,7 @@ def test_a_failed_comparison_reads_as_on_the_terminal(reported, directory):
     assert "1: becomes a unit of its own (fsdp2)" in text
     assert "Ranks 0-1" in text
     assert "Before: the snapshot" in text
-    assert "A snapshot has no order" in text
+    assert "Snapshots do not contain the order" in text
 
 
 @DIRECTORIES

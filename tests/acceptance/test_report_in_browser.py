@@ -128,7 +128,7 @@ SCROLLED = """
 (() => {
   const box = document.querySelector('.modules').parentElement;
   Object.assign(box.style, { width: '400px', maxHeight: '150px' });
-  box.scrollTo(90, 120);
+  box.scrollTo(80, 120);
   const heads = [...box.querySelectorAll('thead th')];
   const edge = (element, name) => Math.round(element.getBoundingClientRect()[name]);
   const last = [...box.querySelectorAll('tbody tr')].at(-1);
@@ -146,7 +146,7 @@ SCROLLED = """
 def test_headings_and_names_of_modules_stay_in_view(browser, pages):
     browser.show(pages["large"])
     seen = browser.evaluate(SCROLLED)
-    assert seen["scrolled"] == [90, 120]
+    assert seen["scrolled"] == [80, 120]
     assert seen["heads"] == ["Module", "dp forward", "dp backward", "tp forward"]
     assert len(set(seen["left"])) == 1
     assert len(set(seen["top"])) == 1
@@ -188,7 +188,7 @@ def test_timeline_draws_units_collectives_and_peak(draw):
     evaluate = draw(record_step(3), record_step(3))
     # Before the peak: 2 of the root, 4 of each layer, 2 of the last one in backward.
     assert evaluate(TEXTS.format("figcaption")) == [
-        "Ranks 0-3 27 entries; peak 16.0 KiB at entry 17 of 27, unshard of layers.1 in backward"
+        "Ranks 0-3 27 events; peak 16.0 KiB at event 17 of 27, unshard of layers.1 in backward"
     ]
     # The root throughout; forward one layer at a time; backward two at a time.
     assert evaluate(BARS) == [
@@ -225,7 +225,7 @@ def test_timeline_unit_gathered_earlier_starts_at_0(draw):
     late = replace(recording, reshards=recording.reshards[1:], peak_gathered_nbytes=20 * KIB)
     evaluate = draw(recording, late)
     (caption,) = evaluate(TEXTS.format("figcaption"))
-    assert "peak 20.0 KiB; the highest drawn value is 12.0 KiB at entry " in caption
+    assert "peak 20.0 KiB; the highest value in the chart is 12.0 KiB at event " in caption
     assert "the peak also counts parameters that were gathered before" in caption
     assert ["\N{NOT EQUAL TO} (root), 8.0 KiB", "outside", 0] in evaluate(BARS)
 

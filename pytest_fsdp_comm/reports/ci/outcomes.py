@@ -15,7 +15,7 @@ from pytest_fsdp_comm.text.words import without_amounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparisons:
-    """The comparisons of one test; ranks and xdist workers send it with the test's report."""
+    """The comparisons of one test, which ranks and xdist workers send with the test's report."""
 
     files: tuple[str, ...] = ()
     """The snapshot files, relative to pytest's root directory; each once."""
@@ -30,7 +30,6 @@ class Comparisons:
     sent: tuple[tuple[str, str], ...] = ()
     """Each change whose call site is known: ``path:line`` and the text of the change."""
     accept: str = ""
-    """The command that accepts the difference; empty if there is none."""
     test: str = ""
     """The last word of `accept`, which names the test."""
 
@@ -81,7 +80,6 @@ class Place:
     path: str
     """Relative to the top of the checkout, with ``/``."""
     line: int
-    """Number of the line, from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +102,8 @@ class Outcomes:
     """The results of a session."""
 
     compared_tests: int
-    """Number of tests with comparisons that passed, or that a comparison failed."""
+    """Number of tests that compared and passed, or that failed because of a comparison."""
     compared_files: int
-    """Number of snapshot files that these tests compared."""
     failed: tuple[FailedTest, ...] = ()
     """In the order of pytest's reports."""
     unused: tuple[str, ...] = ()

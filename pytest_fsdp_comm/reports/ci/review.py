@@ -41,8 +41,8 @@ BREAK: Final = "<wbr>"
 
 _AMOUNTS: Final = "Numbers of the first test; those of the other tests differ"
 _ACCEPT: Final = (
-    "`fsdp-comm accept DIRECTORY` accepts all changes without running the tests, from the files "
-    "that `--comm-artifacts=DIRECTORY` wrote.\n\n"
+    "If the tests ran with `--comm-artifacts=DIRECTORY`, `fsdp-comm accept DIRECTORY` accepts all "
+    "changes without another run.\n\n"
 )
 
 
@@ -89,7 +89,7 @@ def _headline(outcomes: Outcomes) -> str:
     differ += f" by {counted(changes, 'change')}" if changes < changed else ""
     more = f"{counted(unrelated, 'test')} failed for another reason" if unrelated else ""
     title = ", ".join(filter(None, (differ, more)))
-    return f"### Communication: {title}\n\n{compared} compared."
+    return f"### Communication{'' if differ else ':'} {title}\n\n{compared} compared."
 
 
 def _row(tests: Sequence[FailedTest], origin: Origin) -> str:
@@ -114,7 +114,7 @@ def _has_other_amounts(tests: Sequence[FailedTest]) -> bool:
 
 
 def _details(tests: Sequence[FailedTest]) -> str:
-    """Write one change, with all tests that it failed and one command that accepts it."""
+    """Write one change, with all tests that fail because of it, and a command that accepts it."""
     comparisons = tests[0].comparisons
     summary, names, lines = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.explanation
     if len(tests) > 1:
@@ -171,7 +171,7 @@ def annotate(outcomes: Outcomes) -> list[str]:
     more = len(commands) - _MAX_ANNOTATIONS
     if more <= 1:
         return commands
-    last = f"::error title=communication::{more} more are in the log and in the step summary"
+    last = f"::error title=communication::{more} more problems are in the log and step summary"
     return [*commands[:_MAX_ANNOTATIONS], last]
 
 
@@ -184,7 +184,6 @@ def _annotation(place: Place, text: str, tests: Sequence[FailedTest]) -> str:
         if test.comparisons.accept:
             commands[test.comparisons.command].append(test.comparisons)
     accepts = [f"accept: {accept_all(group)}" for group in commands.values()]
-    # A truncated command would accept something else.
     is_short = sum(map(len, accepts)) < _MAX_MESSAGE // 2
     message = cut("\n".join((text, f"fails {where}", *accepts * is_short)), _MAX_MESSAGE)
     title = _property(shorten(text.partition("\n")[0], _MAX_TITLE))

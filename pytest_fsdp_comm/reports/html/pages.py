@@ -43,13 +43,12 @@ from pytest_fsdp_comm.tree.profile import TreeProfile
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# Limits of one page, which counts what it omits.
+# Limits of one page, which prints how many elements it omits.
 _MAX_CHARTS: Final = 4
 _MAX_SECTIONS: Final = 12
 _MAX_TESTS: Final = 1_500
 _MAX_TREE_ROWS: Final = 2_500
-_MAX_SECTION_ROWS: Final = 600
-"""Rows of a tree on a page with recordings."""
+_MAX_SECTION_ROWS: Final = 600  # of a tree on a page with recordings
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
 _MAX_HEADLINES: Final = 6
@@ -67,7 +66,7 @@ class Status:
     """The result of a test, as the report shows it."""
 
     rank: int
-    """The order in the index; the worst result has the lowest."""
+    """Position in the index; the worst result has the lowest."""
     sign: str
     word: str
     tone: str
@@ -248,7 +247,7 @@ def _cut(text: str) -> str:
 
 
 def _with_change_first(line: str) -> str:
-    """In a long line, move a list of modules behind the change, or shorten it to the first."""
+    """In a long line, move the names of modules behind the change, or print only the first name."""
     if len(line) <= _MAX_HEADLINE:
         return line
     if match := re.fullmatch(
@@ -265,10 +264,9 @@ def _with_change_first(line: str) -> str:
 
 def _data(sections: Sequence[dict[str, Any]]) -> str:
     """Write the JSON that `report.js` draws timelines from."""
-    # A step of 126 layers has some thousand entries, so a page has each entry once, for all ranks
-    # and values, and a list of indices for each timeline. The script computes positions, intervals
-    # from unshard to reshard, and gathered bytes. Templates list the same entries for readers
-    # without scripts.
+    # A step of 126 layers has thousands of entries, so the JSON has each different entry once, and
+    # a list of indices for each timeline. The script computes positions, intervals from unshard to
+    # reshard, and gathered bytes. Templates list the same entries for readers without scripts.
     entries: dict[tuple[str | int | None, ...], int] = {}
 
     def place(entry: Entry) -> int:

@@ -15,12 +15,12 @@ from pytest_fsdp_comm.text.fqn import NO_MODULE, ROOT_TEXT, fold_fqns, natural_k
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import show_growth, show_nbytes
 
-Mark = Literal["same", "changed", "new", "gone"]
+Mark = Literal["same", "changed", "new", "removed"]
 MARKS: Final[dict[Mark, tuple[str, str]]] = {
     "same": ("=", "same"),
     "changed": ("≠", "changed"),
     "new": ("+", "new"),
-    "gone": ("\N{MINUS SIGN}", "gone"),
+    "removed": ("\N{MINUS SIGN}", "removed"),
 }
 """The sign and the word of each mark."""
 
@@ -29,22 +29,19 @@ _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRow:
-    """A row of the snapshot and of the recording, for all modules that share both."""
+    """The calls of one or more modules in the snapshot and in the recording; empty for no calls."""
 
     before: str
-    """The calls in the snapshot; empty if it has none."""
     after: str
-    """The calls in the recording; empty if it has none."""
     key: RowKey
     owners: tuple[str | None, ...]
-    """In natural order."""
 
     @property
     def mark(self) -> Mark:
         """How before and after differ."""
         if self.before == self.after:
             return "same"
-        return "changed" if self.before and self.after else "new" if self.after else "gone"
+        return "changed" if self.before and self.after else "new" if self.after else "removed"
 
 
 def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
@@ -151,10 +148,9 @@ class ModuleTable:
     """All modules that send something."""
 
     columns: tuple[Column, ...]
-    """By axis, then by phase."""
     rows: tuple[ModuleRow, ...]
     of_rank: str
-    """The name of the rank with these numbers; empty if all ranks have the same."""
+    """The rank with these numbers, ``rank 0``; empty if the numbers hold for all ranks."""
 
 
 def _cells() -> defaultdict[Column, list[int]]:

@@ -21,19 +21,17 @@ MAX_ENTRIES: Final = 8_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A collective, an unshard or a reshard, without its position."""
+    """A collective, an unshard or a reshard, without its position; unknown texts are empty."""
 
     operation: str
-    """The kind of a collective, ``unshard`` or ``reshard``."""
+    """``unshard``, ``reshard``, or the kind of a collective."""
     module: str | None
     """The owner, or the module of the unit; None for no module."""
     phase: str
     nbytes: int
     """The message size, or the bytes of the unit's parameters."""
     axis: str = ""
-    """Empty for an unshard or a reshard."""
     site: str = ""
-    """The call site; empty where unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,6 @@ class Timeline:
     """The collectives, unshards and reshards of ranks that recorded the same."""
 
     ranks: tuple[int, ...]
-    """Ascending; at least one."""
     entries: tuple[Entry, ...]
     """The different entries, in the order of first appearance."""
     order: tuple[int, ...]
@@ -93,7 +90,7 @@ def share_timelines(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A value that a test compared with a snapshot, or only recorded."""
+    """A value that a test compared with a snapshot, or only recorded; missing texts are empty."""
 
     name: str
     """The key, if a dict was compared; otherwise empty."""
@@ -102,13 +99,11 @@ class Compared:
     file: str = ""
     """The snapshot's path, relative to pytest's root; empty if none was compared."""
     old: str = ""
-    """The snapshot's text; empty if there is none."""
     new: str = ""
     """The recording or tree, as a snapshot's text; empty if it could not be written."""
     text: FailureText | None = None
     """The failure; None if the comparison passed."""
     accept: str = ""
-    """The command that accepts the difference; empty if there is none."""
     headline: str = ""
     tree: ShardTree | None = None
     """The tree of the lowest rank; None for a recording."""
@@ -153,5 +148,4 @@ class Run:
     is_interrupted: bool = False
     command: str = ""
     made_at: str = ""
-    """Formatted date and time."""
     origin: Origin = field(default_factory=Origin)

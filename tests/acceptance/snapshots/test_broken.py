@@ -35,7 +35,7 @@ BROKEN = {
         lambda text: text.replace("world_size", "<<<<<<< HEAD\nworld_size"),
         "line 2: it reads '<<<<<<< HEAD', a merge conflict marker; expected one side of the",
     ),
-    "fifo": (None, "line 1: it is not a regular file; expected a regular file"),
+    "fifo": (None, "line 1: it is not a regular file; expected a snapshot"),
 }
 FINE = {
     "crlf": lambda text: text.replace("\n", "\r\n"),

@@ -308,9 +308,8 @@ def test_a_part_never_replaces_the_whole(project):
         result,
         f"{COMM} was recorded on all ranks, and differs from this update, which recorded only "
         "rank 0 of 2; an update never replaces a recording that has more ranks. Nothing was "
-        "overwritten: update on the same ranks (all ranks run with gloo or nccl, without "
-        "--comm-backend fake), or delete the file to record only the ranks of this update from now "
-        "on",
+        "overwritten: update on the same ranks (gloo and nccl run all ranks, --comm-backend fake "
+        "does not), or delete the file to record fewer ranks from now on",
     )
     project.edit("assert comm_mode == comm_snapshot", "assert True")
     result = project.update("--comm-backend", "fake", "--snapshot-no-cleanup")
@@ -461,7 +460,7 @@ def test_uncreatable_directory_fails_with_remedy(project):
     explained(
         result,
         f"cannot write the snapshot {COMM} (",
-        "Make the directory writable, or choose another with ini fsdp_comm_snapshot_dir",
+        "Make the directory writable, or set another with the ini option fsdp_comm_snapshot_dir",
     )
     assert (project.path / "snapshots").is_file()
 

@@ -170,7 +170,7 @@ def test_a_file_is_compared_as_it_was_written_or_fails(recorded):
     assert shown == [
         f"assert {first}",
         "activation sizes: not compared -> compared",
-        "or compare the way the file was recorded: comm_snapshot(activation_nbytes=False)",
+        "fix: compare as the file was recorded, with comm_snapshot(activation_nbytes=False)",
         'accept: pytest --snapshot-update "test_it.py::test_step"',
     ]
     result.stdout.fnmatch_lines(
@@ -188,7 +188,7 @@ def test_a_file_is_compared_as_it_was_written_or_fails(recorded):
         "assert comm_mode differs from snapshots/test_it/test_step.ws4.comm, which was recorded "
         "without activation_nbytes=False and is compared with it",
         "activation sizes: compared -> not compared",
-        "or compare the way the file was recorded: without activation_nbytes=False",
+        "fix: compare as the file was recorded, without activation_nbytes=False",
         'accept: pytest --snapshot-update "test_it.py::test_step"',
     ]
     recorded.update().assert_outcomes(passed=2)

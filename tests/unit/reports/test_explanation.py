@@ -175,7 +175,7 @@ def test_scope_is_in_head_and_cure_above_command():
     assert relaxed.head == "comm_mode differs from a.ws4.comm, sizes apart"
     lines = failure_lines({"comm": relaxed, "tree": tree()}, accept=ACCEPT)
     assert lines[0] == "comm_mode and fsdp_tree differ from a.ws4 (2 files), sizes apart"
-    assert lines[-2:] == ("  or pass the option", COMMAND)
+    assert lines[-2:] == ("  fix: pass the option", COMMAND)
 
 
 def test_tree_changes_share_line_and_causes_come_once():

@@ -64,7 +64,7 @@ def refused(kind, text):
         ("dp=4", "dp=0", "line 3: it reads 'mesh dp=0 stride 2'; expected something like '<axis>"),
         ("dp=4", "dp=9", "stride <stride>', with sizes up to 8"),
         ("dp=4 stride 2", "dp=4 stride 02", "expected 'mesh dp=4 stride 2'"),
-        ("dp=4 stride 2", "dp=2x2 stride 2", "expected a line as the plugin wri"),
+        ("dp=4 stride 2", "dp=2x2 stride 2", "expected a line in the format of"),
         ("dp=4 stride 2", "dp=4 ranks 0-9", "bad ranks '0-9'; expected ranks from 0 to 7 in asc"),
         ("dp=4 stride 2", "dp=4 ranks", "it reads 'mesh dp=4 ranks': bad ranks ''; expected ranks"),
         ("mesh dp=4 stride 2", "mesh", "line 3: it reads 'mesh'; expected"),

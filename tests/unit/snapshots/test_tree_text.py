@@ -249,7 +249,7 @@ REMEDY = (
             "parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight\n",
             "",
             "line 7: it reads 'total 5 units, 5 parameters'; the totals do not match the "
-            "records: a line was lost or edited by hand; expected 'total 5 units, 4 parameters'",
+            "lines above: one was lost or edited by hand; expected 'total 5 units, 4 parameters'",
         ),
         (
             "unit layers.{0..3}",

@@ -2,7 +2,7 @@
 // Draws timelines, and adds filters, magnification and a cursor. Pages can be read without it.
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
-  // Start and end of a stroke on an axis at 20: the direction distinguishes kinds.
+  // How to draw each kind of collective, from start to end, on an axis at height 20.
   const STROKES = [
     ["gather", /^(all_)?gather$/, "20V3"],
     ["scatter", /^(reduce_)?scatter$/, "20V37"],
@@ -19,8 +19,8 @@
     input.addEventListener("input", () => {
       const wanted = input.value.toLowerCase();
       for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
-      const left = rows.filter((row) => !row.hidden).length;
-      output.value = wanted ? `${left} of ${rows.length}` : "";
+      const matches = rows.filter((row) => !row.hidden).length;
+      output.value = wanted ? `${matches} of ${rows.length}` : "";
     });
   }
 
@@ -119,7 +119,7 @@
       const steps = gatheredBytes.map((nbytes, index) => `H${index}V${height(nbytes)}`).join("");
       path(shape(memory, count, 100), "area", `M0 100${steps}H${count}V100Z`);
       const half = 2 ** Math.floor(Math.log2(top / 2));
-      for (const nbytes of [half, 2 * half].filter((one) => one >= 1 && one <= 0.92 * top)) {
+      for (const nbytes of [half, 2 * half].filter((line) => line >= 1 && line <= 0.92 * top)) {
         add(memory, "grid", bytes(nbytes)).style.top = `${height(nbytes)}%`;
       }
       const peak = add(memory, `peak${at > count / 2 ? " left" : ""}`, `peak ${bytes(top)}`);
@@ -141,17 +141,17 @@
           add(bar, "name", end);
         }
         bar.dataset.phase = unit.phase;
-        bar.title = `${differs}${nameOf(unit)}, ${bytes(unit.nbytes)}: entries ${unit.start + 1} to ${unit.end}`;
+        bar.title = `${differs}${nameOf(unit)}, ${bytes(unit.nbytes)}: events ${unit.start + 1} to ${unit.end}`;
         place(bar, unit.start, Math.max(unit.end - unit.start, 1), count);
         bar.style.top = `${unit.lane * lane}px`;
         bar.style.height = `${lane - (lane > 6 ? 3 : 0)}px`;
       }
 
-      let note = ` at entry ${at + 1} of ${count}, ${entries[at].operation} of ${nameOf(entries[at])} in ${entries[at].phase}`;
+      let note = ` at event ${at + 1} of ${count}, ${entries[at].operation} of ${nameOf(entries[at])} in ${entries[at].phase}`;
       if (timeline.peak !== top) {
         const cut = timeline.left_out && timeline.peak > top;
-        const why = cut ? "is in the omitted entries" : "also counts parameters that were gathered before the block, or that a partial reshard leaves gathered";
-        note = `; the highest drawn value is ${bytes(top)}${note}: the peak ${why}`;
+        const why = cut ? "occurs in the omitted events" : "also counts parameters that were gathered before the recording, or that are still gathered after a partial reshard";
+        note = `; the highest value in the chart is ${bytes(top)}${note}: the peak ${why}`;
       }
       figure.querySelector("[data-peak]").textContent = note;
     }
@@ -181,7 +181,7 @@
   function gathered(entries) {
     const count = entries.length;
     const open = new Map();
-    const seen = new Set();
+    const unitsSoFar = new Set();
     const units = [];
     entries.forEach((entry, at) => {
       if (entry.operation === "unshard") {
@@ -190,13 +190,13 @@
         let unit = open.get(entry.module);
         open.delete(entry.module);
         // The unit was gathered before the recording began.
-        if (!unit && !seen.has(entry.module)) unit = { ...entry, phase: "outside", start: 0 };
+        if (!unit && !unitsSoFar.has(entry.module)) unit = { ...entry, phase: "outside", start: 0 };
         if (unit) units.push(Object.assign(unit, { end: at }));
       } else return;
-      seen.add(entry.module);
+      unitsSoFar.add(entry.module);
     });
     units.push(...open.values());
-    units.sort((one, other) => one.start - other.start || other.end - one.end);
+    units.sort((a, b) => a.start - b.start || b.end - a.end);
     const gatheredBytes = new Array(count).fill(0);
     const free = [];
     for (const unit of units) {
@@ -228,7 +228,7 @@
       last = at;
       const entry = entries[at];
       const text = isHidden(entry)
-        ? "all entries here are hidden by the filters"
+        ? "the filters hide all events here"
         : `${at + 1} of ${entries.length}: ${entry.operation}${entry.axis && `[${entry.axis}]`} of ${nameOf(entry)}, ` +
           `${entry.phase}${entry.nbytes ? `, ${bytes(entry.nbytes)}` : ""}; ${bytes(gatheredBytes[at])} gathered`;
       output.value = text;

@@ -68,15 +68,15 @@ def test_a_session_that_passed_is_one_line():
 def test_summary_failed_test_has_row_and_explanation():
     text = render_summary(outcomes(failed()), ORIGIN)
     assert shown(text) == (
-        "Communication: differs from the reviewed snapshots in 1 test "
+        "Communication differs from the reviewed snapshots in 1 test "
         "14 snapshots in 9 tests compared. "
         "test what differs cost "
         "tests/test_a.py::test_x a: +1 all_gather "
         "+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB) peak gathered unchanged "
         "tests/test_a.py::test_x comm_mode differs a: +1 "
         'To accept it: pytest --snapshot-update "tests/test_a.py::test_x" '
-        "fsdp-comm accept DIRECTORY accepts all changes without running the tests, from the files "
-        "that --comm-artifacts=DIRECTORY wrote."
+        "If the tests ran with --comm-artifacts=DIRECTORY , fsdp-comm accept DIRECTORY accepts all "
+        "changes without another run."
     )
     address = '<a href="https://github.com/o/r/blob/abc123/tests/test_a.py#L12">'
     assert address in rendered(text)
@@ -174,7 +174,7 @@ def test_changes_that_look_alike_are_told_apart(line):
     for nodeid in (SIX[1], SIX[4]):
         assert len(outcomes(one, failed(nodeid, ["", "  +1 %", line])).changes) == 2
         # What is not compared, or to be done, belongs to one test.
-        same = failed(nodeid, [*one.comparisons.explanation, "  note: x", "  or y"])
+        same = failed(nodeid, [*one.comparisons.explanation, "  note: x", "  fix: y"])
         assert len(outcomes(one, same).changes) == 1
 
 
@@ -279,11 +279,11 @@ def test_annotate_many_tests_has_no_part_of_a_command():
 def test_annotate_eleven_causes_counts_the_rest():
     ten = annotate(outcomes(*[sent((line, "a")) for line in range(1, 11)]))
     assert len(ten) == 10
-    assert not any("more are in the log" in one for one in ten)
+    assert not any("more problems are in" in line for line in ten)
     many = annotate(outcomes(*[sent((line, "a")) for line in range(1, 26)]))
     assert len(many) == 10
     assert many[-1] == (
-        "::error title=communication::16 more are in the log and in the step summary"
+        "::error title=communication::16 more problems are in the log and step summary"
     )
 
 
