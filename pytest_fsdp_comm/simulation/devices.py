@@ -1,4 +1,4 @@
-"""Runs code for "cuda" on the CPU, if no GPU is visible, and pretends to it that a GPU exists."""
+"""Runs code for "cuda" on the CPU, if no GPU is visible, and pretends that there is one."""
 
 # Note [Cuda without CUDA]
 # `values.SimulatedTensors` runs operations for cuda on the CPU, and marks the storages of their
@@ -35,12 +35,7 @@ from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation.gpu_functions import replaced_functions
 from pytest_fsdp_comm.simulation.memory import SimulationError
-from pytest_fsdp_comm.simulation.values import (
-    CPU,
-    SimulatedTensors,
-    mark,
-    mark_of,
-)
+from pytest_fsdp_comm.simulation.values import CPU, SimulatedTensors, mark, mark_of
 
 _H100: Final = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -95,7 +90,6 @@ class _Idle:
         return event or _Idle()
 
     def elapsed_time(self, _: _Idle) -> float:
-        """Return an assumed number of milliseconds."""
         return cast("float", _state.answer(1.0, "elapsed_time"))
 
     def record(self, *_: Any) -> None:
@@ -167,7 +161,7 @@ def _current() -> torch.device:
 
 
 def _device(value: Any) -> Any:
-    """Return the device, with its index, that torch takes `value` for; other values unchanged."""
+    """Return the device that `value` means, with its index; return other values unchanged."""
     # A CPU build rejects an index alone, and cuda without one, before any operation runs.
     if isinstance(value, int) and not isinstance(value, bool):
         return torch.device("cuda", value)

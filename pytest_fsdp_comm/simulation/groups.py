@@ -1,8 +1,4 @@
-"""The other ranks of a simulation: results of collectives, and ranks with other local shapes.
-
-Along real axes, ranks exchange the integers and booleans that they send. On all other groups, a
-collective's result is computed as if all peers held the same values as this rank.
-"""
+"""The other ranks of a simulation: results of collectives, and ranks with other local shapes."""
 
 from __future__ import annotations
 
@@ -26,6 +22,7 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import TextStore
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.operations import Operation, reduce_op
+from pytest_fsdp_comm.simulation.memory import SimulationError
 
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()
@@ -38,7 +35,7 @@ class RealGroups:
     def __init__(
         self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], texts: TextStore
     ) -> None:
-        """Begin a test, which all `peers` begin; `axes` maps names to sizes and strides."""
+        """Begin a test on this rank and all `peers`; `axes` maps names to sizes and strides."""
         self._axes = axes
         self._peers = frozenset(peers)
         self._texts = texts
@@ -50,29 +47,28 @@ class RealGroups:
         return group.size() > 1 and self._peers.issuperset(dist.get_process_group_ranks(group))
 
     def check(self, mesh: DeviceMesh) -> None:
-        """Raise FsdpCommError if a mesh has a real axis with another size or stride."""
+        """Raise SimulationError if a mesh has a real axis with another size or stride."""
         _meshes.update(mesh.mesh_dim_names or (None,))
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
             ranks = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])[0].tolist()
             expected = self._axes.get(name)
             actual = (len(ranks), ranks[-1] - ranks[-2] if ranks[1:] else 0)
             if expected is not None and len(ranks) > 1 and actual != expected:
-                raise FsdpCommError(
+                raise SimulationError(
                     f"expected axis {name!r} of a mesh to have size {expected[0]} and stride "
                     f"{expected[1]}, as in real=, got size {actual[0]} and stride {actual[1]}: "
                     f"write real={{{name!r}: {actual}}}, or change the mesh"
                 )
 
     def check_used(self) -> None:
-        """Raise FsdpCommError if there are meshes, but none of them has some real axis."""
+        """Raise FsdpCommError if there are meshes, but a real axis is on none of them."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
         # A real axis may also be a group created without a mesh, or an axis without a name.
         if unused and _meshes and None not in _meshes:
             raise FsdpCommError(
-                f"expected a mesh with each axis of real=, got none with {', '.join(unused)}, only "
-                f"with {', '.join(sorted(map(str, _meshes)))}: rename the axis in real=, or remove "
-                "it there"
+                f"real= names {', '.join(unused)}, but the meshes have only "
+                f"{', '.join(sorted(map(str, _meshes)))}: rename or remove the axis in real="
             )
 
     def exchange(
@@ -84,14 +80,14 @@ class RealGroups:
     ) -> Callable[[], Sequence[torch.Tensor] | None] | None:
         """Send this rank's values (None if unknown) to its peers.
 
-        Returns a function that waits for the values to receive, in order, and returns None if they
-        are unknown; or returns None if this rank receives nothing.
+        Returns a function that waits for their values; it returns None if these are unknown.
+        Returns None if this rank receives nothing.
         """
         rank, kind = group.rank(), operation.kind
         if kind in {"send", "recv"}:
             peer = bound.get(operation.peer)
             if peer is None:
-                raise FsdpCommError(
+                raise SimulationError(
                     f"{find_call_site()} receives from any rank, but in a simulation it is unknown "
                     "which rank sends first: pass the rank to receive from"
                 )

@@ -23,7 +23,7 @@ MAX_NUMEL: Final = 2**24
 """The largest tensor whose values are computed, in elements."""
 TOO_MANY: Final = (
     f"they depend on a tensor of more than {MAX_NUMEL:_} elements (2**24), the most that a "
-    "simulation computes; use a smaller tensor in the test, or decide from configuration values"
+    "simulation computes. Use a smaller tensor in the test, decide from configuration values"
 )
 _SMALL: Final = 2**12
 """The largest tensor that is computed immediately, in elements."""
@@ -86,7 +86,7 @@ class Values:
 def _refuse_size() -> torch.Tensor:
     raise SimulationError(
         f"{find_call_site()} reads values of a tensor, which a simulated rank does not know: "
-        f"{TOO_MANY}; or run the test on real ranks, without simulate="
+        f"{TOO_MANY}, or run the test on real ranks, without simulate="
     )
 
 
@@ -109,7 +109,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes of a tensor's storage; not stored for sparse tensors."""
+    """Return the attributes of a tensor's storage; a new dict for sparse tensors."""
     try:
         return vars(tensor.untyped_storage())
     except NotImplementedError:

@@ -96,30 +96,29 @@ _MOST_ANSWERS: Final = 10_000
 """The most values that are assumed at one line in one test."""
 _ADVICE: Final = {
     "floats": (
-        "they depend on floats; compute tokens, labels and counts from integers instead (for "
-        "example torch.randint(vocabulary, (batch, length)) for tokens), or from configuration "
-        "values"
+        "they depend on floats. Compute tokens, labels and counts from integers (for example "
+        "torch.randint(vocabulary, (batch, length)) for tokens) or from configuration values"
     ),
     "matches": (
-        "which predictions are right depends on floats; count them in code that the test does not "
-        "run, or log a mean, (a == b).float().mean(), which is a float and gets an assumed value"
+        "which predictions are right depends on floats. Count right ones in code that the test "
+        "does not run, log a mean, (a == b).float().mean(), which gets an assumed value"
     ),
     "scores": (
-        "they are chosen by scores, which are floats; if a router chooses experts, declare their "
+        "they are chosen by scores, which are floats. If a router chooses experts, declare their "
         "shares (simulation_splits='even') or use balanced routing; if a model predicts tokens, "
         "use fixed tokens, for example from torch.randint"
     ),
     "size": memory.TOO_MANY,
     "peer": (
-        "a rank that does not run would send them, as a pipeline stage sends its shapes; run the "
-        "ranks of that axis (for example real={'pp': 4}), or send integers that this rank knows"
+        "they would come from a rank that does not run, as the shapes of a pipeline stage do. Run "
+        "the ranks of that axis (for example real={'pp': 4}), send integers that this rank knows"
     ),
     "strict": (
-        "use simulate=True, which assumes a value and records it in the snapshot, or move the line "
-        "to code that the test does not run"
+        "simulate='strict' assumes none. Use simulate=True, which assumes a value and records it "
+        "in the snapshot, move the line to code that the test does not run"
     ),
 }
-"""By the reason why values are unknown: what to do about it."""
+"""By the reason why values are unknown: the reason in words, and what to do about it."""
 _awaited: Final[dict[int, list[Callable[[], None]]]] = {}
 """By the address of a storage: functions that write the values it receives, and keep it alive."""
 
@@ -136,8 +135,6 @@ _LISTS: Final = frozenset({list, tuple, torch.Size})
 
 
 class _OfThread:
-    """A thread-local attribute."""
-
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._held = make, threading.local()
 
@@ -162,10 +159,6 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     supports_higher_order_operators = True
 
     def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
-        """Prepare to assume unknown floats and booleans that are read, or to raise for all.
-
-        `shares` are those of experts in choices; empty if equal, None if not declared.
-        """
         hide_from_compiler()
         # Tensors from before, such as those of a test module, have memory and count as known.
         super().__init__(allow_non_fake_inputs=True)
@@ -405,7 +398,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     def swap(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Swap tensors as torch does, in `Module.to` and ``to_empty``."""
-        # It fails if there are weak references, which torch has to tensors made on meta.
+        # A swap fails while torch has weak references to tensors that were created on meta.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
         _SWAP(first, second)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
@@ -454,7 +447,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             advice = _ADVICE["strict" if is_answered else reason]
             raise SimulationError(
                 f"{site} reads values of a tensor ({how}), which a simulated rank does not know: "
-                f"{advice}; or run the test on real ranks, without simulate="
+                f"{advice}, or run the test on real ranks, without simulate="
             ) from None
         is_number = args[0].dtype != torch.bool and func not in _TRUTHS
         answer = 1.0 if is_number else False
@@ -470,7 +463,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return answer
 
     def _answer_mirrored(self, func: Any, args: Sequence[Any]) -> None:
-        """Record a read of values that are right only if other ranks hold the same."""
+        """Record a read of values that assume that other ranks hold the same."""
         if self._shares is not None and running():
             return  # simulation_splits declares that all ranks route in the same way
         if not self._answers:
@@ -480,7 +473,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 "they do, as with balanced routing, use simulation_splits='even' or simulate=True; "
                 "otherwise run the test on real ranks, without simulate="
             ) from None
-        # A count may determine what is sent long after it was read.
+        # Communication may depend on a count long after the read.
         note_answer("mirrored", _how(func), of_process=not _is_answered(func, args))
 
     def _choose(self, named: Mapping[str, Any], result: Any) -> None:
@@ -496,7 +489,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if most * k > 1 + _ROUNDING:
             raise SimulationError(
                 f"{find_call_site()} chooses {k} of {num_experts} experts for each token, so the "
-                f"share of an expert is at most {1 / k:.3g}, but simulation_splits has one of "
+                f"share of an expert is at most {1 / k:.3g}, but simulation_splits has a share of "
                 f"{most:.3g}: use smaller shares, or 'even'"
             )
         # Place all choices at equal distances on the cumulated shares; those of one token are the

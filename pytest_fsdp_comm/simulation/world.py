@@ -155,8 +155,8 @@ def _of_sharding() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
-    # Conversions of simulated tensors: copy, format, numpy, pickle. torch rejects some with
-    # unhelpful errors, and assumes in the others that there is memory (checked in torch 2.13).
+    # Conversions of simulated tensors: torch rejects some with unhelpful errors, and reads memory
+    # that does not exist in others (checked in torch 2.13).
     yield torch.Tensor, "__deepcopy__", _copied_as_it_is
     yield FakeTensor, "__deepcopy__", _copied
     yield FakeTensor, "__format__", _formatted
@@ -249,7 +249,7 @@ def _tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensor
 
 
 def _real(attribute: Any) -> Any:
-    """Wrap a method or property of a mesh, so that it uses real tensors; None for the others."""
+    """Make a method or property of a mesh use real tensors; None for other attributes."""
     if isinstance(attribute, property) and attribute.fget is not None:
         return property(_on_real(attribute.fget), attribute.fset, attribute.fdel)
     if isinstance(attribute, staticmethod):

@@ -137,7 +137,7 @@ def test_a_share_that_no_choice_can_have_is_refused():
     assert "test_experts.py:" in str(refused.value)
     assert str(refused.value).endswith(
         " chooses 2 of 8 experts for each token, so the share of an expert is at most 0.5, but "
-        "simulation_splits has one of 0.75: use smaller shares, or 'even'"
+        "simulation_splits has a share of 0.75: use smaller shares, or 'even'"
     )
 
 

@@ -254,7 +254,7 @@ def test_unknown_floats_are_finite_without_an_answer():
         assert (x == float("-inf")).sum().item() == 0
         with torch.inference_mode():
             assert torch.isfinite(torch.rand(2)).all()
-        with pytest.raises(SimulationError, match=r"use simulate=True, which assumes"):
+        with pytest.raises(SimulationError, match=r"Use simulate=True, which assumes"):
             bool(x[0] < 2)
 
 
