@@ -75,7 +75,7 @@ E       *RecordingError: there is no module 'layers.0' in the model that comm_mo
 E       AssertionError: assert 3 == 4, where 3 is counts('all_gather', phase='forward')
 E         forward {0..2} all_gather[[]dp] x1 of 1_088 B at tests/sub/test_model.py:19
 *
-rank 1 failed first
+rank 1 failed
 *
 FAILED tests/sub/test_model.py::TestStep::test_counts[[]9] - AssertionError: as...
 *

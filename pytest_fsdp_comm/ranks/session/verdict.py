@@ -34,9 +34,9 @@ _BACKEND_ERROR = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBacke
 _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
 
 _LOST_THREADS = (
-    "Ranks are forked, so threads that a library started before the fork do not exist in them. If "
-    "the call waits for such a thread, start ranks as new processes: --comm-start=spawn (ini "
-    "fsdp_comm_start = spawn)."
+    "Ranks are forked: they lack threads that a library started before the fork. If a rank waits "
+    "for such a thread, start ranks as new processes: --comm-start=spawn (ini fsdp_comm_start = "
+    "spawn)."
 )
 
 _IS_AT = "{ranks} {is} at (innermost frame first):"
@@ -128,7 +128,7 @@ def merge_reports(
     exited = [ran for ran in ranks.values() if ran.result.session_exit is not None]
     if exited and all(failure.is_echo for failure in failures):
         failures = []
-    # Read these before any report gets the sections of all ranks: they may be of an earlier phase.
+    # Before `_completed` changes reports: a phase may show the sections of the phase before it.
     sections = {when: _sections(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
@@ -244,7 +244,11 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
         lines += _unfailed_ranks(unfailed, skipped="skipped this subtest")
         lines += name_equal(dict.fromkeys(others, "did not finish this subtest"))
         report = _with_others(
-            failures[0].report, _like_first(failures), "\n".join(lines), rank_count=len(on_ranks)
+            failures[0].report,
+            _like_first(failures),
+            "\n".join(lines),
+            rank_count=len(on_ranks),
+            is_first=len(failures) > 1,
         )
     else:
         merged = [*reports.values()]
@@ -268,7 +272,7 @@ def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
 
 
 def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
-    """Move the failure with an explanation to the front, if it has the text of the first one."""
+    """Of failures with the text of the first one, move one with an explanation to the front."""
     return sorted(
         failures,
         key=lambda each: each.text != failures[0].text or not getattr(each.report, EXPLAINS, False),
@@ -382,13 +386,11 @@ def _stopped(ranks: _Ranks, why: Stopped) -> list[int]:
 
 
 def _stacks(ranks: _Ranks, stopped: Iterable[int]) -> dict[int, str]:
-    """Return each rank's stack, innermost frame first; empty if it is unknown."""
     positions = {rank: ranks[rank].result.position for rank in stopped}
     return {rank: "\n".join(at.stack) if at else "" for rank, at in positions.items()}
 
 
 def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
-    """Explain which rank waits for which; see `explain_waiting`."""
     positions = {
         rank: ran.result.position or Position(site="", activity=Activity.SILENT)
         for rank, ran in ranks.items()
@@ -408,6 +410,7 @@ def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> p
         mismatch = explain_mismatch(at, {failure.rank for failure in failures if failure.is_echo})
     if first.report is not None and not mismatch:
         is_first = all(failure.report and failure.at >= first.at for failure in failures)
+        is_first &= len(failures) > 1 or bool(_stopped(ranks, Stopped.AFTER_FAILURE))
         count = len(ranks)
         return _with_others(first.report, failing, others, rank_count=count, is_first=is_first)
     text = first.text if first.report is None else f"failed: {first.text}"
@@ -426,13 +429,13 @@ def _with_others(
     others: str,
     *,
     rank_count: int,
-    is_first: bool = True,
+    is_first: bool,
 ) -> pytest.TestReport:
     """Add the names of the failing ranks to their report, and what the other ranks did."""
     if not others and len(failing) == rank_count:
         return report
-    is_first = is_first and bool(others) and len(failing) == 1
-    text = f"{name_ranks(failing)} failed{' first' if is_first else ''}\n{others}".rstrip()
+    how = "failed first" if is_first and len(failing) == 1 else "failed"
+    text = f"{name_ranks(failing)} {how}\n{others}".rstrip()
     longrepr: Any = report.longrepr
     if hasattr(longrepr, "addsection"):
         longrepr.addsection("ranks", text)
@@ -543,7 +546,6 @@ def _outcome(reports: Iterable[pytest.TestReport]) -> _Outcome:
 
 
 def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
-    """Return whether the outcomes of all ranks are the same, whatever their reasons."""
     return len({kind for kind, _ in outcomes.values()}) <= 1
 
 
@@ -583,7 +585,7 @@ def _completed(
     sections: list[tuple[str, str]],
     unfinished_s: Iterable[float] = (),
 ) -> pytest.TestReport:
-    """Set the output of all ranks and the longest duration on a merged report."""
+    """Give a merged report the output of all ranks, and the longest duration."""
     report.sections = sections
     report.duration = max([*unfinished_s, *(other.duration for other in reports)])
     return report

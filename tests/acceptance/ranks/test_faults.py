@@ -76,7 +76,7 @@ FAULTS = {
         body="assert rank() == 1",
         says=(
             r"\[XPASS\(strict\)\] known",
-            r"rank 1 failed first\nranks 0, 2 failed as expected \(xfail\)\n",
+            r"rank 1 failed\nranks 0, 2 failed as expected \(xfail\)\n",
         ),
     ),
     "xfail": Fault(
@@ -203,14 +203,14 @@ FAULTS = {
 
 # What one rank does in a fixture, and what the user reads of it.
 ENDINGS = {
-    "sys_exit": ("sys.exit(4)", ("SystemExit: 4", "rank 1 failed first")),
+    "sys_exit": ("sys.exit(4)", ("SystemExit: 4", "rank 1 failed")),
     "sigkill": (
         "os.kill(os.getpid(), signal.SIGKILL)",
         (r"rank 1 was killed by signal 9 \(SIGKILL\) during {phase}",),
     ),
     "group_destroyed": (
         "dist.destroy_process_group(); dist.barrier()",
-        ("rank 1 failed first", "Default process group has not been initialized"),
+        ("rank 1 failed", "Default process group has not been initialized"),
     ),
 }
 for ending, (statements, says) in ENDINGS.items():

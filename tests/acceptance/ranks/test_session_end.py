@@ -122,7 +122,7 @@ def test_finalizer_exception_fails_the_test(session):
     found = told(session, "ERROR at teardown of test_cycle ")
     assert "ValueError: raised in a cycle" in found
     assert "Exception ignored in: <function Broken.__del__" in found
-    assert "rank 1 failed first\nrank 0 did not fail" in found
+    assert "rank 1 failed\nrank 0 did not fail" in found
     # Of the test, not of what runs it.
     assert "pytest_fsdp_comm" not in found
     told(session, "ERROR at teardown of test_cycle_of_a_fixture ")
@@ -139,7 +139,7 @@ def test_finalizers_of_wider_scopes_fail_once(session):
     for scope, rank in {"session": 1, "module": 0}.items():
         found = told(session, f"ERROR at teardown of test_{scope} ")
         assert f"AssertionError: {scope}'s end" in found
-        assert f"rank {rank} failed first\nrank {1 - rank} did not fail" in found
+        assert f"rank {rank} failed\nrank {1 - rank} did not fail" in found
 
 
 def test_exit_functions_run_in_their_rank_and_warn(session):

@@ -191,17 +191,17 @@ def test_ranks_that_differ_are_named(pytester):
 
     failed = story(result, "test_one_rank_fails [layer] (i=1)")
     assert "AssertionError: rank one is out" in failed
-    assert "rank 1 failed first\nranks 0, 2 did not fail" in failed
+    assert "rank 1 failed\nranks 0, 2 did not fail" in failed
     assert "Captured stdout call (rank 1) -----" in failed
     assert "inside of 1" in failed
     assert "outside of 1" not in failed
     whole = story(result, "test_one_rank_fails")
-    assert "contains 1 failed subtest\nrank 1 failed first\nranks 0, 2 did not fail" in whole
+    assert "contains 1 failed subtest\nrank 1 failed\nranks 0, 2 did not fail" in whole
     assert "still running" not in whole
     assert "outside of 2" in whole
     assert "inside of" not in whole
     alone = story(result, "test_one_rank_alone [alone]")
-    assert "rank 2 failed first\nranks 0-1 did not finish this subtest" in alone
+    assert "rank 2 failed\nranks 0-1 did not finish this subtest" in alone
     picky = story(result, "test_two_outcomes [picky]")
     assert "ranks disagree about the outcome: rank 0 skipped (not me); ranks 1-2 passed." in picky
     death = story(result, "test_dies_in_a_subtest")
@@ -280,4 +280,4 @@ def test_pytest_subtests_reports_each_subtest_by_rank(pytester):
     )
     result = pytester.runpytest_subprocess("-v")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*[[]a[]] (i=1)*", "*rank 1 failed first*"])
+    result.stdout.fnmatch_lines(["*[[]a[]] (i=1)*", "*rank 1 failed*"])

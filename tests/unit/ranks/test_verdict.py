@@ -100,7 +100,7 @@ def test_the_phase_fails_in_which_a_rank_fails(merge, setup, teardown, merged):
         ),
         (
             [rank(FAILED, "x"), rank(SKIPPED, "Skipped: on"), rank()],
-            ["x", "rank 0 failed first", "rank 1 skipped the test (on)", "rank 2 did not fail"],
+            ["x", "rank 0 failed", "rank 1 skipped the test (on)", "rank 2 did not fail"],
         ),
     ],
 )
@@ -182,9 +182,7 @@ def test_failure_before_a_death_leads(merge, death, says):
 def test_teardown_report_omits_ranks_that_died_before(merge):
     dead = rank(None, status=3, ended_at=1.0)
     late = rank(teardown=FAILED, text="late")
-    assert (
-        merge(late, dead, rank())[-1].longrepr == "late\nrank 0 failed first\nrank 2 did not fail"
-    )
+    assert merge(late, dead, rank())[-1].longrepr == "late\nrank 0 failed\nrank 2 did not fail"
     # Nobody else came to it.
     assert merge(late, dead)[-1].longrepr == "late\nrank 0 failed"
     # One that died in it did.
