@@ -41,7 +41,7 @@ from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
 # The hosts of a cluster may all load torch from one file server at the same time.
 _MEET_TIMEOUT_S: Final = 300.0
 _ADDRESS: Final = "address"
-"""Key on the launcher's store: port and token of rank 0's pytest process, while ranks may join."""
+"""Key on the launcher's store, which holds rank 0's port and token while ranks may join."""
 _JOINS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.01
@@ -62,10 +62,7 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """Join the session of all launched processes; only rank 0 returns from this.
-
-    It returns a function that chooses a test's runner. A test with another world size has none.
-    """
+    """Join the session of all launched processes; only on rank 0, return how to choose a runner."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # The same process may run another session later.
@@ -101,7 +98,6 @@ def join_session(
 
 
 def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> int:
-    """Start the child of this process that is rank 0; return its process id."""
     if reason_to_spawn(config.stash[OPTIONS].start):
         arguments, environment = arguments_of(config)
         environment = {**environment, OWN_RANK_VARIABLE: "1"}
@@ -112,7 +108,7 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
             cwd=config.invocation_params.dir,
             env=environment,
         )
-        process.returncode = 0  # it is waited for by its id, as if it had been forked
+        process.returncode = 0  # `_end_all` waits for the pid; without this, the object warns
         return process.pid
     parent = os.getpid()
     pid = fork_quietly()
@@ -123,8 +119,8 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
 
 
 def _end_after_sigterm(session: pytest.Session) -> None:
-    # A launcher sends it to all processes when one of them has ended with a failure. Its default
-    # would lose the report. It ends the other ranks, so the test that runs now ends by itself.
+    # A launcher sends SIGTERM to all processes when one has failed. This process has to live until
+    # it has reported; the running test ends because the launcher ends the other ranks.
     def note(*_: object) -> None:
         session.shouldfail = session.shouldfail or (
             "the launcher ended this run (SIGTERM): one of its processes failed, or the launcher "
@@ -158,7 +154,7 @@ def _planned(item: pytest.Item) -> str:
     )
 
 
-# A launched process as its rank: joins rank 0's process and runs what that tells.
+# A launched process becomes a rank: it joins rank 0's process and follows its commands.
 
 
 class _EndedError(Exception):
@@ -172,7 +168,7 @@ def become_rank(
     extensions: Sequence[RankExtension[Any]],
 ) -> NoReturn:
     """Run this process's rank until rank 0's process ends the session, then exit."""
-    # Only rank 0's process writes reports, caches and snapshots, so pytest must not go on here.
+    # Only rank 0's process writes reports, caches and snapshots: never return to pytest here.
     name = f"rank {launched.rank} on {socket.gethostname()}"
     status = int(pytest.ExitCode.TESTS_FAILED)
     capture: Any = session.config.pluginmanager.get_plugin("capturemanager")
@@ -436,8 +432,8 @@ class LaunchedRanks:
                     else None
                 )
                 self._exited[rank] = (
-                    f"was lost on {self._hosts[rank]}: its process died (a crash, or killed for "
-                    "lack of memory, say), or its machine or network failed"
+                    f"was lost on {self._hosts[rank]}: its process crashed or was killed (perhaps "
+                    "for lack of memory), or its machine or network failed"
                     if status is None
                     else status
                 )
@@ -471,7 +467,7 @@ def positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | Non
 
 
 def describe_difference(leader: Sequence[str], follower: Sequence[str]) -> str:
-    """Describe how the follower's tests differ, after the name of its rank; empty if equal."""
+    """Describe how the follower's tests differ, to follow the name of its rank; empty if equal."""
     missing, added = Counter(leader) - Counter(follower), Counter(follower) - Counter(leader)
     parts = []
     if missing:

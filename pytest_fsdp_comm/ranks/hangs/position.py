@@ -24,13 +24,12 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
-# A thread of the rank reads its position, while the main thread may be
-# stuck in a collective, which releases the GIL. The order of collectives comes from torch's flight
-# recorder. Since torch 2.13 it is on by default for gloo and NCCL; it records neither
-# point-to-point calls nor the fake backend. Positions are only printed, so if a private name of
-# torch or pytest has moved, that part is omitted.
+# A separate thread reads the position, because the main thread may be stuck in a collective, which
+# releases the GIL. torch's flight recorder lists the collectives in order. Since torch 2.13 it is
+# on by default for gloo and NCCL; it records neither point-to-point calls nor the fake backend.
+# Positions are only printed, so a part is omitted if a private name of torch or pytest has moved.
 
-# Enough to compare the collective that a rank waits in with what the other ranks called instead.
+# Enough to compare the collective that a rank waits in with the calls of the other ranks.
 _MOST_COLLECTIVES = 16
 
 _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
@@ -43,12 +42,11 @@ _LIMITED_WAIT: Final = re.compile(r"\bwait\([^)]")
 """``Work.wait`` with a timeout."""
 _JOINS: Final = "rank/process_group.py:join_group"
 _UNSEEN = ("new_group", "split_group", "init_process_group", "monitored_barrier", "send", "recv")
-"""Functions that wait for other ranks, but that the flight recorder does not record."""
+"""Functions that wait for other ranks, but are missing in the flight recorder."""
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
     """Read where the main thread is; ignore collectives before `since_ns` (`time.time_ns`)."""
-    # Documented for debuggers.
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [frame for frame, _ in traceback.walk_stack(main)] if main else []
     raised = _reported_exception(frames)
@@ -101,7 +99,7 @@ def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
-    # The five innermost frames include those of multiprocessing.connection.
+    # `Channel.receive` calls up to four functions of multiprocessing.connection.
     if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
         # The rank waits for its next test. Until then, pytest keeps the exception of the last one.
         return getattr(sys, "last_value", None)
@@ -181,7 +179,7 @@ def _groups(
 
     flights, _ = flown(since_ns)
     owners = owners_so_far()
-    # The main thread waits for calls of native threads (autograd), not for other Python threads.
+    # The main thread waits for collectives of native threads (autograd), not of Python threads.
     python_threads = {
         thread.ident
         for thread in threading.enumerate()
@@ -226,8 +224,8 @@ def _groups(
 
 
 def _ranks_and_axes() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
-    """Return the ranks of each group, oldest group first, and what `axes_of_groups` returns."""
-    # The main thread may make or destroy groups at the same time, so ignore errors.
+    """Return the ranks of each group, oldest group first, and the axes of groups."""
+    # The main thread may create or destroy groups at the same time, so ignore errors.
     from torch import distributed as dist  # noqa: PLC0415  # loaded already
 
     from pytest_fsdp_comm.recording import mesh_axes  # noqa: PLC0415  # loads torch
@@ -253,7 +251,8 @@ class Watchdog:
         self._began_ns = time.time_ns()
         self._channel = channel
         # Tests must not notice the thread, and `threading` would list it (and take 3 ms to start
-        # it). It blocks all signals, so that they reach the main thread, whose stack one dumps.
+        # it). It blocks all signals, so that the main thread gets them: SIGUSR1 dumps the
+        # stack of the thread that gets it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             _thread.start_new_thread(self._answer, ())
@@ -272,5 +271,5 @@ class Watchdog:
                     position = Position(site="")
                 self._channel.send(PositionAnswer(number=question.number, position=position))
         if self._ends_process:
-            time.sleep(_LAST_S)  # the main thread may read the end too, and print why
+            time.sleep(_LAST_S)  # the main thread may notice too, and print why
             os._exit(1)

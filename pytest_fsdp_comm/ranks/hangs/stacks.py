@@ -1,4 +1,4 @@
-"""Describes a rank's stack, user code first, also from a dump of `faulthandler`."""
+"""Formats a rank's stack, user code first; also parses dumps of `faulthandler`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
     if guilty & {*blamed}:
         return []
     lines = [*_cause(reached, guilty, positions)]
-    # Parallel groups of a mesh whose ranks do the same share an explanation.
+    # If ranks do the same in parallel groups of a mesh, explain them together.
     by_collective: defaultdict[str, list[_Stall]] = defaultdict(list)
     for stall in sorted(stalls, key=lambda stall: not stall.missing & guilty):
         by_collective[stall.collective].append(stall)
@@ -80,7 +80,7 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
 
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
-    """Explain why the backend failed in the last call of `failed` ranks; empty if calls match."""
+    """Explain how the last calls of `failed` ranks differ from the others; empty if they match."""
     for group in _groups(positions):
         calls = [call for rank in failed for call in group.calls.get(rank, {}).values()]
         for seq in sorted({call.seq for call in calls if call.is_last}):
@@ -108,7 +108,7 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
 
 
 def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by equal texts, rarest first; merge the most common ones into `others`."""
+    """Group ranks by equal texts, rarest first; if too many, merge the commonest into `others`."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
     if len(folded) <= _MOST_WAYS:
         return folded
@@ -137,11 +137,11 @@ class _Stall:
     missing: frozenset[int]
     """The ranks that the others wait for."""
     absent: Mapping[int, tuple[str, str]]
-    """For each responding rank that does not wait in it: what it did with it, and where it is."""
+    """For each other rank that responds: whether it called the collective, and where it is."""
     difference: str
     """The difference between the ranks' calls that blocks them; empty if they match."""
     divergence: tuple[str, dict[int, str]]
-    """The first earlier call that ranks made for different modules, in words, and the modules."""
+    """In words, the first earlier call that ranks made for different modules; the modules."""
 
 
 # Each waiting rank points to the ranks missing in its collective. The arrows lead to guilty ranks,
@@ -210,7 +210,6 @@ class _Group:
     """The collectives that each rank called, by their number."""
 
     def calls_of(self, seq: int) -> dict[int, IssuedCollective]:
-        """Return each rank's call of collective `seq`."""
         calls = {rank: by_seq[seq] for rank, by_seq in self.calls.items() if seq in by_seq}
         # gloo runs a reduce-scatter as an all-reduce; only ranks still in it know which one it is.
         if "reduce_scatter" in {call.kind for call in calls.values()}:
@@ -292,7 +291,7 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
     return _Stall(
         collective=collective,
         waiting=waiting,
-        # gloo may let a rank finish before its peers: it is missing only if no other rank is.
+        # gloo may let a rank finish before its peers, so blame it only if every rank called it.
         missing=never or (frozenset() if difference else finished),
         absent=absent,
         difference=difference,
@@ -313,7 +312,7 @@ def _divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
 
 
 def _difference(collective: str, calls: Mapping[int, IssuedCollective]) -> str:
-    """Say what differs in a collective that must be the same on all ranks; empty if nothing."""
+    """Describe a difference that makes a collective fail or hang; empty if there is none."""
     kinds = {call.kind for call in calls.values()}
     if len(kinds) > 1:
         return f"  the collectives differ: all ranks must call the same one as {collective}"
@@ -340,7 +339,7 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
 
 
 def _folded(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
-    """Fill in one line for ranks with equal templates; the most common ones are shortened."""
+    """Yield a line for each group of ranks with equal templates; if too many, shorten some."""
     for ranks, text in sorted(_rarest(full, "")):
         folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
         for same, template in folded:

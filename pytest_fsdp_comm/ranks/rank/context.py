@@ -20,7 +20,6 @@ class RankContext:
 
     rank: int
     local_rank: int
-    """The number of this rank on its machine, from 0."""
     local_world_size: int
     settings: DistributedSettings
     device: str
@@ -59,6 +58,5 @@ class RankExtension(Protocol[_Payload]):
     ) -> list[str]:
         """Receive the values in the pytest process; any problem that it returns fails the test.
 
-        `payloads` lacks ranks that died. Any rank may have failed the test, or all have passed it;
-        neither is true for a skipped test.
+        `payloads` lacks ranks that died. If the test was skipped, it neither failed nor passed.
         """

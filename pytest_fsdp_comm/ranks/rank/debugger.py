@@ -103,8 +103,7 @@ class RankTerminal:
 # Note [Debugging a rank]: pytest creates every debugger in pytestPDB._init_pdb, and suspends its
 # capture, of input too, while the debugger runs. So the debugged rank has a capture that captures
 # nothing, and takes the terminal while it is suspended. In the other ranks, _init_pdb makes a
-# debugger that continues at once. These are private names of pytest 8.4 to 9.2, as in `isolation`;
-# tests/unit/ranks/test_isolation.py fails if one moves.
+# debugger that continues at once. See also Note [Private names of pytest].
 
 
 class _SuspendedCapture(MultiCapture[str]):
@@ -119,7 +118,7 @@ class _SuspendedCapture(MultiCapture[str]):
 
     def suspend_capturing(self, in_: bool = False) -> None:
         super().suspend_capturing(in_)
-        # pytest suspends only output to print a line, which belongs into the logs.
+        # Unless pytest suspends input too, it only prints a line, which belongs in the logs.
         if in_:
             self._terminal.enter()
             # pytest prints the failure through this before it starts the debugger.
@@ -153,6 +152,7 @@ def refuse_debuggers(config: pytest.Config) -> None:
     """Make breakpoints and --pdb fail, in a session without a terminal."""
 
     def refuse(*_: Any, **__: Any) -> None:
+        __tracebackhide__ = True
         raise FsdpCommError(
             "a debugger needs a terminal, which pytest-xdist workers do not have; run this test "
             "with -n 0"

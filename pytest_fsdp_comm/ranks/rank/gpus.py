@@ -21,7 +21,7 @@ from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 
 # Created by the kernel drivers of NVIDIA and ROCm.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-# Exit status of a child in which CUDA is unusable; smaller ones are its answers.
+# Exit status of a child in which CUDA is unusable; a smaller status is its answer.
 _UNUSABLE = 255
 _MOST = 254
 
@@ -93,9 +93,8 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:
-    """Return the number of GPUs for the ranks of a test, on all machines of a launcher."""
+    """Return the number of GPUs for a test, assuming that a launcher's machines are equal."""
     count = visible_gpu_count()
-    # Assume that all machines of a launcher have the same number.
     return count if launched is None else count // launched.local_world_size * launched.world_size
 
 

@@ -49,7 +49,7 @@ class LogTerminal:
         # A test may capture the rank's stdout with capfd, so use another file.
         self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
 
-    # Live logs begin with an empty line and a title, which the names of ranks on each line replace.
+    # Drop the empty line and the title before live logs: each line begins with its rank's name.
     def write(self, text: str) -> None:
         if text.strip():
             self._tw.write(text)
@@ -60,8 +60,7 @@ class LogTerminal:
 
 def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     """Disable pytest's capture in a rank, and use `basetemp` for its temporary directories."""
-    # A fork shares the temporary files of its parent's capture. A rank does not capture; its output
-    # goes to log files, which survive a crash.
+    # A fork shares the temporary files of its parent's capture. Instead, a rank writes to its logs.
     manager = capture_manager(config)
     if manager is not None:
         # Keep a reference: collecting the unclosed files would warn, an error with -W error.

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-# Ranks shorten texts before they send them. A rank writes its output straight to files, which
-# survive a crash; both parts are read when a phase ends.
+# Ranks shorten texts before they send them. Output goes straight to files, which survive a crash;
+# when a phase ends, its first and last part are read.
 
 KEPT_NBYTES: Final = 256 << 10
 """The size of each part of a shortened text, such as the output of one phase."""

@@ -50,10 +50,7 @@ class RankTemplate:
         *,
         random_state: object = None,
     ) -> None:
-        """Turn this process's session, after collection, into that of a rank.
-
-        `random_state` is `random.getstate` of the pytest process, None if this is not a fork of it.
-        """
+        """Turn this session into a rank's; `random_state` is pytest's, None without a fork."""
         self._random_state = random_state
         self._session = session
         self._extensions = extensions
@@ -94,8 +91,8 @@ class RankTemplate:
         # pytest enabled it for the terminal, where a crash would write into the progress line.
         faulthandler.enable(file=2)
         # The handler is C code with a separate stack, so it works even while code holds the GIL. It
-        # dumps only the thread that gets the signal, if possible the main thread: dumping threads
-        # that run crashed sometimes (CPython 116008, 131580).
+        # dumps only the thread that gets the signal, because dumping running threads sometimes
+        # crashed (CPython 116008, 131580).
         stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
         process_group.set_environment(spec.settings, rank, spec.gpus, launched)
@@ -198,7 +195,7 @@ def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
 ) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
     """Run a test's protocol; return `payloads`, `escaped` and `session_exit` of `TestEnded`."""
-    # After an exception the session may be in any state, so do not ask for payloads.
+    # After an exception, the session may be in any state, so do not ask for payloads.
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except pytest.exit.Exception as error:

@@ -65,7 +65,7 @@ def _takes_output(when: str) -> Any:
 
 
 class RankPlugin:
-    """Registered before the fork, see Note [Done before the fork]; `bind` sets the rank."""
+    """The hooks of a rank; created before the fork, and bound to a rank after it."""
 
     _channel: Channel[RankCommand]
     _pid: int
@@ -247,7 +247,7 @@ class RankPlugin:
         if is_subtest(report):
             self._has_failed_subtest |= report.failed
         elif self._has_failed_subtest and report.passed:
-            # The terminal calls this hook, and in it pytest 9 fails a test with failed subtests.
+            # Here pytest 9 fails a test with failed subtests, but only a terminal calls the hook.
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         self._channel.send(
             PhaseReport(

@@ -55,10 +55,7 @@ def set_environment(
     gpus: Sequence[str] = (),
     launched: LaunchedRank | None = None,
 ) -> None:
-    """Set torchrun's variables, the visible GPUs, and one thread per rank.
-
-    Empty `gpus` leave the list of visible GPUs unchanged.
-    """
+    """Set torchrun's variables, one thread per rank, and, if `gpus` is not empty, visible GPUs."""
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     local_size = launched.local_world_size if launched else settings.world_size
@@ -69,8 +66,7 @@ def set_environment(
     if settings.simulation:
         os.environ |= simulated_variables(rank, settings.world_size)
     # torch uses one thread per core by default, so that ranks would compete for the same cores.
-    # Also, OpenMP's pool does not survive a fork: a forked child that used the parent's pool hung
-    # 9 of 9 times, and never with one thread (torch 2.13, CPU).
+    # Also, OpenMP's pool does not survive a fork; see `spawn`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Launchers other than torchrun may not set the number of ranks on each machine.
     is_sure = launched is None or launched.launcher == "torchrun"
@@ -169,7 +165,7 @@ def join_group(context: RankContext) -> object:
 
 
 def real_groups(context: RankContext) -> RealGroups | None:
-    """Return the exchange of a simulated rank with others along real axes; None without any."""
+    """Connect a simulated rank to the other ranks on its real axes; None without real axes."""
     real = context.settings.real
     if not real:
         return None
@@ -177,7 +173,7 @@ def real_groups(context: RankContext) -> RealGroups | None:
 
     from pytest_fsdp_comm.simulation.groups import RealGroups  # noqa: PLC0415  # as above
 
-    # It has the timeout of a process group, so the supervisor reports a hang.
+    # The store has the timeout of a process group, so the supervisor reports a hang.
     store = dist.PrefixStore("simulation", context.store)  # type: ignore[attr-defined]  # as FileStore
     axes = {axis.name: (axis.size, axis.stride) for axis in real}
     return RealGroups(axes, ranks_along(real, [context.rank]), TextStore(store))

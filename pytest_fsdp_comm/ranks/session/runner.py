@@ -79,10 +79,7 @@ class RankRunner:
         launched: RankServer | None = None,
         preloaded: Sequence[str] = (),
     ) -> None:
-        """Store the arguments; `start` forks the server, which imports `preloaded` modules.
-
-        `launched` are the ranks of a launcher, None to start ranks here.
-        """
+        """Store the arguments; without a launcher's `launched` ranks, `start` forks a server."""
         self._session = session
         self._preloaded = preloaded
         self._extensions = extensions
@@ -137,13 +134,12 @@ class RankRunner:
         if self._fallback_reason and options.start == "auto":
             _show_remark(
                 self._session.config,
-                f"fsdp-comm: {self._fallback_reason}, so that a fork is not safe; ranks are new "
-                "pytest processes, which takes seconds per test. Move that code into a fixture, "
-                "and ranks are forked again (--comm-start=fork forks them anyway)",
+                f"fsdp-comm: {self._fallback_reason}, so that a fork is not safe. Ranks start as "
+                "new pytest processes, which takes seconds per test. Move the code that does this "
+                "into a fixture to fork ranks again (--comm-start=fork forks them anyway)",
             )
 
     def _close_server(self) -> int | None:
-        """End the fork server; return its exit status, as `ForkServer.close` does."""
         server, self._server = self._server, None
         if server is None:
             return None
@@ -153,7 +149,7 @@ class RankRunner:
             remove_directory(self._directory)
 
     def _replace_server(self) -> str:
-        """Replace a fork server that has died; return how it ended, in words."""
+        """Replace a fork server that has died; describe how it ended."""
         status = self._close_server()
         self._start_server()
         if not status:  # also if a test has reaped the server, as os.wait() does
@@ -202,8 +198,7 @@ class RankRunner:
         try:
             self._end_ranks(is_hurried=was_interrupted)
         finally:
-            # Also if xdist interrupts a worker whose session has ended. The server cannot remove
-            # the directory while this process still uses it.
+            # Even if xdist interrupts this worker, because its session has ended.
             self._close_server()
         # No test is left that could report these.
         for problem in self._problems:
@@ -272,8 +267,8 @@ class RankRunner:
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
-                # Outside the handler: this forks the next server, in whose ranks each exception
-                # would otherwise have this one as its context.
+                # After the handler: this forks the next server. In its ranks, each exception would
+                # otherwise have this one as its context.
                 results = self._lose_ranks(item, died, began_at)
             keeps = (
                 item.stash[SETTINGS].scope == "module"
@@ -378,7 +373,7 @@ class RankRunner:
         return Supervision(spec, self._server, connections, config)
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
-        """End the rank set, if any; unless hurried, the next report lists ranks that do not end."""
+        """End the rank set, if any; unless hurried, a later test reports ranks that do not end."""
         supervision, self._supervision = self._supervision, None
         if supervision is not None:
             problems, unended = supervision.end(HURRIED_S if is_hurried else PATIENCE_S)

@@ -50,7 +50,7 @@ _GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
 # A rank that has begun a message sends all of it, unless it is killed or stopped.
 _STALLS_S = 5.0
-# A limit for ranks that never cease to send.
+# A limit for ranks that send without end.
 _DRAINED_MESSAGES = 1000
 
 _Channel: TypeAlias = Channel[messages.RankMessage]
@@ -102,7 +102,6 @@ class Supervision:
         """Whether all ranks passed the last test and wait for another one."""
 
     def begin_next(self, item_index: int, next_test: messages.NextTest) -> None:
-        """Start another test on the same ranks; `run` supervises it."""
         self._reported = {
             rank: result.reports[-1].nbytes_reported for rank, result in self._results.items()
         }
@@ -199,14 +198,14 @@ class Supervision:
         return problems, [
             f"rank {rank} of {self.spec.nodeid} has not ended: its process {pid} still exists "
             f"{within_s:.0f} s after SIGKILL.\n"
-            f"Does a driver or a file server not respond? /proc/{pid}/stack (readable as root) "
-            "shows where the process is stuck. Later tests get new ranks."
+            "Perhaps a driver or a file server does not respond: /proc/"
+            f"{pid}/stack (readable as root) shows where it is stuck. Later tests get new ranks."
             for rank, pid in unended.items()
         ]
 
     def _late_problems(self) -> list[str]:
         """Tear down the fixtures that ranks kept for another test; describe what fails."""
-        # The reports so far have been logged with their test; collect only new ones.
+        # Collect only new reports: the earlier ones have been logged with their test.
         results = self._results.items()
         self._results = {rank: replace(result, reports=()) for rank, result in results}
         self._end_tests()
@@ -277,10 +276,10 @@ class Supervision:
                 self._record(self._results[rank], message)
         except (CodecError, OSError) as error:
             result = self._results[rank]
-            problem = (
-                f"{type(error).__name__}: {error}; did the test use a file descriptor of pytest?"
+            result.escaped = (
+                f"a broken connection to pytest ({type(error).__name__}: {error}; perhaps the test "
+                "used a file descriptor of pytest)"
             )
-            result.escaped = f"a broken connection to pytest ({problem})"
             result.ended_at = time.time()
             channel.is_closed = True
         if channel.is_closed:
@@ -325,12 +324,11 @@ class Supervision:
                 result.stopped, result.ended_at = why, time.time()
 
     def _locate(self) -> None:
-        # Note [Locating ranks]: each rank has a watchdog thread that answers where the rank is. Ask
-        # first for what is quick to read, so that all positions are of the same moment, then for
-        # the groups, which takes CPU time. A rank does not answer while its code holds the GIL: it
-        # gets a signal whose handler dumps the stack. That comes last, because a signal may
-        # interrupt the call that a rank waits in. A rank that answers afterwards, from the same
-        # place, was only slow.
+        # Note [Locating ranks]: each rank has a watchdog thread that reports where the rank is. Ask
+        # first without groups, which is quick, so that all positions are of the same moment, then
+        # with groups, which takes CPU time. A rank whose code holds the GIL does not answer; it
+        # gets a signal whose handler dumps the stack, last, because that may interrupt the call
+        # that it waits in. A rank that answers afterwards, from the same place, was only slow.
         results = self._results
         positions = self._ask(results)
         running = [rank for rank, result in results.items() if not result.is_over]
@@ -408,7 +406,6 @@ class Supervision:
         return True
 
     def _show_progress(self, nodeid: str, after_s: float) -> None:
-        """Print that a test is still running, and where its ranks are."""
         sites = {
             rank: "done"
             if position.activity is Activity.HAS_ENDED
@@ -423,7 +420,6 @@ class Supervision:
         )
 
     def show_interrupt(self, nodeid: str, after_s: float) -> None:
-        """Print which test Ctrl-C interrupted, and where its ranks are."""
         if self._reporter is not None:
             self._locate()
             self._reporter.ensure_newline()

@@ -33,8 +33,8 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 # of a closed terminal (SIGHUP), of Ctrl-C (SIGINT) and of launchers (SIGTERM). It ends when its
 # connection to the pytest process closes.
 
-# Imported once in the server, these modules cost ranks nothing: an FSDP2 step in a new rank took
-# 1.89 s without and 0.18 s with them (torch 2.13, CPU).
+# The server imports these modules, so that ranks need not: an FSDP2 step in a new rank took 1.89 s
+# without and 0.18 s with them (torch 2.13, CPU).
 PRELOADED = (
     "torch",
     "torch.distributed.fsdp",
@@ -60,8 +60,8 @@ def serve(
 ) -> NoReturn:
     """Fork and reap ranks until the pytest process is gone; then remove `directory` and exit.
 
-    `prepare` does the work that all ranks share, and returns the function to run in each. With
-    `is_lazy`, the server imports `preloaded` modules only at the first request.
+    `prepare` does the work that all ranks share, and returns the function that runs in each. With
+    `is_lazy`, the server imports `preloaded` modules at the first request.
     """
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -162,7 +162,7 @@ class _Server:
         ending.kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
-        """Return how long to wait for ends: briefly if the pytest process waits for this one."""
+        """Return how long to wait for killed processes: briefly while the pytest process lives."""
         return ending.HURRIED_S if os.getppid() == self._parent else ending.PATIENCE_S
 
     def _start_rank(self, rank: int) -> None:
@@ -177,7 +177,7 @@ class _Server:
         pid = processes.fork_quietly()
         if pid == 0:
             self._run_forked(partial(self._run_rank, rank_set.spec, rank, descriptors))
-        # The child does the same. Do both, so that the group exists as soon as either returns.
+        # The child does the same, so that the group exists whichever runs first.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         # Before the next fork, so that only this rank has these ends: see Note [Connections].
@@ -234,7 +234,7 @@ class _Server:
         began_at = time.monotonic()
         while True:
             remaining = {rank: pid for rank, pid in pids.items() if ending.await_end(pid) is None}
-            # Recheck each time: a killed pytest closes its socket before its children lose it.
+            # Recheck each time: a killed pytest closes its socket before it stops being our parent.
             limit_s = self._patience_s() if self._channel.is_hung_up() else within_s
             if not remaining or time.monotonic() > began_at + min(limit_s, within_s):
                 return remaining
@@ -273,7 +273,7 @@ class RankServer(Protocol):
     def start_ranks(
         self, spec: messages.RankSetSpec
     ) -> Mapping[int, tuple[Connection, Connection]]:
-        """Start ranks; return connections to each and its watchdog, valid until `end_ranks`.
+        """Start ranks; return connections to each rank and its watchdog, valid until `end_ranks`.
 
         Raises OSError if there are not enough file descriptors.
         """
@@ -287,7 +287,7 @@ class RankServer(Protocol):
         """
 
     def exit_statuses(self) -> Mapping[int, int | str]:
-        """Return, for ranks that ended: exit status, minus signal number, or what happened.
+        """Return, by rank that ended, its exit status, minus its signal, or how it was lost.
 
         Raises `ServerDiedError` if the server is gone.
         """
@@ -306,10 +306,7 @@ class ForkServer:
     """The fork server, or the process that spawns ranks, seen from the pytest process."""
 
     def __init__(self, start: Callable[[Connection, Connection], int], directory: Path) -> None:
-        """Call `start` with both ends of a connection; it starts the server and returns its pid.
-
-        The server removes `directory` in the end, unless it is killed.
-        """
+        """Call `start` with both ends of a connection; its server later removes `directory`."""
         self._directory = directory
         ours, theirs = Pipe()
         self._pid = start(ours, theirs)
@@ -350,7 +347,7 @@ class ForkServer:
                 try:
                     socket.send_fds(connection, [b"."], [end.fileno() for end in ends])
                 finally:
-                    connection.detach()  # not a copy: no descriptor may be left for one
+                    connection.detach()  # a copy could fail: too many open files
         except BlockingIOError:
             self.kill()  # the server has stopped reading
             raise ServerDiedError from None
@@ -415,7 +412,6 @@ class ForkServer:
         return self._status is not None
 
     def close(self) -> int | None:
-        """End the server and its ranks, and remove the directory; return its exit status."""
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)

@@ -49,10 +49,7 @@ _THREADS_END_WITHIN_S = 2.0
 
 
 def unsafe_to_fork() -> str:
-    """Describe what test modules did at import that makes a fork unsafe; empty if nothing.
-
-    Also ends the threads of OpenMP, so that they do not make it unsafe.
-    """
+    """Return why a fork is unsafe, after ending OpenMP's threads; empty if it is safe."""
     _end_openmp_threads()
     threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
     if threads:
@@ -88,7 +85,6 @@ def reason_to_spawn(start: Start) -> str:
 
 
 def _unsafe_native_threads() -> str:
-    """Describe native threads that make a fork unsafe; empty if there are none."""
     if not _native_threads()[0]:
         return ""
     pid = fork_quietly()
@@ -159,7 +155,7 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=(theirs.fileno(), *terminal),
-            # Not a new session, whose ranks could not read the terminal.
+            # In a new session, ranks could not read the terminal.
             process_group=0,
         )
         # `ForkServer` waits for the pid; without a returncode, this object would warn.
@@ -171,7 +167,8 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
 
 def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
     """Return the arguments and environment for a pytest that collects the same tests."""
-    # As a separate argument, an option's value that is an existing path would move the rootdir.
+    # If an option's value, as a separate argument, is an existing path, pytest computes the rootdir
+    # from it.
     arguments = join_paths(map(str, config.invocation_params.args))
     from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
     if config.pluginmanager.has_plugin("xdist"):
@@ -183,10 +180,7 @@ def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
 
 
 def main(descriptor: str, directory: str, *program: str) -> NoReturn:
-    """Spawn ranks until the pytest process is gone.
-
-    `program` is pytest's working directory, followed by its arguments.
-    """
+    """Spawn ranks until pytest is gone; `program` is its working directory, then its arguments."""
     serve(
         Channel.inherited(int(descriptor)),
         lambda: partial(_become_rank, program),

@@ -35,15 +35,13 @@ def keep_alive(connected: socket.socket) -> None:
 
 
 class Channel(Generic[_Received]):
-    """One end of a connection."""
-
-    # Do not use `Connection.send` and `recv`, which would pickle objects.
+    """One end of a connection. Its own `send` and `recv` would pickle objects."""
 
     def __init__(self, connection: Connection, *, stalls_s: float | None = None) -> None:
         """Take over a connection.
 
-        `stalls_s` is how long the other end may pause within a message; None waits forever. It may
-        die within a message while a child keeps its connection open.
+        `stalls_s` limits pauses within a message; None waits forever. The other end may die there,
+        while a child keeps its connection open.
         """
         self.connection = connection
         self._pid = getpid()

@@ -110,7 +110,7 @@ class RunTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndTests:
-    """Asks kept ranks to tear down the fixtures kept for another test, which does not follow."""
+    """Asks kept ranks to tear down their fixtures, because no other test follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,6 @@ class IssuedCollective:
     seq: int
     """Its number on the group, from 1; equal on all ranks of the group."""
     kind: str
-    """Such as ``all_gather``."""
     nbytes: int
     """Bytes of the rank's input."""
     is_done: bool
@@ -87,7 +86,7 @@ class Position:
     is_waiting: bool = False
     """Whether it is in a call that waits for other ranks, or that may wait in torch."""
     is_reporting: bool = False
-    """Whether it compares with a snapshot or formats a failure, and so waits for no other rank."""
+    """Whether it compares with a snapshot or formats a failure, which needs no other rank."""
 
 
 class Stopped(StrEnum):
@@ -106,7 +105,6 @@ class PhaseReport:
     report: dict[str, Any]
     """The result of ``pytest_report_to_serializable``; its ``stop`` is the rank's `time.time`."""
     is_subtest: bool = False
-    """Whether it is of a subtest, after which the phase goes on."""
     precedes_debugger: bool = False
     """Whether a debugger follows, so that the other ranks must wait."""
     nbytes_reported: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -147,20 +145,16 @@ class RankResult:
 
     rank: int
     reports: tuple[PhaseReport, ...] = ()
-    """The reports of finished phases and subtests, in order."""
     warnings: tuple[WarningSeen, ...] = ()
     phase_began_at: float = dataclasses.field(default_factory=time.time)
     """`time.time` of the last report, or of the start of the test."""
     is_done: bool = False
     payloads: tuple[str, ...] | None = None
-    """As in `TestEnded`; None if the rank did not send that."""
     further_ranks: tuple[int, ...] = ()
     can_run_another: bool = False
-    """As in `TestEnded`."""
     is_debugging: bool = False
     """Whether the user is in a debugger, or about to enter one."""
     escaped: str | None = None
-    """The exception that pytest's protocol raised, such as a plugin's; None if it returned."""
     session_exit: SessionExit | None = None
     status: int | str | None = None
     """Exit status of a process that died, or minus the signal's number. For a rank that was lost,
@@ -168,7 +162,6 @@ class RankResult:
     ended_at: float | None = None
     """`time.time` when it died or was stopped; None if it finished the test."""
     stopped: Stopped | None = None
-    """Why the supervisor stopped it; None if it did not."""
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
     """By stream: the output of its unfinished phase; empty if it finished the test."""
     waited_for: tuple[int, ...] = ()
@@ -178,7 +171,7 @@ class RankResult:
 
     @property
     def is_over(self) -> bool:
-        """Whether the test is over on this rank, which then reports nothing more of it."""
+        """Whether the test is over on this rank, so that no report of it follows."""
         return self.is_done or self.status is not None
 
     @property

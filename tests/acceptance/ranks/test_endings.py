@@ -121,7 +121,7 @@ def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
     assert time.monotonic() - started_at < 60
     result.assert_outcomes(passed=3, failed=3)
     texts = ["*_ test_stuck _*", says_unended("test_it.py::test_stuck")]
-    texts += ["Does a driver or a file server not respond? * Later tests get new ranks."]
+    texts += ["Perhaps a driver or a file server does not respond: * Later tests get new ranks."]
     texts += ["*for another reason", "*- Problems -*", says_unended("*::test_stuck_and_failing")]
     texts += ["*ranks 0-1 did not finish within 3 s*", says_unended("*::test_stuck_and_hanging")]
     result.stdout.fnmatch_lines(texts)
@@ -170,7 +170,7 @@ def test_kept_rank_that_does_not_end_is_reported(pytester, spared):
         [
             "fsdp-comm: rank 1 of test_it.py::test_* has not ended: its process "
             f"{pid} still exists 1 s after SIGKILL.",
-            f"Does a driver or a file server not respond? /proc/{pid}/stack *",
+            f"Perhaps a driver or a file server does not respond: /proc/{pid}/stack *",
         ]
     )
     os.kill(pid, 0)
