@@ -81,7 +81,7 @@ def test_change_without_effect_is_not_reported(comm_mode):
 CHANGES = {
     "another class is the unit": (
         {"fsdp_unit_modules": ["torch.nn.Linear"]},
-        "gradients of (no-module) sent in 6 calls, as many bytes in all",
+        "gradients of (no-module) now reduced in 6 calls, same bytes in total",
     ),
     "parameters are not sharded": (
         {"zero_dp_strategy": "optim_grads"},
