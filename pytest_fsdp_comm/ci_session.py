@@ -26,7 +26,7 @@ _FINISHED: Final = frozenset(
 
 
 class CiSession:
-    """Plugin that is registered only in the process that reports the outcome."""
+    """Plugin for the one process that reports the outcome."""
 
     def __init__(self, config: pytest.Config, environment: Mapping[str, str]) -> None:
         self._config = config
@@ -61,8 +61,8 @@ class CiSession:
         is_ours = comparisons is not None or MARKER_NAME in report.keywords
         # Without a headline, the test failed for another reason than a comparison.
         differing = comparisons if comparisons and comparisons.headline else Comparisons()
-        # Report the first failure of a test, or the first failed comparison if there is one: with
-        # subtests it may come later.
+        # Report the first failure of a test, or the first failed comparison if there is one. Of
+        # several subtests, an earlier one may have failed for another reason.
         previous = self._failed.get(report.nodeid)
         is_reported = previous is None or (differing.headline and not previous.comparisons.headline)
         if report.failed and is_ours and is_reported:

@@ -48,7 +48,7 @@ class TreeFactory:
 
         Args:
             model: Any module, usually the FSDP root. For a pipeline, a list of this rank's stages:
-                each becomes a root of the tree, with its module names.
+                each becomes a root of the tree. Module names are those within a stage.
 
         Raises:
             RecordingError: `model` is not a module or only partly built, or two stages have a

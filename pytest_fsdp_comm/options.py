@@ -38,7 +38,7 @@ MAX_PROCESSES: Final = 256
 
 
 class BadValueError(ValueError):
-    """A setting has a wrong value; the caller puts the source of the value before the text."""
+    """A setting has a wrong value; the caller adds which option, ini value or test set it."""
 
 
 def parse_whole_number(value: object, *, expected: str, least: int, most: float = math.inf) -> int:
@@ -294,8 +294,8 @@ DECLARED: Final = (
     Setting(
         "progress_s",
         parse_timeout_s,
-        "print where the ranks of a test are after this many seconds, and again whenever the "
-        "elapsed time has doubled",
+        "seconds after which pytest prints where the ranks of a running test are; it prints again "
+        "whenever the elapsed time has doubled",
         ini="string",
     ),
     Setting(
@@ -480,7 +480,7 @@ def _snapshot_dir(config: pytest.Config, path: Path) -> Path:
 
 
 def describe(options: SessionOptions) -> str:
-    """Return the line for the header of the session."""
+    """Return the line for pytest's header."""
     backend = options.backend or "nccl with enough GPUs, else gloo"
     text = f"fsdp-comm: world size {options.world_size} unless a test sets one, backend {backend}"
     if launched := options.launched:

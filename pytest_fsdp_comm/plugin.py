@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        f"{options.MARKER_SIGNATURE}: run the test on several ranks, each a process.{arguments}",
+        f"{options.MARKER_SIGNATURE}: run the test on several ranks, one process each.{arguments}",
     )
     settings = config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):
@@ -108,18 +108,18 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     """Resolve the settings of all selected tests; a wrong marker ends the session."""
     launched = session.config.stash[options.OPTIONS].launched
     marker.resolve_items(session, items, count_gpus=partial(usable_gpu_count, launched))
-    runs_ours = any(map(marker.uses_plugin, items)) and not session.config.option.collectonly
-    if runs_ours and not is_spawned_rank() and (text := explain_separate_processes(os.environ)):
+    uses_plugin = any(map(marker.uses_plugin, items)) and not session.config.option.collectonly
+    if uses_plugin and not is_spawned_rank() and (text := explain_separate_processes(os.environ)):
         marker.refuse(session, items, text)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Start the fork server before a test can make forks unsafe."""
-    ours = [item for item in session.items if marker.uses_plugin(item)]
+    items = [item for item in session.items if marker.uses_plugin(item)]
     launched = session.config.stash[options.OPTIONS].launched
-    if ours and _CAN_FORK:
-        _prepare_ranks(session, ours, launched)
+    if items and _CAN_FORK:
+        _prepare_ranks(session, items, launched)
     elif launched:
         # Under a launcher, tests that do not use this plugin run in every process.
         from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # in such a process only
@@ -137,7 +137,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _prepare_ranks(
-    session: pytest.Session, ours: Iterable[pytest.Item], launched: LaunchedRank | None
+    session: pytest.Session, items: Iterable[pytest.Item], launched: LaunchedRank | None
 ) -> None:
     from pytest_fsdp_comm.ranks.session import runner  # noqa: PLC0415  # few need them
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # as above
@@ -157,10 +157,10 @@ def _prepare_ranks(
     if launched:
         from pytest_fsdp_comm.ranks import launched as launch  # noqa: PLC0415  # as above
 
-        preloaded = fixtures.imported_by(ours)
+        preloaded = fixtures.imported_by(items)
         choose = launch.join_session(session, extensions, launched, preloaded=preloaded)
-    elif any(options.SETTINGS in item.stash for item in ours):
-        ranks = runner.RankRunner(session, extensions, preloaded=fixtures.imported_by(ours))
+    elif any(options.SETTINGS in item.stash for item in items):
+        ranks = runner.RankRunner(session, extensions, preloaded=fixtures.imported_by(items))
         config.add_cleanup(ranks.close)
         ranks.start()
 
@@ -219,8 +219,8 @@ def pytest_assertrepr_compare(
         return explanations
     from pytest_fsdp_comm.snapshots.explain import explain_comparison  # noqa: PLC0415  # on failure only
 
-    ours = explain_comparison(left, right)
-    return [ours, *explanations] if ours else explanations
+    explanation = explain_comparison(left, right)
+    return [explanation, *explanations] if explanation else explanations
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

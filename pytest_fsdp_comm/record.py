@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.command:
         raise FsdpCommError("expected a script to run: fsdp-comm record [--step 3] train.py ...")
     if not (options.module or Path(options.command[0]).is_file()):
-        raise FsdpCommError(f"there is no file {options.command[0]}; -m takes the name of a module")
+        raise FsdpCommError(f"there is no file {options.command[0]}; use -m to run a module")
     _check_simulation(options)
     if options.nproc:
         arguments = ["record", "--step", options.step, "--out", options.out]
@@ -117,11 +117,11 @@ def _status_of(run: Callable[[], None]) -> int:
         return 1
     except KeyboardInterrupt as error:
         # Let Python print the error, because it then exits as if SIGINT had killed it.
-        trace, hook = _of_script(error.__traceback__), sys.excepthook
+        trace, hook = _without_our_frames(error.__traceback__), sys.excepthook
         sys.excepthook = lambda kind, error, _: hook(kind, error.with_traceback(trace), trace)
         raise
     except Exception as error:  # noqa: BLE001  # the script's
-        error.__traceback__ = _of_script(error.__traceback__)
+        error.__traceback__ = _without_our_frames(error.__traceback__)
         if isinstance(error, FsdpCommError):  # of a simulated rank
             from pytest_fsdp_comm.simulation.world import of_user  # noqa: PLC0415  # loads torch
 
@@ -131,7 +131,7 @@ def _status_of(run: Callable[[], None]) -> int:
     return SAME
 
 
-def _of_script(traceback: TracebackType | None) -> TracebackType | None:
+def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Return the traceback without the frames of this package and of runpy."""
     package = str(Path(__file__).parent)
     while traceback is not None:

@@ -220,14 +220,14 @@ class SessionReport:
         self._is_worker = hasattr(config, "workerinput")
         self._notes = notes
         self._directory = directory
-        self._ours: dict[str, pytest.Item] = {}
+        self._items: dict[str, pytest.Item] = {}
         self._results: dict[str, Result] = {}
         self._finished: set[str] = set()
         self._origin = read_origin(os.environ)
         self._written = ""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._ours = {
+        self._items = {
             item.nodeid: item for item in session.items if uses_plugin(item) or may_record(item)
         }
 
@@ -236,7 +236,7 @@ class SessionReport:
         """Store the outcome of a phase, and the record of its test."""
         if RANK_CONTEXT in self._config.stash:
             return
-        item = self._ours.get(report.nodeid)
+        item = self._items.get(report.nodeid)
         if self._is_worker:
             if item is not None:
                 record = self._notes.take_record(item) if report.when == "teardown" else None

@@ -40,7 +40,7 @@ class Pair:
     new: SnapshotText | None
     old_path: str
     new_path: str
-    """Equal to `old_path`, unless the file was renamed or the user named two files."""
+    """Differs from `old_path` if the file was renamed, or if the user named two files."""
     is_rename: bool = False
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ _MAX_QUOTED: Final = 60
 
 
 class CodecError(FsdpCommError):
-    """A JSON value does not fit its class; the text says where."""
+    """A JSON value does not fit its class; the text names the field."""
 
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911  # a case for each type

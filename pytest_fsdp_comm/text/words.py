@@ -99,7 +99,7 @@ def show_nbytes(nbytes: int, unsized: int = 0) -> str:
 
 
 def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) -> str:
-    """Write old and new bytes, rounded as in `show_nbytes` unless that makes them equal."""
+    """Write old and new bytes, rounded as in `show_nbytes` unless they would look equal."""
     if any(unsized):
         return f"{show_nbytes(old, unsized[0])} -> {show_nbytes(new, unsized[1])}"
     # `1.4 -> 2.3 MiB`, `512 B -> 2.0 KiB`, `0 -> 2.0 KiB`, `74_000 -> 74_008 B`.

@@ -9,7 +9,7 @@ import pytest
         (["--step", "x", "train.py"], "--step: expected a step, such as 3 or 3-4, got 'x'"),
         (["--out", "x.txt", "train.py"], "--out: expected the name of a .comm file, got 'x.txt'"),
         ([], "expected a script to run: fsdp-comm record [--step 3] train.py ..."),
-        (["gone.py"], "there is no file gone.py; -m takes the name of a module"),
+        (["gone.py"], "there is no file gone.py; use -m to run a module"),
         (
             ["--world-size", "8", "--nproc", "2", "train.py"],
             "expected --nproc for real ranks or --world-size for a simulated one, got both",
