@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("merge_ranks.py", ["--ranks", "512", "--layers", "8"], "all ranks different"),
     ],
 )
-def test_a_benchmark_prints_its_figures(script, arguments, line):
+def test_benchmark_prints_its_figures(script, arguments, line):
     done = subprocess.run(
         [sys.executable, BENCHMARKS / script, *arguments],
         check=False,
