@@ -9,17 +9,17 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PACKAGE = ROOT / "pytest_fsdp_comm"
 
 
-def test_every_file_and_room_named_on_the_page_exists():
+def test_files_and_rooms_on_the_page_exist():
     named = set(re.findall(r"`([\w/]+(?:\.py|/))`", PAGE))
     assert len(named) > 30
     for name in named:
-        # A file without its room is in the room of the file before it.
+        # A file may be named without its room, after another file of the same room.
         matches = [(ROOT / name).exists(), (PACKAGE / name).exists(), *PACKAGE.rglob(name)]
         assert any(matches), name
 
 
-def test_every_test_named_on_the_page_exists():
-    """In the package, the documents, the settings and the tests themselves."""
+def test_test_files_named_in_any_file_exist():
+    """Check the package, the docs, the settings, the tests and the benchmarks."""
     places = [PACKAGE, ROOT / "docs", ROOT / "tests", ROOT / "benchmarks"]
     files = [file for place in places for file in place.rglob("*") if file.suffix in {".py", ".md"}]
     files += [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.py")]

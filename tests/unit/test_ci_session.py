@@ -1,4 +1,4 @@
-"""Tests of CiSession: which failures it reports, and where."""
+"""Tests of CiSession: reported failures and their lines."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +68,7 @@ def outcomes_of(*reports):
     return session._read_outcomes(state, pytest.ExitCode.TESTS_FAILED)
 
 
-def test_a_test_that_passes_on_a_rerun_has_not_failed():
+def test_passing_rerun_removes_the_failure():
     again = [report("setup", "passed"), report(headline="a: +1")]
     assert len(outcomes_of(*again).failed) == 1
     rerun = [report("setup", "passed"), report(outcome="passed", headline="")]
@@ -83,7 +83,7 @@ def test_failed_comparison_replaces_earlier_failure():
     assert failed.reason == "a: +1"
 
 
-def test_test_without_the_plugin_is_not_reported():
+def test_other_tests_failures_are_not_reported():
     assert outcomes_of(report(keywords=())).failed == ()
     outcomes = outcomes_of(report(outcome="passed", headline="", keywords=()))
     assert (outcomes.compared_tests, outcomes.compared_files, outcomes.failed) == (1, 1, ())
@@ -126,7 +126,7 @@ def test_hang_is_annotated_where_a_rank_waits(site):
     assert ("finish<br>all wait for rank 3<br>b<br>c |" in summary) == bool(site)
 
 
-def test_an_early_end_of_the_session_is_explained():
+def test_early_session_end_is_reported():
     session = CiSession(config(), GITHUB)
     stopped = SimpleNamespace(shouldfail="stopping after 1 failures", shouldstop="")
     assert session._read_outcomes(stopped, pytest.ExitCode.TESTS_FAILED).ended_early == (

@@ -91,7 +91,7 @@ def test_the_table_of_settings_matches_the_code():
 
 
 def test_every_environment_variable_is_documented():
-    """Except variables with which the plugin passes messages to its ranks."""
+    """Check all variables but those that only this plugin or torchrun sets and reads."""
     internal = {"PYTEST_FSDP_COMM_LAUNCH", "PYTEST_FSDP_COMM_LAUNCHED", "PYTEST_FSDP_COMM_RANK"}
     internal |= {"PYTEST_FSDP_COMM_OWN_RANK", "PYTEST_FSDP_COMM_COLLECTION", "PYTEST_CURRENT_TEST"}
     internal |= {

@@ -1,4 +1,4 @@
-"""Ranks exchange texts through one of torch's stores, and name a rank that is missing."""
+"""Exchange of texts through torch's stores, and errors about ranks that are missing."""
 
 import threading
 import time
@@ -60,7 +60,7 @@ def in_threads(*calls):
 
 # A TCP store drops a client that sends 8 MiB in one call.
 @pytest.mark.parametrize("text", ["", "ü\udcff\n", "ü" * (5 << 20)], ids=["empty", "odd", "long"])
-def test_text_of_any_length_is_put_and_read(connect, text):
+def test_store_round_trips_texts_of_any_length(connect, text):
     here, there = TextStore(connect()), TextStore(connect())
     assert not there.has("name")
     here.put("name", text)
@@ -71,7 +71,7 @@ def test_text_of_any_length_is_put_and_read(connect, text):
     assert there.get("name") == text
 
 
-def test_texts_come_in_rank_order(exchanges):
+def test_exchange_returns_texts_in_rank_order(exchanges):
     ranks = (0, 3, 7)
     ends = exchanges(ranks)
     for number in range(3):
@@ -79,16 +79,16 @@ def test_texts_come_in_rank_order(exchanges):
         assert in_threads(*calls) == [[f"{number} ü {rank}" for rank in ranks]] * 3
 
 
-def test_equal_texts_are_put_once_or_not_at_all(exchanges, monkeypatch):
+def test_exchange_puts_each_distinct_text_once(exchanges, monkeypatch):
     ends = exchanges(range(5))
     sizes = []
     put = TextStore.put
 
-    def noted(self, name, text):
+    def put_and_count(self, name, text):
         sizes.append(len(text))
         put(self, name, text)
 
-    monkeypatch.setattr(TextStore, "put", noted)
+    monkeypatch.setattr(TextStore, "put", put_and_count)
     same, different = "same" * 1000, "other" * 1000
     assert in_threads(*(partial(end, same) for end in ends)) == [[same] * 5] * 5
     assert sizes == [64] * 5
@@ -101,7 +101,7 @@ def test_equal_texts_are_put_once_or_not_at_all(exchanges, monkeypatch):
     assert sorted(sizes) == [*[64] * 10, 4000, 5000]
 
 
-def test_a_rank_that_left_is_named(exchanges):
+def test_exchange_names_the_rank_that_left(exchanges):
     here, ended = exchanges((0, 1))
     ended.leave()
     with pytest.raises(RanksDivergedError) as caught:
@@ -129,7 +129,7 @@ def test_share_waits_for_all_ranks(exchanges):
     assert seen_by == [[0, 1, 2]] * 3
 
 
-def test_different_labels_are_not_mixed(exchanges):
+def test_gather_values_rejects_different_labels(exchanges):
     ends = exchanges((0, 1))
     results = in_threads(
         lambda: gather_values(ends[0], "comm_mode", "{}"),

@@ -60,7 +60,7 @@ def test_without_local_variables_there_is_one_host():
         (8, 9, 3, 2, 3),
     ],
 )
-def test_simulated_rank_is_on_a_host(rank, size, local_size, *, local_rank, host_size):
+def test_simulated_variables_describe_a_host(rank, size, local_size, *, local_rank, host_size):
     assert simulated_variables(rank, size, local_size) == {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -85,7 +85,7 @@ def test_simulated_rank_is_on_a_host(rank, size, local_size, *, local_rank, host
         ({**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "4"}, "process 2 of 4", "RANK=$OMPI"),
     ],
 )
-def test_processes_that_cannot_meet_get_the_line(environment, process, line):
+def test_separate_processes_get_a_command_line(environment, process, line):
     assert read_launched_rank(environment) is None
     text = explain_separate_processes(environment)
     assert f"this is {process}" in text
@@ -111,7 +111,7 @@ def test_processes_that_cannot_meet_get_the_line(environment, process, line):
         {**OPEN_MPI, INSIDE_VARIABLE: "1"},
     ],
 )
-def test_without_a_launcher_no_rank_is_read(environment):
+def test_rank_without_a_launcher_is_none(environment):
     assert read_launched_rank(environment) is None
     assert explain_separate_processes(environment) == ""
 

@@ -36,7 +36,7 @@ def ran(records):
 
 
 def named_in(text):
-    """Return each version of torch and Python in a text, with those in a list after it."""
+    """Return the versions of torch and Python in a text, including lists such as 2.7 and 2.8."""
     for package, versions in re.findall(
         r"\b(torch|python)\s*[>=~]*\s*((?:[23]\.\d+(?:\.\d+)?(?:,? (?:and|or|to) |, )?)+)",
         text,
@@ -59,7 +59,7 @@ def required():
 
 
 def claims():
-    """Return texts that name versions which work, or in which something was observed."""
+    """Return the place, package and version of every claim that a version works."""
     yield from (("pyproject.toml", *claim) for claim in required())
     texts = {page: page.read_text() for page in [ROOT / "README.md", *DOCS.rglob("*.md")]}
     # Skip the table, which lists failed runs too.
@@ -93,7 +93,7 @@ def test_each_combination_was_run_with_its_versions():
             assert RECORDS[name]["runs"][run]["passed"] > 0, name
 
 
-def test_the_lowest_of_each_package_is_in_the_matrix():
+def test_matrix_has_the_lowest_versions():
     lowest = dict(requirement.split("==") for requirement in COMBINATIONS["lowest"][1:])
     allowed = {package: series(version) for package, version in lowest.items()}
     oldest = {"torch": series(COMBINATIONS["torch-2.7.1"][1].partition("==")[2])}
@@ -108,7 +108,7 @@ def test_claimed_versions_have_a_passed_run():
     assert {claim for claim in claimed if claim[1:] not in passed} == set()
 
 
-def test_a_run_with_a_failure_shows_that_nothing_works():
+def test_failed_run_supports_no_version():
     record = {"versions": {"torch": "2.13.0+cpu"}, "failed": []}
     assert ran([record]) == {("torch", "2.13")}
     assert ran([record | {"failed": ["tests.unit.test_it::test_it"]}]) == set()

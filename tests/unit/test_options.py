@@ -66,7 +66,7 @@ def test_two_gloo_ranks_are_the_default():
     )
 
 
-def test_the_markers_value_wins_over_the_option():
+def test_marker_overrides_the_option():
     options = session_options(world_size=8, backend="fake", timeout_s=5.0)
     settings = settle(4, backend="gloo", timeout_s=7, options=options)
     assert (settings.world_size, settings.backend, settings.timeout_s) == (4, "gloo", 7.0)
@@ -74,7 +74,7 @@ def test_the_markers_value_wins_over_the_option():
     assert (inherited.world_size, inherited.backend, inherited.timeout_s) == (8, "fake", 5.0)
 
 
-def test_a_list_of_world_sizes_parametrizes_the_test():
+def test_list_of_world_sizes_parametrizes():
     def sizes(*args, **kwargs):
         return world_sizes(pytest.mark.distributed(*args, **kwargs).mark)
 
@@ -137,7 +137,7 @@ def test_shares_of_experts_are_declared(splits, expected):
     assert settle(64, simulate=True, simulation_splits=splits).simulation_splits == expected
 
 
-def test_real_axes_have_all_their_coordinates():
+def test_real_axes_run_every_coordinate():
     settings = settle(16, simulate=True, real={"pp": 2, "ep": 2})
     assert [(axis.name, axis.stride) for axis in settings.real] == [("pp", 8), ("ep", 4)]
     assert settings.ranks == (0, 4, 8, 12)
@@ -146,7 +146,7 @@ def test_real_axes_have_all_their_coordinates():
 
 
 @pytest.mark.parametrize("value", [0, -1, "four", 10**6, 2.5, True, "", "1e3"])
-def test_a_bad_world_size_is_refused(value):
+def test_bad_world_size_is_refused(value):
     assert problem(value) == (
         "world_size: expected a whole number of ranks from 1 to 256 (to 131072 with the fake "
         f"backend), got {value!r}"
@@ -215,12 +215,12 @@ def test_bad_arguments_are_refused_with_a_remedy(args, kwargs, text):
 
 
 @pytest.mark.parametrize("backend", [None, "gloo", "fake"])
-def test_marker_for_gpus_is_no_usage_error(backend):
+def test_device_cuda_is_accepted_with_any_backend(backend):
     assert settle(device="cuda", options=session_options(backend=backend)).device == "cuda"
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_nccl_for_the_session_is_that_of_its_tests(gpus):
+def test_session_backend_nccl_needs_no_gpus(gpus):
     # Without GPUs, each test fails on its ranks.
     assert settle(options=session_options(backend="nccl"), gpus=gpus).backend == "nccl"
 
@@ -236,7 +236,7 @@ def test_more_ranks_than_slots_are_refused():
     )
 
 
-def test_the_header_names_world_size_backend_and_slots():
+def test_header_names_the_session_defaults():
     default = (
         "fsdp-comm: world size 2 unless a test sets one, backend nccl with enough GPUs, else gloo"
     )
@@ -281,7 +281,7 @@ def test_launched_ranks_have_the_gpus_of_all_machines(monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "size"), [((), 6), (("--world-size", "3"), 3)])
-def test_the_launched_world_size_wins_over_ini(pytester, monkeypatch, arguments, size):
+def test_launched_world_size_overrides_ini(pytester, monkeypatch, arguments, size):
     for name, value in {"RANK": "1", "WORLD_SIZE": "6"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "host0")

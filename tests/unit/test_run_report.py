@@ -10,7 +10,7 @@ def run_of(*names):
     return Run(tests=tuple(Result(nodeid=f"t.py::{name}", outcome="passed") for name in names))
 
 
-def test_report_is_written_over_that_of_an_earlier_run(tmp_path):
+def test_report_replaces_an_earlier_one(tmp_path):
     write_report(run_of("first", "second"), tmp_path)
     (tmp_path / "notes.txt").write_text("of the user")
     write_report(run_of("third"), tmp_path)

@@ -18,7 +18,7 @@ def test_moved_name_error_lists_versions():
     )
 
 
-def test_a_single_version_and_another_remedy_are_named():
+def test_moved_name_error_takes_a_remedy():
     error = upstream.moved_error("syrupy", "config._syrupy", "snapshots rely on", remedy="drop it")
     assert str(error).endswith("was written for syrupy 7.0: use it, or drop it")
 
@@ -32,7 +32,7 @@ def test_misread_error_names_subject_and_problem():
     )
 
 
-def test_a_missing_package_is_named_without_a_version(monkeypatch):
+def test_missing_package_error_has_no_version(monkeypatch):
     monkeypatch.setitem(upstream.VERSIONS_READ, "absent-package", "1.0")
     error = upstream.moved_error("absent-package", "x", "y relies on")
     assert str(error).startswith("absent-package no longer has x, which y relies on; ")

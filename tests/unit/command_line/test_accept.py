@@ -74,7 +74,7 @@ def test_accept_writes_nothing_outside_snapshots(artifacts, write, fsdp_comm):
     assert (artifacts / "outside.comm").read_text() == OLD
 
 
-def test_accept_follows_no_link_of_the_artifacts(artifacts, write, fsdp_comm):
+def test_accept_refuses_links_in_artifacts(artifacts, write, fsdp_comm):
     secret = write("elsewhere.comm", OTHER)
     received = artifacts / f"ci/received/{COMM}"
     received.unlink()
@@ -105,20 +105,20 @@ def test_accept_prints_no_control_characters(artifacts, write, fsdp_comm):
     assert len(files(artifacts)) == 4
 
 
-def test_accept_takes_the_directory_of_the_settings(artifacts, write, fsdp_comm):
+def test_accept_uses_the_snapshot_dir_setting(artifacts, write, fsdp_comm):
     (artifacts / "snapshots").rename(artifacts / "reviewed")
     # Settings are read despite a missing plugin and a broken conftest.py.
     write("pytest.ini", "[pytest]\naddopts = --nope\nfsdp_comm_snapshot_dir = reviewed\n")
     write("conftest.py", "raise RuntimeError\n")
     assert fsdp_comm("accept", "ci").status == 0
     assert (artifacts / "reviewed" / COMM).read_text() == NEW
-    # The same as in a directory above the project.
+    # As in a directory above the project.
     write("pytest.ini", "[pytest]\n")
     assert "there is no snapshot directory snapshots" in fsdp_comm("accept", "ci").err
     assert not (artifacts / "snapshots").exists()
 
 
-def test_accept_names_settings_that_pytest_cannot_read(artifacts, write, fsdp_comm):
+def test_accept_reports_unreadable_settings(artifacts, write, fsdp_comm):
     write("pytest.ini", "[pytest\n")
     done = fsdp_comm("accept", "ci")
     assert done.status == 2
@@ -134,7 +134,7 @@ def test_accept_without_artifacts_is_an_error(project, fsdp_comm):
     assert "has no directory 'received'" in done.err
 
 
-def test_accept_names_a_file_it_cannot_write(artifacts, fsdp_comm, monkeypatch):
+def test_accept_reports_an_unwritable_file(artifacts, fsdp_comm, monkeypatch):
     write_all = accepting.write_atomically
 
     def write_some(path, text):

@@ -45,7 +45,7 @@ def test_diff_without_compared_changes_exits_with_0(write, fsdp_comm):
     ]
 
 
-def test_a_recording_is_compared_with_a_snapshot(write, fsdp_comm):
+def test_diff_compares_a_recording_with_a_snapshot(write, fsdp_comm):
     write("one.json", dump_recordings([recording(1)]))
     write("more.json", dump_recordings([recording(1, calls=3)]))
     result = fsdp_comm("diff", "one.json", "more.json")
@@ -74,7 +74,7 @@ backward model.layers.{0..3} unshard x1
 """
 
 
-def test_the_tree_of_a_test_explains_what_it_sends(write, fsdp_comm):
+def test_diff_explains_communication_by_the_tree(write, fsdp_comm):
     comm, tree = EXAMPLE.read_text(), EXAMPLE.with_suffix(".tree.comm").read_text()
     unsharded = "".join(line for line in comm.splitlines(keepends=True) if line not in RESHARD_ROWS)
     unsharded = unsharded.replace("x9 1_446_144 B", "x5 854_272 B").replace("558_336", "854_272")
@@ -88,7 +88,7 @@ def test_the_tree_of_a_test_explains_what_it_sends(write, fsdp_comm):
     assert f"{likely}True -> False, as the tree shows\n" in fsdp_comm("diff", "old", "new").out
 
 
-def test_directories_are_compared_file_by_file(write, fsdp_comm):
+def test_diff_compares_directories_file_by_file(write, fsdp_comm):
     frozen = TREE.replace("float32[8] dp", "float32[8] frozen dp")
     for side, tree in (("old", TREE), ("new", frozen)):
         write(f"{side}/test_a/test_x.ws4.tree.comm", tree)
@@ -114,7 +114,7 @@ def test_directories_are_compared_file_by_file(write, fsdp_comm):
         (["gone.comm", "a.comm"], "there is no file gone.comm"),
     ],
 )
-def test_incomparable_files_are_an_error(write, fsdp_comm, arguments, problem):
+def test_diff_refuses_incomparable_files(write, fsdp_comm, arguments, problem):
     write("a.comm", OLD)
     write("d/x", "")
     result = fsdp_comm("diff", *arguments)
@@ -185,7 +185,7 @@ def test_git_diff_reports_an_unmerged_file(fsdp_comm):
     assert result.lines == ["a.ws8.comm: unmerged; resolve the conflict, or check out one side"]
 
 
-def test_broken_file_does_not_hide_other_diffs(write, fsdp_comm):
+def test_diff_of_a_broken_file_keeps_other_diffs(write, fsdp_comm):
     write("a/x.ws8.comm", OLD)
     write("b/x.ws8.comm", NEW)
     write("a/y.ws8.comm", OLD)

@@ -1,4 +1,4 @@
-"""Commands on docs/command-line.md exist."""
+"""docs/command-line.md: its commands are valid, and it names every command."""
 
 import re
 import shlex
@@ -29,12 +29,12 @@ def commands(monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_is_understood(commands, command):
+def test_commands_on_the_page_are_parsed(commands, command):
     assert main(shlex.split(command, comments=True)) == 0
     assert len(commands) == 1
 
 
-def test_every_command_has_its_place_on_the_page(capsys):
+def test_page_names_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = set(re.findall(r"^    ([a-z-]+)\b", capsys.readouterr().out, re.MULTILINE))
@@ -48,7 +48,6 @@ def test_every_command_has_its_place_on_the_page(capsys):
     } == listed
     for name in listed:
         assert f"fsdp-comm {name}" in PAGE
-        # Each describes its exit status and its arguments.
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0

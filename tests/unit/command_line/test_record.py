@@ -25,7 +25,7 @@ import pytest
         ),
     ],
 )
-def test_wrong_arguments_are_errors(write, fsdp_comm, arguments, text):
+def test_record_rejects_wrong_arguments(write, fsdp_comm, arguments, text):
     write("train.py", "raise SystemExit('it ran')")
     done = fsdp_comm("record", *arguments)
     assert (done.status, done.out, done.err) == (2, "", f"fsdp-comm: {text}\n")

@@ -64,7 +64,7 @@ def test_show_several_files_prints_a_table(write, fsdp_comm):
     assert "a.ws64.comm:" in lines
 
 
-def test_ranks_that_differ_are_summed_up_and_labelled(write, fsdp_comm):
+def test_show_sums_up_ranks_that_differ(write, fsdp_comm):
     write("two.json", dump_recordings([recording(0), recording(1, calls=2)]))
     run = fsdp_comm("show", "two.json")
     assert "calls and bytes of all 2 ranks together (they differ)" in run.lines
@@ -72,7 +72,7 @@ def test_ranks_that_differ_are_summed_up_and_labelled(write, fsdp_comm):
     assert re.search(r"x2 of 8 B float32 ranks 1$", run.out, re.MULTILINE)
 
 
-def test_objects_are_not_shown_as_0_bytes(write, fsdp_comm):
+def test_show_prints_objects_as_unknown_size(write, fsdp_comm):
     sent = recording(0)
     objects = [replace(event, source=Source.OBJECT) for event in sent.collectives]
     write("objects.json", dump_recordings([replace(sent, collectives=tuple(objects))]))
@@ -111,7 +111,7 @@ def test_show_tree_prints_units_and_parameters(write, fsdp_comm):
         ("a.json", None, "there is no file a.json"),
     ],
 )
-def test_an_unreadable_file_is_an_error_with_its_line(write, fsdp_comm, name, content, problem):
+def test_show_names_the_line_of_a_broken_file(write, fsdp_comm, name, content, problem):
     if content is not None:
         write(name, content)
     run = fsdp_comm("show", name)
@@ -121,18 +121,18 @@ def test_an_unreadable_file_is_an_error_with_its_line(write, fsdp_comm, name, co
     assert "Nothing was overwritten" not in run.err
 
 
-def test_directory_is_rejected(fsdp_comm):
+def test_show_rejects_a_directory(fsdp_comm):
     assert "is a directory; expected a snapshot" in fsdp_comm("show", ".").err
 
 
-def test_recordings_of_different_worlds_are_not_merged(write, fsdp_comm):
+def test_show_rejects_recordings_of_two_worlds(write, fsdp_comm):
     write("two.json", dump_recordings([recording(0), recording(0)]))
     run = fsdp_comm("show", "two.json")
     assert run.status == 2
     assert "expected one recording for each rank and one world size, got ranks 0, 0" in run.err
 
 
-def test_a_saved_file_without_recordings_is_refused(write, fsdp_comm):
+def test_show_rejects_a_file_without_recordings(write, fsdp_comm):
     write("none.json", dump_recordings([]))
     run = fsdp_comm("show", "none.json")
     assert (run.status, run.err) == (
@@ -142,7 +142,7 @@ def test_a_saved_file_without_recordings_is_refused(write, fsdp_comm):
     )
 
 
-def test_the_console_script_is_the_program():
+def test_console_script_runs_main():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["fsdp-comm"].partition(":")
     assert getattr(importlib.import_module(module), name) is main
@@ -168,7 +168,7 @@ def test_program_starts_without_torch_and_pytest(write, project):
 
 
 @pytest.mark.parametrize("command", ["show", "diff"])
-def test_names_in_a_file_cannot_steer_the_terminal(write, fsdp_comm, command):
+def test_show_escapes_control_characters(write, fsdp_comm, command):
     text = format_profile(sample_profiles.profile(tensor_parallel=True))
     hostile = text.replace("tp=", r"tp\x1b\x0a::error::\u202e=").replace(
         "[tp]", r"[tp\x1b\x0a::error::\u202e]"

@@ -51,7 +51,7 @@ def recorded(write):
     return write_all
 
 
-def test_a_script_is_run_by_its_path(recorded, fsdp_comm, project):
+def test_written_test_runs_the_script_by_path(recorded, fsdp_comm, project):
     recorded()
     done = fsdp_comm("test", "step.json")
     assert (done.status, done.err) == (0, "")
@@ -77,13 +77,13 @@ def test_written_test_has_hosts_of_the_recording(recorded, fsdp_comm, project):
 """ in (project / "test_train.py").read_text()
 
 
-def test_the_page_shows_what_is_written(write, fsdp_comm, project):
+def test_page_shows_the_written_test(write, fsdp_comm, project):
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "record.md").read_text()
     (code,) = re.findall(r"(?ms)^```python no-run\n(.*?)^```$", page)
     run = ScriptRun(
         script="train.py", arguments=("--lr", "0.1"), is_module=False, first_step=3, last_step=3
     )
-    ranks = {rank: dump_recordings([own_recording(rank)]) for rank in range(4)}
+    ranks = {rank: dump_recordings([recording_of_4(rank)]) for rank in range(4)}
     write("step.json", join_recordings(ranks, run))
     write("step.tree.comm", TREE)
     write("train.py", "")
@@ -91,7 +91,7 @@ def test_the_page_shows_what_is_written(write, fsdp_comm, project):
     assert (project / "test_train.py").read_text() == code
 
 
-def own_recording(rank):
+def recording_of_4(rank):
     return replace(recording(rank), world_size=4)
 
 
@@ -102,7 +102,7 @@ def own_recording(rank):
         ("pkg.train", '"pkg.train",'),
     ],
 )
-def test_a_test_elsewhere_names_its_script(recorded, fsdp_comm, project, script, line):
+def test_written_test_elsewhere_finds_its_script(recorded, fsdp_comm, project, script, line):
     is_module = ".py" not in script
     recorded(script, is_module=is_module)
     assert fsdp_comm("test", "step.json", "-o", "tests/test_it.py").status == 0
@@ -126,7 +126,7 @@ def test_a_test_elsewhere_names_its_script(recorded, fsdp_comm, project, script,
         ("python_files = *.py\ntestpaths = tests", "tests/own.py", True),
     ],
 )
-def test_test_is_written_where_pytest_collects(
+def test_default_output_is_where_pytest_collects(
     recorded, write, fsdp_comm, *, project, settings, place, is_collected
 ):
     recorded()
@@ -172,7 +172,7 @@ def test_missing_script_is_named(recorded, fsdp_comm, project):
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "setup.py", ""])
-def test_snapshots_are_in_the_root_without_settings(
+def test_snapshots_without_settings_are_in_rootdir(
     recorded, write, fsdp_comm, *, project, monkeypatch, file
 ):
     (project / "pytest.ini").unlink()

@@ -64,7 +64,7 @@ wholes = st.builds(
 
 
 @given(wholes)
-def test_every_value_comes_back_as_it_was(whole):
+def test_values_round_trip(whole):
     assert load_document(Whole, "whole", 1, dump_document("whole", 1, whole)) == whole
     assert load_tagged({"Part": Part, "Whole": Whole}, dump_tagged(whole)) == whole
 
@@ -102,7 +102,7 @@ def test_other_objects_become_their_repr():
         ({"path": 1}, "whole.path: expected a path, got 1"),
     ],
 )
-def test_a_wrong_field_is_named_with_what_came(change, complaint):
+def test_wrong_field_error_names_field_and_value(change, complaint):
     whole = to_json(Whole(colour=Colour.RED, seconds=1.0, path=Path("p"), kind="a"))
     text = json.dumps({"kind": "whole", "version": 1, "value": {**whole, **change}})
     with pytest.raises(CodecError) as caught:
@@ -111,12 +111,12 @@ def test_a_wrong_field_is_named_with_what_came(change, complaint):
 
 
 @pytest.mark.parametrize("text", ["", "[", "3", "null", "{}", '{"kind": "whole", "version": 2}'])
-def test_another_document_is_refused(text):
+def test_load_document_rejects_other_documents(text):
     with pytest.raises(CodecError, match="expected a whole"):
         load_document(Whole, "whole", 1, text)
 
 
 @pytest.mark.parametrize("text", ['{"type": "Other"}', "{}", "[]", '{"type": ["Part"]}'])
-def test_another_message_is_refused(text):
+def test_load_tagged_rejects_other_messages(text):
     with pytest.raises(CodecError, match="message: expected one of Part, Whole, got"):
         load_tagged({"Part": Part, "Whole": Whole}, text)

@@ -61,7 +61,7 @@ def blocks(first, length, distance, count):
         # A run of another length ends the fold and does not start one.
         ([0, 2, 4, 6, 8, 9], "0-6/2,8-9"),
         ([0, 1, 3, 5, 7, 9], "0-1,3-9/2"),
-        # Two ranks of each eight that form a run across the border between eights.
+        # Two ranks of every eight; the last of one eight and the first of the next form a run.
         (sorted({*range(0, 4096, 8), *range(7, 4096, 8)}), "0,7-4088:2/8,4095"),
         # The first 32 of dp in each of 4 stages, for one rank of tp.
         (
@@ -111,14 +111,14 @@ SETS = ranks_of_meshes() | st.sets(st.integers(0, 200), min_size=1).map(sorted)
 
 
 @given(SETS)
-def test_a_text_says_just_the_ranks_it_was_written_for(ranks):
+def test_write_ranks_round_trips(ranks):
     text = write_ranks(ranks)
     assert re.fullmatch(RANKS_PATTERN, text)
     assert read_ranks(text, ranks[-1] + 1) == tuple(ranks)
     assert expanded(text) == ranks
 
 
-def test_each_set_of_ranks_has_a_text_of_its_own():
+def test_different_ranks_have_different_texts():
     sets = [[rank for rank in range(13) if number >> rank & 1] for number in range(1, 1 << 13)]
     assert len({write_ranks(ranks) for ranks in sets}) == len(sets)
 

@@ -11,7 +11,7 @@ import pytest
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
 
-def test_a_path_is_relative_to_what_it_lies_below(tmp_path, monkeypatch):
+def test_show_path_is_relative_to_its_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     inside = str(tmp_path / "src" / "model.py")
     assert show_path(inside) == "src/model.py"
