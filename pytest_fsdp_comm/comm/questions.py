@@ -172,7 +172,7 @@ def _no_owner(asked: str, names: Names) -> str:
     patterns = fold_fqns(names.owners)
     listed = ", ".join(part for part in (_listed(patterns), NO_MODULE) if part)
     if names.has_model:
-        return f"{missing} in the model that comm_mode was given; expected one of {listed}"
+        return f"{missing} in the model passed to comm_mode; expected one of {listed}"
     return (
         f"{missing} among those that ran, and a bare `with comm_mode:` knows no others; use "
         f"`with comm_mode(model):`, or one of {listed}"

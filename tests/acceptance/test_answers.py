@@ -70,7 +70,7 @@ E        +    where counts = <CommMode: 9 collectives, 9.6 KiB>*
 E       AssertionError: assert (6 + 1) == 2
 *
 >       assert stepped.counts("all_gather", owner="layers.0") == 0
-E       *RecordingError: there is no module 'layers.0' in the model that comm_mode was given; *
+E       *RecordingError: there is no module 'layers.0' in the model passed to comm_mode; *
 *
 E       AssertionError: assert 3 == 4, where 3 is counts('all_gather', phase='forward')
 E         forward {0..2} all_gather[[]dp] x1 of 1_088 B at tests/sub/test_model.py:19

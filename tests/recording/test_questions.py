@@ -28,7 +28,7 @@ MODULES = (
     "expected one of (root), embed, head, layers, layers.{0..1}, layers.{0..1}.down, "
     "layers.{0..1}.up, (no-module)"
 )
-IN_MODEL = "in the model that comm_mode was given"
+IN_MODEL = "in the model passed to comm_mode"
 MISTAKES = {
     "a kind": (
         {"kind": "all_gathr"},
