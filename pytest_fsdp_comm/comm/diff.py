@@ -11,13 +11,13 @@ from typing import Literal, TypeAlias
 from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.causes import Cause, Seen, find_causes, swapped_axes
+from pytest_fsdp_comm.comm.explanation.causes import Cause, Inputs, find_causes, swapped_axes
 from pytest_fsdp_comm.comm.explanation.search import Explanation, explain
 from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.explanation.training import (
     TrainingChange,
     find_training_changes,
-    says,
+    reports_step,
 )
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
 from pytest_fsdp_comm.comm.profile import (
@@ -119,7 +119,7 @@ class Comparison:
             for step in cause.steps
         }
         others = sorted(
-            (step for step in steps if not says(self.training, step)),
+            (step for step in steps if not reports_step(self.training, step)),
             key=lambda step: (places.get(id(step), (True, False)), _is_counterpart(step)),
         )
         return (*self.training, *others)
@@ -161,7 +161,7 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     explanation = explain(old, new)
     causes = find_causes(
         explanation,
-        Seen(old=old, new=new, trees=evidence),
+        Inputs(old=old, new=new, trees=evidence),
         is_same_mesh=all(one.subject != "frame" for one in frames),
     )
     of_torch = [step for cause in causes if cause.is_of_torch for step in cause.steps]

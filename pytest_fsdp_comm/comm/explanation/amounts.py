@@ -29,14 +29,15 @@ from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey, alike_but
 from pytest_fsdp_comm.text.words import itemsize
 
-# Note [Guessed amounts]: a proposal here is a guess with all its numbers, taken from the ratios
-# that most rows show; whether it is true of the others shows when it is applied. That a fraction
-# divides all of its counts or bytes is checked at once: a number that is made up for one that it
-# does not divide would be hidden by a later step that writes the same row.
+# Each proposal guesses its factor from the ratios of most rows; applying it shows whether the other
+# rows agree. Fractions are proposed only if all products are whole numbers: a later step that
+# writes the same rows could hide a rounded one.
 
+
+_ONE: Final = Fraction(1)
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 _MOST_TERMS: Final = 64
-"""The largest product of a ratio's sides that is told: 3/2 is, 129/65 is a coincidence."""
+"""Largest product of a ratio's terms: 3/2 is a change, 129/65 a coincidence."""
 _MOST_RATIOS: Final = 3
 
 
@@ -45,27 +46,23 @@ class Scope(Enum):
 
     EVERYTHING = auto()
     PASSES = auto()
-    """Forward, backward and recomputation, with gradients of parameters by a ratio of their own."""
+    """Forward, backward and recomputation; gradient reductions have a separate factor."""
     PASSES_AND_OUTSIDE = auto()
-    """The same, and what is outside of them."""
+    """The same, and the outside phase."""
     FORWARD = auto()
     ACTIVATIONS = auto()
-    """Activations, and the redistributions that send them."""
     OPTIMIZER = auto()
-    """The optimizer's phase, with clipping."""
 
     def includes(self, key: RowKey, call: Calls, content: Content) -> bool:
-        """Whether the count of a call changes."""
         match self:
             case Scope.EVERYTHING:
                 return True
             case Scope.OPTIMIZER:
                 return key.phase is Phase.OPTIMIZER
             case Scope.FORWARD:
-                # What is kept after forward is there for the next one.
-                return key.phase is Phase.FORWARD and not (
-                    is_of_unit(key, call) and content.is_kept
-                )
+                # A unit that stays unsharded is not gathered for the next forward.
+                stays_unsharded = is_of_unit(key, call) and content.stays_unsharded
+                return key.phase is Phase.FORWARD and not stays_unsharded
         is_outside = self is Scope.PASSES_AND_OUTSIDE and key.phase is Phase.OUTSIDE
         if not (key.phase in _PASSES or is_outside) or is_of_gradients(key, call, content):
             return False
@@ -82,17 +79,17 @@ class Counts(GlobalStep):
     scope: Scope
     factor: Fraction
     has_activations: bool
-    """Whether any of it is activations: without them, only gathers tell of forwards."""
+    """Whether any calls send activations; otherwise only gathers show the number of forwards."""
     reductions: Fraction = Fraction(1)
-    """How often gradients are reduced, where the scope leaves them out."""
-    kept: tuple[Owner, ...] = ()
-    """Units that a scope of forward leaves out, since they are kept after it for the next one."""
+    """Factor of gradient reductions, for scopes that do not include them."""
+    excluded: tuple[Owner, ...] = ()
+    """Units that the forward scope ignores, because they stay unsharded."""
 
     @property
     def description_cost(self) -> float:
-        # More for fractions, and where it is not said of everything.
-        whole = self.factor.numerator == 1 or self.factor.denominator == 1
-        return (2.0 if whole else 3.0) + (0.0 if self.scope is Scope.EVERYTHING else 0.5)
+        # Prefer n and 1/n, and changes of all counts.
+        is_simple = self.factor.numerator == 1 or self.factor.denominator == 1
+        return (2.0 if is_simple else 3.0) + (0.0 if self.scope is Scope.EVERYTHING else 0.5)
 
     def change(self, row: Row, content: Content) -> Row:
         calls = tuple(
@@ -108,7 +105,7 @@ class Counts(GlobalStep):
         return self.reductions if is_other and is_of_gradients(key, call, content) else _ONE
 
     def fits(self, contents: Iterable[Content]) -> bool:
-        """Whether all counts that change can be multiplied."""
+        """Whether all changed counts are whole numbers."""
         return self.factor.denominator == self.reductions.denominator == 1 or not any(
             call.count % self._factor_of(key, call, content).denominator
             for content in contents
@@ -129,43 +126,40 @@ class Counts(GlobalStep):
                 return key.phase in _PASSES
 
 
-_ONE: Final = Fraction(1)
-
-
 def propose_counts(between: Between) -> Iterator[Step]:
     """Propose changes of counts."""
-    contents = set(between.state.values())
-    sends = any(call.role == Role.ACTIVATIONS for one in contents for _, call in one.calls())
+    unique = set(between.state.values())
+    sends = any(call.role == Role.ACTIVATIONS for content in unique for _, call in content.calls())
     reductions = _ratios(
-        (count_of(before), count_of(after), len(alike.owners))
-        for alike in between.alike
-        for key, before, after in alike.rows
+        (count_of(before), count_of(after), len(group.owners))
+        for group in between.differences
+        for key, before, after in group.rows
         if key.axis
         and before
-        and all(is_of_gradients(key, call, alike.old) for row in before for call in row.calls)
+        and all(is_of_gradients(key, call, group.old) for row in before for call in row.calls)
     )
     for scope in Scope:
         pairs = (
-            (count_of(before), count_of(after), len(alike.owners))
-            for alike in between.alike
-            for key, before, after in alike.rows
-            if before and scope.includes(key, before[0].calls[0], alike.old)
+            (count_of(before), count_of(after), len(group.owners))
+            for group in between.differences
+            for key, before, after in group.rows
+            if before and scope.includes(key, before[0].calls[0], group.old)
         )
         for ratio in _ratios(pairs):
-            # Other scopes leave no unit out.
+            # Only the forward scope excludes units.
             units = between.state.items() if scope is Scope.FORWARD else ()
-            kept = tuple(owner for owner, content in units if content.is_kept)
-            step = Counts(scope=scope, factor=ratio, has_activations=sends, kept=kept)
+            excluded = tuple(owner for owner, content in units if content.stays_unsharded)
+            step = Counts(scope=scope, factor=ratio, has_activations=sends, excluded=excluded)
             has_others = scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
-            for often in (_ONE, *reductions) if has_others else (_ONE,):
-                guess = replace(step, reductions=often)
-                if guess.fits(contents):
+            for reductions_factor in (_ONE, *reductions) if has_others else (_ONE,):
+                guess = replace(step, reductions=reductions_factor)
+                if guess.fits(unique):
                     yield guess
 
 
 def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
-    """The ratios that hold for most of what was, what is, and in how many modules."""
-    # Few pairs occur, in many modules, and fractions are slow to make.
+    """Return the most common ratios of `pairs`: old value, new value, number of modules."""
+    # Modules share few pairs, and fractions are slow to create.
     weights: Counter[tuple[int, int]] = Counter()
     for old, new, weight in pairs:
         if old and new and old != new:
@@ -184,15 +178,15 @@ class _Scaled(GlobalStep):
     order: ClassVar[int] = 3
     factor: Fraction
     new: str = ""
-    """The element type; empty for that which each has."""
+    """The new dtype; empty if it does not change."""
 
-    def is_meant(self, key: RowKey, call: Calls) -> bool:
+    def is_affected(self, key: RowKey, call: Calls) -> bool:
         raise NotImplementedError
 
     def fits(self, state: State) -> bool:
-        """Whether all bytes that are meant can be scaled."""
+        """Whether all changed sizes are whole numbers."""
         return self.factor.denominator == 1 or not any(
-            call.nbytes % self.factor.denominator and self.is_meant(key, call)
+            call.nbytes % self.factor.denominator and self.is_affected(key, call)
             for content in set(state.values())
             for key, call in content.calls()
         )
@@ -200,7 +194,7 @@ class _Scaled(GlobalStep):
     def change(self, row: Row, content: Content) -> Row:
         calls = tuple(
             replace(call, nbytes=int(call.nbytes * self.factor), dtype=self.new or call.dtype)
-            if self.is_meant(row.key, call)
+            if self.is_affected(row.key, call)
             else call
             for call in row.calls
         )
@@ -214,36 +208,36 @@ class Sizes(_Scaled):
     kind: str = "sizes"
     factor: Fraction
     axis: str = ""
-    """That of gradients; empty for activations on all axes."""
+    """Axis of gradients; empty for activations, on all axes."""
     with_loss: bool = False
-    """What is sent for no module outside of forward and backward too, such as a parallel loss."""
+    """Whether calls without a role in the outside phase change too, such as a parallel loss."""
 
     @property
     def description_cost(self) -> float:
-        # More for fractions, and for one axis.
-        whole = self.factor.numerator == 1 or self.factor.denominator == 1
-        return 2.0 if whole and not self.axis else 2.5
+        # Prefer n and 1/n, and changes of activations.
+        is_simple = self.factor.numerator == 1 or self.factor.denominator == 1
+        return 2.0 if is_simple and not self.axis else 2.5
 
-    def is_meant(self, key: RowKey, call: Calls) -> bool:
+    def is_affected(self, key: RowKey, call: Calls) -> bool:
         if self.axis:
             return call.role == Role.GRADIENTS and key.axis == self.axis
         is_loss = self.with_loss and not call.role and key.phase is Phase.OUTSIDE
         return key.subject == "collective" and (call.role == Role.ACTIVATIONS or is_loss)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        return self.is_meant(key, call)
+        return self.is_affected(key, call)
 
 
 def propose_sizes(between: Between) -> Iterator[Step]:
     """Propose changes of the sizes of activations, and of gradients on an axis."""
-    found: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
-    for alike in between.alike:
-        for key, before, after in alike.rows:
+    sizes_by_part: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
+    for group in between.differences:
+        for key, before, after in group.rows:
             sizes, role = sizes_of(before, after), role_of(before)
             if sizes is not None and role == role_of(after):
                 axis = key.axis if role == Role.GRADIENTS else ""
-                found[role, axis].append((*sizes, len(alike.owners)))
-    for (role, axis), pairs in found.items():
+                sizes_by_part[role, axis].append((*sizes, len(group.owners)))
+    for (role, axis), pairs in sizes_by_part.items():
         for ratio in _ratios(pairs) if role in {Role.ACTIVATIONS, Role.GRADIENTS} else ():
             for with_loss in (False,) if axis else (False, True):
                 step = Sizes(factor=ratio, axis=axis, with_loss=with_loss)
@@ -257,13 +251,13 @@ class Dtype(_Scaled):
 
     kind: str = "dtype"
     factor: Fraction
-    """Bytes of the new type by those of the old."""
+    """Bytes of the new dtype, divided by those of the old."""
     parts: frozenset[tuple[str, str]]
-    """Roles, each with an axis."""
+    """Pairs of a role and an axis."""
     old: str
     new: str
     owners: frozenset[Owner] = frozenset()
-    """Whose; empty for all."""
+    """Modules whose dtype changed; empty for all."""
 
     @property
     def roles(self) -> frozenset[str]:
@@ -276,7 +270,7 @@ class Dtype(_Scaled):
     def includes(self, owner: Owner) -> bool:
         return not self.owners or owner in self.owners
 
-    def is_meant(self, key: RowKey, call: Calls) -> bool:
+    def is_affected(self, key: RowKey, call: Calls) -> bool:
         return (call.role, key.axis) in self.parts and call.dtype == self.old
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
@@ -286,26 +280,24 @@ class Dtype(_Scaled):
 
 def propose_dtypes(between: Between) -> Iterator[Step]:
     """Propose changes of the dtype of parameters, gradients and activations."""
-    found: dict[tuple[str, str, Fraction], dict[tuple[str, str], set[Owner]]] = {}
-    for alike in between.alike:
-        for key, before, after in alike.rows:
-            sizes, role = sizes_of(before, after), role_of(before)
-            old, new = (
-                sole((call.dtype for call in calls_of(rows)), "") for rows in (before, after)
-            )
-            is_changed = role and role == role_of(after) and old and new and old != new
+    candidates: dict[tuple[str, str, Fraction], dict[tuple[str, str], set[Owner]]] = {}
+    for group in between.differences:
+        for key, was, now in group.rows:
+            sizes, role = sizes_of(was, now), role_of(was)
+            old, new = (sole((call.dtype for call in calls_of(rows)), "") for rows in (was, now))
+            is_changed = role and role == role_of(now) and old and new and old != new
             if not (is_changed and sizes and all(sizes)):
                 continue
-            # Bytes change as the element type does; of several types, nobody knows.
+            # Bytes must change with the element size, which is unknown for several dtypes.
             if "+" in old + new or sizes[1] * itemsize(old) == sizes[0] * itemsize(new):
-                parts = found.setdefault((old, new, Fraction(sizes[1], sizes[0])), {})
-                parts.setdefault((role, key.axis), set()).update(alike.owners)
-    for (old, new, factor), owners in found.items():
+                parts = candidates.setdefault((old, new, Fraction(sizes[1], sizes[0])), {})
+                parts.setdefault((role, key.axis), set()).update(group.owners)
+    for (old, new, factor), owners in candidates.items():
         by_role = [{part for part in owners if part[0] == role} for role, _ in owners]
         choices = [set(owners), *by_role, *({part} for part in owners)]
         for chosen in dict.fromkeys(map(frozenset, choices)):
             changed = frozenset(owner for part in chosen for owner in owners[part])
-            for some in (frozenset[Owner](), changed):
-                step = Dtype(parts=chosen, old=old, new=new, factor=factor, owners=some)
+            for limit in (frozenset[Owner](), changed):
+                step = Dtype(parts=chosen, old=old, new=new, factor=factor, owners=limit)
                 if step.fits(between.state):
                     yield step

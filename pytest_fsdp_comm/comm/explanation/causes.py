@@ -18,10 +18,18 @@ from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step, se
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.text.fqn import name_owners
 
-# Note [Causes]: a step is exact, so its cause explains all of its rows. The rule for a kind of step
+# A step is exact, so its cause explains all of its rows. The rule for a kind of step
 # names every known cause of these rows, except causes that the recordings, the trees of the test or
 # a change of torch rule out. Separate rules handle several steps together, and leftover rows.
 # docs/causes.md lists the causes; `tests/regressions/look_alikes.json` has similar changes.
+
+_NORM_NBYTES: Final = 8  # a float64
+NO_BACKWARD: Final = "forwards without a backward, such as an evaluation"
+_MODEL_DTYPE: Final = "the dtype of the model's parameters"
+_REDUCES_IN_FLOAT32: Final = (2, 15)
+"""The first torch whose FSDP2 reduces in the parameter's dtype if ``reduce_dtype`` is unset, and
+casts partial gradients before DTensor reduces them. Older ones, and FSDP1 in all versions, use
+``param_dtype`` for both. Recorded with torch 2.13.0 and 2.15.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Inputs:
     """Evidence for causes: both recordings, and the trees of the same comparison."""
 
     old: CommProfile
@@ -56,39 +64,39 @@ class Seen:
 
 
 def _is_regression(step: Replaced) -> bool:
-    """Whether a step is a regression if its cause is known."""
+    """Whether the cause of a step, if known, is a regression."""
     match step.kind:
         case "reduced times" | "redistributed" | "gathered in full" | "called":
             return True
         case "gathered in backward" | "used in backward" | "split off":
-            return step.came
+            return step.is_added
         case "phase":
-            return step.facts["has_norms"] and not step.came
-    return step.kind == "unit" and not step.came
+            return step.facts["has_norms"] and not step.is_added
+    return step.kind == "unit" and not step.is_added
 
 
 def find_causes(
-    explanation: Explanation, seen: Seen, *, is_same_mesh: bool = True
+    explanation: Explanation, inputs: Inputs, *, is_same_mesh: bool = True
 ) -> tuple[Cause, ...]:
     """Find the probable causes of a diff: regressions first, changes of torch last."""
-    found = [
-        *_roots(explanation, seen),
-        *swapped_axes(*seen.sides),
-        *_norms_one_by_one(explanation, seen),
-        *_left_gathered(explanation, seen),
-        *_evaluations(explanation, seen),
+    causes = [
+        *_roots(explanation, inputs),
+        *swapped_axes(*inputs.sides),
+        *_norms_one_by_one(explanation, inputs),
+        *_left_unsharded(explanation, inputs),
+        *_evaluations(explanation, inputs),
     ]
-    explained = [step for cause in found for step in cause.steps]
+    explained = [step for cause in causes for step in cause.steps]
     for step in explanation.steps:
         is_of_mesh = step.kind in {"sizes", "redistributed"} and not is_same_mesh
         # If rows are left over, gathers may have moved into recomputation from elsewhere.
         is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
-            text = _cause(step, seen)
-            is_of_torch = isinstance(step, Dtype) and text == _reading_of_torch(step, seen) != ""
-            found.append(Cause(text=text, steps=(step,), is_of_torch=is_of_torch))
-    found += _prefetching(explanation, seen)
-    unique = {cause.text: cause for cause in found if cause.text}
+            text = _cause(step, inputs)
+            is_of_torch = isinstance(step, Dtype) and text == _change_of_torch(step, inputs) != ""
+            causes.append(Cause(text=text, steps=(step,), is_of_torch=is_of_torch))
+    causes += _prefetching(explanation, inputs)
+    unique = {cause.text: cause for cause in causes if cause.text}
     return tuple(
         sorted(unique.values(), key=lambda cause: (not cause.is_of_regression, cause.is_of_torch))
     )
@@ -103,57 +111,59 @@ _MISSING_ROOT: Final = (
 )
 
 
-def _roots(explanation: Explanation, seen: Seen) -> list[Cause]:
-    """Detect a root unit that is gone or not called, so that the units below act as roots."""
-    gone, kept = (
+def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
+    """Detect that the root unit was removed or is not called, so that units below become roots."""
+    lost_roots, unresharded = (
         [
             step
             for step in explanation.steps
-            if isinstance(step, Replaced) and step.kind == kind and not step.came
+            if isinstance(step, Replaced) and step.kind == kind and not step.is_added
         ]
         for kind in ("unit", "freed")
     )
-    gone = [step for step in gone if step.owners == (ROOT_FQN,)]
-    trees = seen.trees
+    lost_roots = [step for step in lost_roots if step.owners == (ROOT_FQN,)]
+    trees = inputs.trees
     if trees is not None and trees.lost_root:
-        # Units that came with it are in one tree alone.
-        kept = [step for step in kept if trees.units.intersection(step.owners) <= trees.new_roots]
-        # A forward alone reduces nothing anyway.
-        reduces = any(role_of((row,)) == Role.GRADIENTS for row in seen.old.rows)
+        # Units of one tree only were added or removed with the root.
+        unresharded = [
+            step for step in unresharded if trees.units.intersection(step.owners) <= trees.new_roots
+        ]
+        # Without a backward, the snapshot has no reductions to lose.
+        reduces = any(role_of((row,)) == Role.GRADIENTS for row in inputs.old.rows)
         text = trees.lost_root if reduces else trees.lost_root.replace(_NOT_REDUCED, "")
-        return [Cause(text=text, steps=(*gone, *kept), is_unwanted=True)]
+        return [Cause(text=text, steps=(*lost_roots, *unresharded), is_unwanted=True)]
     is_alone = any(
-        (one.subject, one.key.phase, one.after[-1][0]) == ("ahead", Phase.BACKWARD, 0)
-        for one in explanation.timings
+        (change.subject, change.key.phase, change.after[-1][0]) == ("ahead", Phase.BACKWARD, 0)
+        for change in explanation.timings
     )
-    if trees is None and gone and (kept or is_alone):
-        return [Cause(text=_MISSING_ROOT, steps=(*gone, *kept))]
+    if trees is None and lost_roots and (unresharded or is_alone):
+        return [Cause(text=_MISSING_ROOT, steps=(*lost_roots, *unresharded))]
     return []
 
 
 def swapped_axes(old: CommProfile, new: CommProfile) -> Iterator[Cause]:
-    """Name axes of a mesh that change places."""
+    """Yield causes for mesh axes that swapped places or sizes."""
     was, now = (
         {axis.name: (axis.size, axis.dims[0][1]) for axis in side.mesh_axes if len(axis.dims) == 1}
         for side in (old, new)
     )
-    for one, other in combinations(sorted(was.keys() & now.keys()), 2):
-        sizes, strides = zip(was[one], was[other], strict=True)
-        new_sizes, new_strides = zip(now[one], now[other], strict=True)
+    for first, second in combinations(sorted(was.keys() & now.keys()), 2):
+        sizes, strides = zip(was[first], was[second], strict=True)
+        new_sizes, new_strides = zip(now[first], now[second], strict=True)
         if (strides[0] < strides[1]) != (new_strides[0] < new_strides[1]):
-            inner = one if new_strides[0] < new_strides[1] else other
-            text = f"mesh axes {one} and {other} are swapped: {inner} is now the inner one"
+            inner = first if new_strides[0] < new_strides[1] else second
+            text = f"mesh axes {first} and {second} are swapped: {inner} is now the inner one"
             yield Cause(text=text, is_unwanted=True)
         elif new_sizes == sizes[::-1] != sizes:
-            yield Cause(text=f"the sizes of {one} and {other} are swapped", is_unwanted=True)
+            yield Cause(text=f"the sizes of {first} and {second} are swapped", is_unwanted=True)
 
 
-def _norms_one_by_one(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
-    """Detect norms that were stacked and reduced in one call, and now in one call each."""
-    (was, norms_before), (now, norms) = map(_reduced_norms, seen.sides)
-    gone, came = was - now, now - was
-    nbytes = [sum(size * count for size, count in calls.items()) for calls in (gone, came)]
-    is_single = gone and came and max(came) <= _NORM_NBYTES < min(gone)
+def _norms_one_by_one(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
+    """Detect norms that were stacked and reduced in one call, and now have one call each."""
+    (was, norms_before), (now, norms) = map(_reduced_norms, inputs.sides)
+    removed, added = was - now, now - was
+    nbytes = [sum(size * count for size, count in calls.items()) for calls in (removed, added)]
+    is_single = removed and added and max(added) <= _NORM_NBYTES < min(removed)
     if norms > norms_before and is_single and nbytes[1] <= nbytes[0]:
         kinds = {"phase", "gathered in full", "redistributed"}
         steps = [step for step in explanation.steps if step.kind in kinds]
@@ -164,11 +174,8 @@ def _norms_one_by_one(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
         yield Cause(text=text, steps=tuple(steps), is_unwanted=True)
 
 
-_NORM_NBYTES: Final = 8  # at most
-
-
 def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
-    """Sums in the phases that reduce norms of DTensors, by their bytes, and how many norms."""
+    """Count all-reduces by bytes in phases that reduce norms of DTensors, and the norms."""
     norms, calls = Counter[Phase](), Counter[int]()
     rows = [row for row in profile.rows if row.owner is None]
     for row in rows:
@@ -179,87 +186,88 @@ def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
     return calls, norms.total()
 
 
-def _left_gathered(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
-    """Detect units that are no longer resharded after the step or backward, and nothing else."""
+def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
+    """Detect diffs that only lack reshards of units, after the step or after backward."""
     rows = set(explanation.before) ^ set(explanation.after)
     was, now = (
         Counter({(row.owner, row.phase, row.what): row.count for row in side})
         for side in (explanation.before, explanation.after)
     )
-    acts = {(phase, what) for _, phase, what in was - now}
-    phases = {phase for phase, what in acts if what == "reshard"}
+    acts = {(phase, act) for _, phase, act in was - now}
+    phases = {phase for phase, act in acts if act == "reshard"}
     sent = [row for row in rows if row.subject != "reshard" and role_of((row,)) != Role.PARAMETERS]
     if explanation.steps or sent or now - was or (Phase.OUTSIDE, "unshard") in acts:
         return
     owners = {row.owner for row in rows}
     # An evaluation may have run a single unit.
-    has_others = not owners.issuperset(_acts(seen.new, Phase.FORWARD, "unshard"))
-    is_freed = any(now[owner, Phase.BACKWARD, "reshard"] for owner in owners)
-    left = f"{name_owners(owners)} left unsharded after"
+    has_others = not owners.issuperset(_acts(inputs.new, Phase.FORWARD, "unshard"))
+    is_resharded = any(now[owner, Phase.BACKWARD, "reshard"] for owner in owners)
+    prefix = f"{name_owners(owners)} left unsharded after"
     if phases == {Phase.OUTSIDE} and has_others:
-        yield Cause(text=f"{left} the step: is reshard() still called?", is_unwanted=True)
-    elif phases == {Phase.BACKWARD} and not is_freed:
-        text = f"{left} backward, e.g. by set_reshard_after_backward(False)"
+        yield Cause(text=f"{prefix} the step: is reshard() still called?", is_unwanted=True)
+    elif phases == {Phase.BACKWARD} and not is_resharded:
+        text = f"{prefix} backward, e.g. by set_reshard_after_backward(False)"
         yield Cause(text=text, is_unwanted=True)
 
 
-NO_BACKWARD: Final = "forwards without a backward, such as an evaluation"
-
-
-def _evaluations(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
-    """Detect evaluations: all units resharded after forward (or all) are gathered more often."""
+def _evaluations(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
+    """Detect evaluations: forward gathers all units more often, or all that it reshards."""
     phases = {row.phase for row in {*explanation.before} ^ {*explanation.after}}
-    freed, units = (_acts(seen.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
-    more = _more_acts(seen, Phase.FORWARD, "unshard").keys()
+    freed, units = (_acts(inputs.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
+    more = _more_acts(inputs, Phase.FORWARD, "unshard").keys()
     if phases - {Phase.OUTSIDE} == {Phase.FORWARD} and more and more >= (freed or units).keys():
         yield Cause(text=NO_BACKWARD)
 
 
-def _prefetching(explanation: Explanation, seen: Seen) -> Iterator[Cause]:
-    """Detect changed lists of modules to prefetch."""
-    timings = [one for one in explanation.timings if one.subject == "ahead"]
+def _prefetching(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
+    timings = [change for change in explanation.timings if change.subject == "ahead"]
     rows = (*explanation.before, *explanation.after)
-    is_left = any(role_of((row,)) == Role.PARAMETERS for row in rows)
-    for way in (Phase.FORWARD, Phase.BACKWARD):
-        found = [(one.before[-1][0], one.after[-1][0]) for one in timings if one.key.phase is way]
-        later = {after < before for before, after in found}
+    has_leftovers = any(role_of((row,)) == Role.PARAMETERS for row in rows)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        distances = [
+            (change.before[-1][0], change.after[-1][0])
+            for change in timings
+            if change.key.phase is phase
+        ]
+        later = {after < before for before, after in distances}
         if explanation.steps or not explanation.is_exact:
             later = set()
-        call, changed = f"set_modules_to_{way}_prefetch", f"{way}_prefetch"
-        trees = seen.trees
+        call, changed = f"set_modules_to_{phase}_prefetch", f"{phase}_prefetch"
+        trees = inputs.trees
         if later == {True} and (trees is None or {changed, "prefetch"} & trees.prefetching):
-            # Units that are roots of their own are gathered by themselves alone.
-            has_root = trees or way is Phase.FORWARD or _acts(seen.new, way, "reshard")[ROOT_FQN]
-            is_ahead = any(after for _, after in found)
+            # If each unit is a root, none prefetches another.
+            is_root_called = _acts(inputs.new, phase, "reshard")[ROOT_FQN]
+            has_root = trees or phase is Phase.FORWARD or is_root_called
+            is_ahead = any(after for _, after in distances)
             root = "" if has_root or is_ahead else ", or fully_shard on the root is missing"
-            yield Cause(text=f"less {way} prefetching ({call}; FSDP1: {changed}){root}")
+            yield Cause(text=f"less {phase} prefetching ({call}; FSDP1: {changed}){root}")
         elif trees is None and later == {True, False}:
             yield Cause(text=f"{call} lists different modules, or modules run in a different order")
-        elif trees is not None and changed in trees.prefetching and (found or is_left):
+        elif trees is not None and changed in trees.prefetching and (distances or has_leftovers):
             yield Cause(text=f"{call} lists different modules, as the tree shows")
 
 
 # Rules for one step.
 
 
-def _cause(step: Step, seen: Seen) -> str:
+def _cause(step: Step, inputs: Inputs) -> str:
     """Return the cause of a step; empty if none is known, or its sentence names it."""
     match step:
         case Counts():
-            return _of_counts(step, seen)
+            return _of_counts(step, inputs)
         case Sizes():
-            return _of_sizes(step, seen)
+            return _of_sizes(step, inputs)
         case Dtype():
-            return _of_dtype(step, seen)
+            return _of_dtype(step, inputs)
         case Replaced(kind="recomputed" | "phase" | "redistributed" | "gathered in full"):
             return _of_passes(step)
         case Replaced():
-            return _of_units(step, seen)
+            return _of_units(step, inputs)
     return ""
 
 
 def _gathers(profile: CommProfile) -> set[tuple[Owner, str, int, str]]:
-    """Which units gather parameters, over which axes, how many bytes in a call, in which type."""
+    """Return unit, axis, bytes per call and dtype of each gather of parameters."""
     return {
         (row.owner, row.axis, call.nbytes, call.dtype)
         for row in profile.collectives
@@ -281,18 +289,18 @@ def _acts(profile: CommProfile, phase: Phase, act: str) -> Counter[Owner]:
     return counts
 
 
-def _more_acts(seen: Seen, phase: Phase, act: str) -> Counter[Owner]:
-    was, now = (_acts(side, phase, act) for side in seen.sides)
+def _more_acts(inputs: Inputs, phase: Phase, act: str) -> Counter[Owner]:
+    was, now = (_acts(side, phase, act) for side in inputs.sides)
     return now - was
 
 
-def _of_counts(step: Counts, seen: Seen) -> str:
+def _of_counts(step: Counts, inputs: Inputs) -> str:
     is_whole = step.factor.denominator == 1
     if step.factor < 1 or not (is_whole or step.scope is Scope.FORWARD):
         return ""
     often = f"{step.factor} times as many"
     if step.scope is Scope.EVERYTHING:
-        rows = seen.new.collectives
+        rows = inputs.new.collectives
         if any(call.role == Role.GRADIENTS for row in rows for call in row.calls):
             return f"{often} steps, or {often} micro-batches that each reduce gradients"
         is_forward = {row.phase for row in rows} <= {Phase.FORWARD}
@@ -300,12 +308,12 @@ def _of_counts(step: Counts, seen: Seen) -> str:
             f"{often} {'forwards' if is_forward else 'steps, micro-batches or inputs of one loss'}"
         )
     if step.scope is Scope.FORWARD:
-        sides = ([row for row in side.rows if row.what == "send"] for side in seen.sides)
+        sides = ([row for row in side.rows if row.what == "send"] for side in inputs.sides)
         was, now = map(count_of, sides)
         if now:
             return f"{often} micro-batches" if is_whole and now == was * step.factor else ""
-        freed = _acts(seen.old, Phase.BACKWARD, "reshard")
-        if any(freed[owner] for owner in _more_acts(seen, Phase.BACKWARD, "reshard")):
+        freed = _acts(inputs.old, Phase.BACKWARD, "reshard")
+        if any(freed[owner] for owner in _more_acts(inputs, Phase.BACKWARD, "reshard")):
             return (
                 "forward runs several times before one backward, e.g. for two inputs or in a loop"
             )
@@ -317,42 +325,42 @@ def _of_counts(step: Counts, seen: Seen) -> str:
         return (
             f"{often} micro-batches, and {step.reductions} times as many of them reduce gradients"
         )
-    other = "" if step.has_activations else ", or parameters resharded after each backward"
-    return f"gradients accumulated over {often} micro-batches{other}"
+    alternative = "" if step.has_activations else ", or parameters resharded after each backward"
+    return f"gradients accumulated over {often} micro-batches{alternative}"
 
 
-def _of_sizes(step: Sizes, seen: Seen) -> str:
+def _of_sizes(step: Sizes, inputs: Inputs) -> str:
     if step.axis:
         return ""  # gradients follow their parameters, or the mesh
-    kinds = {row.what for row in seen.old.collectives if role_of((row,)) == Role.ACTIVATIONS}
+    kinds = {row.what for row in inputs.old.collectives if role_of((row,)) == Role.ACTIVATIONS}
     sizes = ["batch size", "sequence length"]
     if kinds == {"all_to_all"}:
         sizes += ["expert capacity", "expert routing"]
-    was, now = map(_gathers, seen.sides)
-    if not (was == now != set() or (seen.trees and not seen.trees.is_other_shape)):
+    was, now = map(_gathers, inputs.sides)
+    if not (was == now != set() or (inputs.trees and not inputs.trees.is_other_shape)):
         sizes.append("model width")
     return f"a different {', '.join(sizes[:-1])} or {sizes[-1]}"
 
 
-def _of_dtype(step: Dtype, seen: Seen) -> str:
-    trees, is_refuted = seen.trees, False
+def _of_dtype(step: Dtype, inputs: Inputs) -> str:
+    trees, is_refuted = inputs.trees, False
     if trees is not None:
         is_dtype, is_policy = trees.is_other_dtype, trees.is_other_policy
         is_refuted = not (is_dtype or is_policy)
         if is_dtype != is_policy:
             return f"{_MODEL_DTYPE if is_dtype else 'MixedPrecisionPolicy'}, as the tree shows"
-    if torchs := _reading_of_torch(step, seen):
+    if torchs := _change_of_torch(step, inputs):
         return torchs
-    # Also where parameters are gathered more or less often, so that no step tells of their type.
-    types = [{dtype for *_, dtype in _gathers(side)} for side in seen.sides]
+    # If the number of gathers changed too, no step reports their dtype.
+    types = [{dtype for *_, dtype in _gathers(side)} for side in inputs.sides]
     if Role.PARAMETERS in step.roles or types[0] != types[1]:
-        # Which trees do not show.
+        # Trees do not show hooks.
         hook = "an fsdp_pre_all_gather hook of the weights, such as torchao's float8 all-gather"
         if is_refuted:
             return hook
         hook = f"{hook}, " * (("float8" in step.old) != ("float8" in step.new))
         return f"{hook}MixedPrecisionPolicy, or {_MODEL_DTYPE}"
-    gathered = _gathered_axes(seen.old)
+    gathered = _gathered_axes(inputs.old)
     is_partial = gathered and gathered.isdisjoint(axis for _, axis in step.parts)
     if Role.GRADIENTS in step.roles and not is_partial:
         hook = "a communication hook"
@@ -362,19 +370,10 @@ def _of_dtype(step: Dtype, seen: Seen) -> str:
     return f"{'' if is_refuted else dtype}autocast, or a manual cast"
 
 
-_MODEL_DTYPE: Final = "the dtype of the model's parameters"
-
-
-_REDUCES_IN_FLOAT32: Final = (2, 15)
-"""The first torch whose FSDP2 takes the parameter's own type where ``reduce_dtype`` is unset, and
-casts partial gradients before DTensor reduces them; older ones take ``param_dtype`` for both, as
-FSDP1 does in all of them. Recorded with torch 2.13.0 and 2.15.0."""
-
-
-def _reading_of_torch(step: Dtype, seen: Seen) -> str:
-    old, evidence = seen.old, seen.trees
+def _change_of_torch(step: Dtype, inputs: Inputs) -> str:
+    old, evidence = inputs.old, inputs.trees
     was, now = (
-        tuple(map(int, re.findall("[0-9]+", one.torch_version)[:2])) for one in (old, seen.new)
+        tuple(map(int, re.findall("[0-9]+", side.torch_version)[:2])) for side in (old, inputs.new)
     )
     low, high = (step.old, step.new) if was < now else (step.new, step.old)
     if (
@@ -383,7 +382,7 @@ def _reading_of_torch(step: Dtype, seen: Seen) -> str:
         or step.roles != {Role.GRADIENTS}
         or high != "float32"
         or low not in {"bfloat16", "float16"}
-        # Of DDP nothing is gathered, nor freed.
+        # DDP never reshards.
         or all(row.subject != "reshard" for row in old.rows)
     ):
         return ""
@@ -409,40 +408,40 @@ def _reading_of_torch(step: Dtype, seen: Seen) -> str:
 
 def _of_passes(step: Replaced) -> str:
     facts = step.facts
-    match step.kind, step.came:
+    match step.kind, step.is_added:
         case "recomputed", _ if facts["is_moved"]:
-            return ""  # lists of units to gather early move gathers too
-        case "recomputed", came:
-            if came and facts["gathers_again"]:
+            return ""  # changed lists of units to prefetch move gathers too
+        case "recomputed", is_added:
+            if is_added and facts["gathers_again"]:
                 return (
                     "reentrant checkpointing gathers the units a second time (under FSDP1, or "
                     "after set_modules_to_forward_prefetch): pass use_reentrant=False"
                 )
             if facts["is_partly"]:
-                more_or_less = "more" if came else "less"
+                more_or_less = "more" if is_added else "less"
                 return (
                     f"{more_or_less} is recomputed: different modules are checkpointed, or in a "
                     "different mode"
                 )
-            switched, saves = ("on", "no longer saves") if came else ("off", "now saves")
-            other = f"selective checkpointing {saves} the results of these collectives"
+            switched, saves = ("on", "no longer saves") if is_added else ("off", "now saves")
+            alternative = f"selective checkpointing {saves} the results of these collectives"
             if facts["gathers_again"]:
-                other = "use_reentrant became False"
-            return f"activation checkpointing was switched {switched}, or {other}"
-        case "phase", came:
+                alternative = "use_reentrant became False"
+            return f"activation checkpointing was switched {switched}, or {alternative}"
+        case "phase", is_added:
             if not facts["has_norms"]:
                 return ""
-            if came:
+            if is_added:
                 return (
                     "norms of gradients or weights are now computed, e.g. by clip_grad_norm_, by "
                     "logging, or by an optimizer such as LAMB"
                 )
-            gone = "norms of gradients or weights are no longer computed"
+            text = "norms of gradients or weights are no longer computed"
             if facts["is_elsewhere"]:
-                return f"{gone}, or no longer the way clip_grad_norm_ does"
-            return f"{gone}: is clip_grad_norm_ still called in each step?"
-        case "redistributed", came:
-            if not came or facts["phase"] is not Phase.FORWARD or None in step.owners:
+                return f"{text}, or no longer the way clip_grad_norm_ does"
+            return f"{text}: is clip_grad_norm_ still called in each step?"
+        case "redistributed", is_added:
+            if not is_added or facts["phase"] is not Phase.FORWARD or None in step.owners:
                 return ""
             return (
                 "its layouts in the parallelize_module plan no longer match those of the modules "
@@ -457,13 +456,13 @@ def _of_passes(step: Replaced) -> str:
     return f"full_tensor() or redistribute(), {where}"
 
 
-def _of_units(step: Replaced, seen: Seen) -> str:
-    facts, trees = step.facts, seen.trees
-    match step.kind, step.came:
-        case "freed", came:
+def _of_units(step: Replaced, inputs: Inputs) -> str:
+    facts, trees = step.facts, inputs.trees
+    match step.kind, step.is_added:
+        case "freed", is_added:
             now, before, cost = ("False", "SHARD_GRAD_OP", "less traffic, more memory")
             root = "became a root"
-            if came:
+            if is_added:
                 now, before, cost = ("True", "FULL_SHARD", "more traffic, less memory")
                 root = "is no longer a root"
             guess = f"reshard_after_forward became {now} (FSDP1: {before}), or the unit {root}"
@@ -473,62 +472,61 @@ def _of_units(step: Replaced, seen: Seen) -> str:
             return _policy(step, trees) or guess
         case "used in backward", _:
             return _frozen_or_thawed(step, trees)
-        case "gathered in backward", came if facts["is_reduced"]:
-            if not came:
+        case "gathered in backward", is_added if facts["is_reduced"]:
+            if not is_added:
                 return "set_unshard_in_backward(False) is now called on it"
             return (
                 "set_unshard_in_backward(False) is no longer called on it; the call saves this "
                 "gather where backward does not need the weight, e.g. of an embedding"
             )
         case "split off" | "called", _ if facts["times"] and facts.get("is_called", True):
-            return _of_called(step, seen)
+            return _of_called(step, inputs)
         case "reduced times", _ if facts["times"] > 1:
-            return _of_reduced_times(step, seen)
-        case "reduced", came:
+            return _of_reduced_times(step, inputs)
+        case "reduced", is_added:
             lost = "frozen, detached, or gradient synchronization is switched off"
-            return _frozen_or_thawed(step, trees) or ("" if came else lost)
-        case "part reduced", came:
+            return _frozen_or_thawed(step, trees) or ("" if is_added else lost)
+        case "part reduced", is_added:
             owners = _units_in(step, trees)
             lost = "some parameters {}got no gradient, e.g. because of detach() or no_grad()"
             if not owners or trees is None:
-                return "" if came else lost.format("are frozen, or ")
+                return "" if is_added else lost.format("are frozen, or ")
             if owners <= trees.frozen | trees.partly_frozen:
                 return "some parameters are frozen, as the tree shows"
-            if came or trees.is_other_shape or owners & (trees.frozen | trees.partly_frozen):
+            if is_added or trees.is_other_shape or owners & (trees.frozen | trees.partly_frozen):
                 return "no longer frozen, as the tree shows" if owners <= trees.thawed else ""
             return f"{lost.format('')}: nothing was frozen, as the tree shows"
     return ""
 
 
-def _of_called(step: Replaced, seen: Seen) -> str:
-    more = _more_acts(seen, Phase.FORWARD, "unshard")
-    # Not how often it is gathered in backward: that may be ahead, by an order of modules that the
-    # call without a backward changed.
-    is_reduced, is_freed = (
-        any(_more_acts(seen, Phase.BACKWARD, act)[at] == more[at] > 0 for at in step.owners)
+def _of_called(step: Replaced, inputs: Inputs) -> str:
+    more = _more_acts(inputs, Phase.FORWARD, "unshard")
+    # Ignore gathers in backward: a call without a backward changes the order of prefetches.
+    is_reduced, is_resharded = (
+        any(_more_acts(inputs, Phase.BACKWARD, act)[at] == more[at] > 0 for at in step.owners)
         for act in ("reduce_scatter", "reshard")
     )
     if is_reduced:
         return "runs several times, each time with a backward that reduces its gradients"
-    if is_freed:
+    if is_resharded:
         return (
             "called several times in one forward, e.g. by a chunked loss: call unshard() once "
             "before, or leave it in its parent's unit"
         )
     again = "runs again without a backward, e.g. under no_grad()"
-    # Of several layers of a list, all but the first get inputs that need gradients.
+    # All layers of a list but the first get inputs that need gradients.
     lists = Counter(template(owner) for owner in step.owners if owner is not None)
     if any("*" in name and number > 1 for name, number in lists.items()):
         return again
     return f"{again}, or is called several times on inputs that need no gradient"
 
 
-def _of_reduced_times(step: Replaced, seen: Seen) -> str:
+def _of_reduced_times(step: Replaced, inputs: Inputs) -> str:
     kinds = {row.what for row in sent_rows(step.rows)}
     call = f"set_requires_{'all_reduce' if kinds == {'all_reduce'} else 'gradient_sync'}(False)"
     is_sharded = step.facts["is_sharded"]
-    # A unit that was gathered by hand, beside others.
-    if step.facts["is_alone"] or (not is_sharded and _gathered_axes(seen.new)):
+    # Other units show that only the backward of this one runs several times.
+    if step.facts["is_alone"] or (not is_sharded and _gathered_axes(inputs.new)):
         return (
             "its backward runs several times, e.g. for a chunked loss: "
             f"call {call} on it for all but the last"
@@ -540,7 +538,7 @@ def _of_reduced_times(step: Replaced, seen: Seen) -> str:
         if kinds != {"all_reduce"}:
             switch += ", or enter no_sync() with FSDP1,"
         reduced = {row.count for row in sent_rows(step.rows)}
-        gathered = _acts(seen.new, Phase.BACKWARD, "unshard")
+        gathered = _acts(inputs.new, Phase.BACKWARD, "unshard")
         backwards = {gathered[owner] for owner in step.owners} - {0}
         often, passes = sole(reduced, 0), sole(backwards, 0)
         if 1 < often < passes:
@@ -551,13 +549,13 @@ def _of_reduced_times(step: Replaced, seen: Seen) -> str:
 
 
 def _units_in(step: Replaced, trees: Evidence | None) -> set[str]:
-    """The modules of a step, if the trees have each of them as a unit; otherwise none."""
+    """Return the modules of a step if all are units in the trees; otherwise none."""
     owners = {owner for owner in step.owners if owner is not None}
     return owners if trees is not None and owners <= trees.units else set()
 
 
 def _policy(step: Replaced, trees: Evidence | None) -> str:
-    """Say what the trees know of units whose policy after forward differs."""
+    """Return the change of policy after forward that the trees show; empty if none."""
     owners = _units_in(step, trees)
     if not owners or trees is None:
         return ""
@@ -566,15 +564,15 @@ def _policy(step: Replaced, trees: Evidence | None) -> str:
 
 
 def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
-    """Say what the trees know of gradients that units reduce now, or no longer."""
+    """Return why units reduce gradients now or no longer, if the trees show it."""
     owners = _units_in(step, trees)
     if not owners or trees is None:
         return ""
-    if not step.came and owners <= trees.frozen:
+    if not step.is_added and owners <= trees.frozen:
         added = "; trained parameters inside have gradients that no unit reduces"
         return f"frozen, as the tree shows{added if owners & trees.trainable else ''}"
-    if not step.came and owners.isdisjoint(trees.frozen | trees.partly_frozen):
+    if not step.is_added and owners.isdisjoint(trees.frozen | trees.partly_frozen):
         is_unused = step.kind == "used in backward"
-        other = "its output no longer used" if is_unused else "not synchronized"
-        return f"detached, or {other}: nothing was frozen, as the tree shows"
-    return "no longer frozen, as the tree shows" if step.came and owners <= trees.thawed else ""
+        alternative = "its output no longer used" if is_unused else "not synchronized"
+        return f"detached, or {alternative}: nothing was frozen, as the tree shows"
+    return "no longer frozen, as the tree shows" if step.is_added and owners <= trees.thawed else ""

@@ -29,13 +29,13 @@ Keys: TypeAlias = Mapping[Owner, Iterable[RowKey]]
 
 def propose_reductions(between: Between) -> Iterator[Step]:
     """Propose changed reductions of units whose gathers did not change."""
-    found: defaultdict[tuple[str, Fraction], dict[Owner, list[RowKey]]] = defaultdict(dict)
-    for alike in between.alike:
-        old, new = alike.old, alike.new
-        is_gathered_alike = all(
+    keys_by_change: defaultdict[tuple[str, Fraction], dict[Owner, list[RowKey]]] = defaultdict(dict)
+    for group in between.differences:
+        old, new = group.old, group.new
+        has_same_gathers = all(
             old.gathers[phase] == new.gathers[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)
         )
-        if NOTHING in {old, new} or not is_gathered_alike:
+        if NOTHING in {old, new} or not has_same_gathers:
             continue
         changes: defaultdict[tuple[str, Fraction], list[RowKey]] = defaultdict(list)
         for key in {**old.reductions, **new.reductions}:
@@ -43,19 +43,19 @@ def propose_reductions(between: Between) -> Iterator[Step]:
             if change is not None:
                 changes[change].append(key)
         for change, chosen in changes.items():
-            found[change].update(dict.fromkeys(alike.owners, chosen))
-    for (kind, ratio), keys in found.items():
+            keys_by_change[change].update(dict.fromkeys(group.owners, chosen))
+    for (kind, ratio), keys in keys_by_change.items():
         match kind:
             case "reduced times":
                 yield from _reduced_times(between, ratio, keys)
             case "reduced":
-                yield from _reductions(between, keys, came=bool(ratio))
+                yield from _reductions(between, keys, is_added=bool(ratio))
             case _:
-                yield from replaced(between, kind, keys, came=bool(ratio))
+                yield from replaced(between, kind, keys, is_added=bool(ratio))
 
 
 def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """What a row of reductions does otherwise, with the ratio of counts, or 0 for less and 1."""
+    """Return the kind of a row's change, and the ratio of counts, or 1 for more and 0 for less."""
     if before == after:
         return None
     if not (before and after):
@@ -79,8 +79,8 @@ def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fract
 
 def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[Step]:
     is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
-    # With micro-batches, each of which they are gathered for.
-    others = [
+    # If these are gathered once in forward, the step has no micro-batches.
+    other_units = [
         content
         for owner, content in between.state.items()
         if owner not in keys
@@ -94,13 +94,13 @@ def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[St
         times=times,
         is_sharded=is_sharded,
         is_alone=is_sharded
-        and bool(others)
-        and all(forward_gathers(content) == 1 for content in others),
+        and bool(other_units)
+        and all(forward_gathers(content) == 1 for content in other_units),
     )
 
 
-def _reductions(between: Between, keys: Keys, *, came: bool) -> Iterator[Step]:
-    less, more = between.sides(came=came)
+def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Step]:
+    less, more = between.sides(is_added=is_added)
     # A unit that reduces nothing is not resharded after its backward either.
     freed = {
         owner: [
@@ -111,14 +111,14 @@ def _reductions(between: Between, keys: Keys, *, came: bool) -> Iterator[Step]:
         for owner in keys
         if not less[owner].reductions
     }
-    # Where the side that has less reduces something still, other kinds of reductions do.
+    # Phases and axes in which other kinds of collectives still reduce gradients.
     places = {(key.phase, key.axis) for owner in keys for key in less[owner].reductions}
     yield from replaced(
         between,
         "reduced by more" if places else "reduced",
-        {owner: [*held, *freed.get(owner, ())] for owner, held in keys.items()},
-        came=came,
-        is_again=all((key.phase, key.axis) in places for held in keys.values() for key in held),
+        {owner: [*rows, *freed.get(owner, ())] for owner, rows in keys.items()},
+        is_added=is_added,
+        is_again=all((key.phase, key.axis) in places for rows in keys.values() for key in rows),
     )
 
 

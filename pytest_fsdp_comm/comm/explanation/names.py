@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase
@@ -23,6 +23,8 @@ from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 _MOST_RENAMES: Final = 6
+_List: TypeAlias = dict[int, dict[str, Content]]
+"""The contents in a list of modules, by index, then by name relative to that module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +35,14 @@ class AxisRenamed(GlobalStep):
     order: ClassVar[int] = 0
     old: str
     new: str
-    is_alike: bool
-    """Whether both lie alike among the ranks: then it is a name that changed."""
+    has_same_ranks: bool
+    """Whether both axes have the same ranks, so that only the name changed."""
 
     def change(self, row: Row, content: Content) -> Row:
         return replace(row, axis=self.new) if row.axis == self.old else row
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # Nothing is left on the old axis.
+        # The new profile has no rows over the old axis.
         return key.axis == self.old
 
 
@@ -48,25 +50,24 @@ def propose_axes(between: Between) -> Iterator[Step]:
     """Propose renamed axes."""
     old, new = ({axis.name: axis for axis in axes} for axes in between.axes)
     used = {key.axis for key in between.state.row_keys()}
-    for gone in sorted(used.intersection(old).difference(new)):
-        for came in sorted(set(new).difference(old)):
-            is_alike = (old[gone].size, old[gone].dims) == (new[came].size, new[came].dims)
-            yield AxisRenamed(old=gone, new=came, is_alike=is_alike)
+    for lost in sorted(used.intersection(old).difference(new)):
+        for added in sorted(set(new).difference(old)):
+            has_same_ranks = (old[lost].size, old[lost].dims) == (new[added].size, new[added].dims)
+            yield AxisRenamed(old=lost, new=added, has_same_ranks=has_same_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Renamed(Step):
-    """Modules have other names: all below a prefix, or all but the root."""
+    """Modules below a prefix, or all modules, were renamed."""
 
     kind: str = "renamed"
     order: ClassVar[int] = 1
     old: str
-    """A prefix whose numbers are written ``*``; empty for everything."""
+    """A prefix, with ``*`` for numbers; empty for all modules."""
     new: str
     keeps_root: bool = False
-    """The root stays the root: everything but its unit moved."""
     is_leaf: bool = False
-    """Nothing is below it, so that another module with equal rows looks the same."""
+    """Whether no modules are below it; then a different module with equal rows looks the same."""
 
     def apply(self, state: State, pool: Pool) -> State:
         return State({self.name(owner): content for owner, content in state.items()})
@@ -77,7 +78,7 @@ class Renamed(Step):
         return replace_prefix(owner, self.old, self.new)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # Nothing is left below the old prefix, unless that is a part of the new one.
+        # The new profile has no rows below the old prefix, unless the new prefix contains them.
         if owner is None or self.name(owner) == owner:
             return False
         return not self.new or replace_prefix(owner, self.new, "\0") == owner
@@ -85,10 +86,10 @@ class Renamed(Step):
 
 def propose_names(between: Between) -> Iterator[Step]:
     """Propose renamed modules."""
-    gone = [owner for owner in between.gone if owner is not None]
+    removed = [owner for owner in between.removed if owner is not None]
     templates = {template(owner) for owner in between.added if owner is not None}
     prefixes: Counter[tuple[str, str]] = Counter()
-    for old in {template(owner) for owner in gone}:
+    for old in {template(owner) for owner in removed}:
         for new in templates:
             prefixes[_without_common_end(old, new)] += 1
     for (old, new), _ in prefixes.most_common(_MOST_RENAMES):
@@ -109,15 +110,15 @@ def propose_names(between: Between) -> Iterator[Step]:
 
 
 def _without_common_end(old: str, new: str) -> tuple[str, str]:
-    one, other = old.split("."), new.split(".")
-    while one and other and one[-1] == other[-1]:
-        one.pop()
-        other.pop()
-    return ".".join(one), ".".join(other)
+    old_parts, new_parts = old.split("."), new.split(".")
+    while old_parts and new_parts and old_parts[-1] == new_parts[-1]:
+        old_parts.pop()
+        new_parts.pop()
+    return ".".join(old_parts), ".".join(new_parts)
 
 
 def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
-    """Whether what moved is known again: by the modules below it, or by all that it does."""
+    """Whether renamed modules are recognized: by modules below them, or by equal rows."""
     old, new = step.old, step.new
     below = {template(owner or "") for owner in changes} - {old}
     if not old or not new:
@@ -129,30 +130,26 @@ def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
     )
 
 
-# Note [Layers]: a list that is longer or shorter changes the names of all layers behind the place
-# where some came or went, so that these would differ too. The step inserts or removes numbers at
-# one place and moves the rest. What it inserts is what the `period` layers before repeat: 1 where
-# all are alike, 2 where every second one is a mixture of experts. Between equal layers every place
-# gives the same state, so only the end and the places where neighbours differ are tried.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layers(Step):
-    """A list of modules is longer or shorter; what came equals its siblings; see Note [Layers]."""
+    """A list of modules is longer or shorter, and added modules repeat their siblings.
+
+    Modules after an added or removed one have a different number, so that their rows differ too.
+    The step adds or removes modules at one place and renumbers those after it.
+    """
 
     kind: str = "layers"
     order: ClassVar[int] = 2
     prefix: str
-    """Of the list, with ``*`` for the numbers of lists around it: ``layers.*.experts``."""
+    """Name of the list, with ``*`` for numbers of outer lists: ``layers.*.experts``."""
     old: int
-    """How many there were."""
     new: int
     at: int
-    """From which place on layers came or went."""
+    """Index of the first added or removed module."""
     period: int = 1
-    """After how many layers the same content comes again."""
+    """How many modules the added ones repeat: 2 if every second one is a mixture of experts."""
     has_units: bool = True
-    """Whether its modules are gathered; otherwise modules that send nothing are not seen."""
+    """Whether all are units; otherwise modules that send nothing are not counted."""
 
     @property
     def description_cost(self) -> float:
@@ -179,7 +176,7 @@ class Layers(Step):
         return self.prefix.count(".") + 1 if self.prefix else 0
 
     def _place(self, owner: Owner) -> int | None:
-        """The number of the list's module that a module is, or is in; None if it is in none."""
+        """Return the index of the item that is or contains a module; None outside the list."""
         segments = [] if owner is None else owner.split(".")
         depth = self._depth
         if len(segments) <= depth or not segments[depth].isdecimal():
@@ -191,7 +188,7 @@ class Layers(Step):
         return ".".join((*segments[: self._depth], str(place), *segments[self._depth + 1 :]))
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # Of the layers that came, all is known; of what went, nothing is left.
+        # The step determines all rows of added modules, and removed modules have none.
         place = self._place(owner)
         return place is not None and (
             place >= self.new or self.at <= place < self.at + self.new - self.old
@@ -211,30 +208,29 @@ def propose_layers(between: Between) -> Iterator[Step]:
                 yield replace(step, at=at, period=period)
 
 
-_List = dict[int, dict[str, "Content"]]
-"""What each number of a list of modules holds, by relative name."""
-
-
 def _lists(state: State) -> dict[str, dict[str, _List]]:
-    """The lists of a state, by prefix with ``*`` for numbers, then by the prefix itself."""
-    found: dict[str, dict[str, _List]] = {}
+    """Return the lists of a state, by `template` of their name, then by name."""
+    lists: dict[str, dict[str, _List]] = {}
     for owner, content in state.items():
         segments = (owner or "").split(".") if "+" not in (owner or "") else []
         for depth, segment in enumerate(segments):
             if segment.isdecimal():
                 name = ".".join(segments[:depth])
-                alike = found.setdefault(template(name), {}).setdefault(name, {})
-                alike.setdefault(int(segment), {})[".".join(segments[depth + 1 :])] = content
-    return found
+                siblings = lists.setdefault(template(name), {}).setdefault(name, {})
+                siblings.setdefault(int(segment), {})[".".join(segments[depth + 1 :])] = content
+    return lists
 
 
 def _length(lists: Mapping[str, _List]) -> int:
-    """How many modules each list has, with nothing missing; 0 if they differ."""
-    return sole((len(one) * (one.keys() == {*range(len(one))}) for one in lists.values()), 0)
+    """Return the length of all lists; 0 if it differs, or an index is missing."""
+    return sole(
+        (len(modules) * (modules.keys() == {*range(len(modules))}) for modules in lists.values()), 0
+    )
 
 
 def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]]:
-    """Where layers may have come or gone, and with which period, by those of the shorter list."""
+    """Yield possible values of `Layers.at` and `Layers.period`, from the shorter list."""
+    # Between equal modules all places are equivalent: try the end, and where neighbours differ.
     contents = [modules[n] for n in range(min(before, after))]
     ends = [n for n in range(1, len(contents)) if contents[n] != contents[n - 1]]
     places = list(dict.fromkeys([len(contents), *reversed(ends)]))[:4]

@@ -25,23 +25,28 @@ from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
 NORM: Final = "_NormPartial("
-"""DTensor's placement of a norm before it is reduced (read in torch 2.7 to 2.15)."""
+"""DTensor's placement of a norm before it is reduced (checked in torch 2.7 to 2.15)."""
+_PARTS: Final = (
+    (Phase.BACKWARD, Phase.RECOMPUTE),
+    (Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER),
+    (Phase.OPTIMIZER,),
+)
 
 
 def propose_of_passes(between: Between) -> Iterator[Step]:
     """Propose steps about phases, axes and activations."""
     for propose in (_axes, _recomputed, _sequence_parallel, _phases):
-        for came in (True, False):
-            yield from propose(between, came=came)
+        for is_added in (True, False):
+            yield from propose(between, is_added=is_added)
     yield from _redistributed(between)
     yield from _gathered_in_full(between)
 
 
-def _axes(between: Between, *, came: bool) -> Iterator[Step]:
+def _axes(between: Between, *, is_added: bool) -> Iterator[Step]:
     old, new = ({axis.name for axis in axes} for axes in between.axes)
-    for axis in sorted(new - old if came else old - new):
+    for axis in sorted(new - old if is_added else old - new):
         keys = between.select_rows(partial(_is_over, axis))
-        yield from replaced(between, "axis", keys, came=came, axis=axis)
+        yield from replaced(between, "axis", keys, is_added=is_added, axis=axis)
 
 
 def _is_over(axis: str, key: RowKey, before: Rows, after: Rows) -> bool:
@@ -49,21 +54,19 @@ def _is_over(axis: str, key: RowKey, before: Rows, after: Rows) -> bool:
     return key.axis == axis or is_move
 
 
-def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
-    less, more = between.sides(came=came)
+def _recomputed(between: Between, *, is_added: bool) -> Iterator[Step]:
+    less, more = between.sides(is_added=is_added)
     keys = between.select_rows(lambda key, *_: key.phase is Phase.RECOMPUTE)
     rows = [
         (less[at].row(key), more[at].row(key), more[at].row(key._replace(phase=Phase.FORWARD)))
-        for at, held in keys.items()
-        for key in held
+        for at, owner_keys in keys.items()
+        for key in owner_keys
     ]
-    # It repeats what forward sends, of as many bytes.
-    if any(
-        was or not forward or nbytes_of(again) > nbytes_of(forward) for was, again, forward in rows
-    ):
+    # Recomputation repeats collectives of forward, with no more bytes.
+    if any(was or not sent or nbytes_of(again) > nbytes_of(sent) for was, again, sent in rows):
         return
     gathers = [more[at].gathers for at in keys]
-    # What moved there from backward is not repeated.
+    # Units whose gathers moved from backward into recomputation.
     moved = {
         at: [key for key in less[at].unit_rows if key.phase is Phase.BACKWARD]
         for at in keys
@@ -73,20 +76,20 @@ def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
     }
     if moved and moved.keys() != keys.keys():
         return
-    keys = {at: [*held, *moved.get(at, ())] for at, held in keys.items()}
+    keys = {at: [*owner_keys, *moved.get(at, ())] for at, owner_keys in keys.items()}
     yield from replaced(
         between,
         "recomputed",
         keys,
-        came=came,
+        is_added=is_added,
         is_moved=bool(moved),
         gathers_again=any(at[Phase.RECOMPUTE] and at[Phase.BACKWARD] for at in gathers),
         is_partly=any(key.phase is Phase.RECOMPUTE for key in less.row_keys()),
     )
 
 
-def _sequence_parallel(between: Between, *, came: bool) -> Iterator[Step]:
-    off, on = between.sides(came=came)
+def _sequence_parallel(between: Between, *, is_added: bool) -> Iterator[Step]:
+    off, on = between.sides(is_added=is_added)
     scattered = [
         key.axis
         for owner in between.changed
@@ -96,51 +99,44 @@ def _sequence_parallel(between: Between, *, came: bool) -> Iterator[Step]:
     ]
     for axis in dict.fromkeys(scattered):
         if sum_in_forward("all_reduce", axis) not in on.row_keys():
-            yield from _scattered(between, axis, came=came)
+            yield from _scattered(between, axis, is_added=is_added)
 
 
-def _scattered(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
-    off, _ = between.sides(came=came)
+def _scattered(between: Between, axis: str, *, is_added: bool) -> Iterator[Step]:
+    off, _ = between.sides(is_added=is_added)
     yield from replaced(
         between,
         "sequence parallel",
         between.select_rows(lambda key, *_: key.axis == axis or key.subject == "redistribution"),
-        came=came,
+        is_added=is_added,
         axis=axis,
         is_whole=sum_in_forward("reduce_scatter", axis) not in off.row_keys(),
     )
 
 
 def sum_in_forward(kind: str, axis: str) -> RowKey:
-    """The key of sums over an axis in forward."""
+    """Return the row key of a reduction over an axis in forward."""
     return RowKey("collective", Phase.FORWARD, kind, axis)
 
 
 def _amounts(rows: Rows) -> Counter[tuple[int, str]]:
-    found: Counter[tuple[int, str]] = Counter()
+    amounts: Counter[tuple[int, str]] = Counter()
     for call in calls_of(rows):
-        found[call.nbytes, call.dtype] += call.count
-    return found
+        amounts[call.nbytes, call.dtype] += call.count
+    return amounts
 
 
-_PARTS: Final = (
-    (Phase.BACKWARD, Phase.RECOMPUTE),
-    (Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER),
-    (Phase.OPTIMIZER,),
-)
-
-
-def _phases(between: Between, *, came: bool) -> Iterator[Step]:
-    less, more = between.sides(came=came)
+def _phases(between: Between, *, is_added: bool) -> Iterator[Step]:
+    less, more = between.sides(is_added=is_added)
     without, having = ({key.phase for key in state.row_keys()} for state in (less, more))
     for phases in _PARTS:
-        # Recomputation alone need not be there.
+        # Recomputation is optional; the other phases must exist.
         is_there = {phases[0], phases[-1]} <= {*having, Phase.RECOMPUTE}
         if not (without.isdisjoint(phases) and is_there):
             continue
-        keys = between.select(partial(_rows_of_phases, phases), came=came)
-        yield from _phase(between, phases, keys, came=came)
-        # A loss that is spread over ranks is outside of every module.
+        keys = between.select(partial(_rows_of_phases, phases), is_added=is_added)
+        yield from _phase(between, phases, keys, is_added=is_added)
+        # A loss that ranks compute together sends outside all modules.
         loss = [
             key
             for key in keys_that_differ(less[None], more[None])
@@ -148,17 +144,18 @@ def _phases(between: Between, *, came: bool) -> Iterator[Step]:
         ]
         if loss and Phase.BACKWARD in phases:
             keys[None] = [*keys.get(None, ()), *loss]
-            yield from _phase(between, (*phases, Phase.OUTSIDE), keys, came=came)
+            yield from _phase(between, (*phases, Phase.OUTSIDE), keys, is_added=is_added)
 
 
 def _rows_of_phases(phases: Container[Phase], less: Content, more: Content) -> Iterator[RowKey]:
     for key in keys_that_differ(less, more):
-        # Without backward nothing is freed after it: what is kept is there all the time.
-        is_for_it = key.phase is Phase.FORWARD and (
+        # Without a backward, no unit is resharded after it, and one that stays unsharded after
+        # forward is not gathered again.
+        is_for_backward = key.phase is Phase.FORWARD and (
             key.subject == "reshard"
-            or (more.is_kept and role_of(more.row(key) or less.row(key)) == Role.PARAMETERS)
+            or (more.stays_unsharded and role_of(more.row(key) or less.row(key)) == Role.PARAMETERS)
         )
-        if key.phase in phases or (is_for_it and Phase.BACKWARD in phases):
+        if key.phase in phases or (is_for_backward and Phase.BACKWARD in phases):
             yield key
 
 
@@ -167,20 +164,20 @@ def _phase(
     phases: tuple[Phase, ...],
     keys: Mapping[Owner, Iterable[RowKey]],
     *,
-    came: bool,
+    is_added: bool,
 ) -> Iterator[Step]:
     old, new = between.origin[None], between.target[None]
-    # If nothing reduces gradients any more, lost norms follow from that.
+    # If all gradient reductions are lost, lost norms are only a consequence.
     was_reduced, is_reduced = (
         any(content.reductions for content in state.values())
         for state in (between.origin, between.target)
     )
-    has_norms = any(NORM in key.what for held in keys.values() for key in held)
+    has_norms = any(NORM in key.what for owner_keys in keys.values() for key in owner_keys)
     yield from replaced(
         between,
         "phase",
         keys,
-        came=came,
+        is_added=is_added,
         phases=phases,
         has_norms=has_norms and (is_reduced or not was_reduced),
         is_elsewhere=any(
@@ -193,40 +190,42 @@ def _phase(
 
 
 def _redistributed(between: Between) -> Iterator[Step]:
-    found: defaultdict[tuple[Phase, str, bool], dict[Owner, list[RowKey]]] = defaultdict(dict)
-    for alike in between.alike:
-        for key, before, after in alike.rows:
+    key_groups: defaultdict[tuple[Phase, str, bool], dict[Owner, list[RowKey]]] = defaultdict(dict)
+    for group in between.differences:
+        for key, before, after in group.rows:
             if key.subject != "redistribution" or (before and after):
                 continue
             sent = {
-                other: count_of(now) - count_of(was)
-                for other, was, now in alike.rows
-                if other.subject == "collective" and other.phase is key.phase
+                sent_key: count_of(now) - count_of(was)
+                for sent_key, was, now in group.rows
+                if sent_key.subject == "collective" and sent_key.phase is key.phase
             }
             is_whole = "Shard" not in key.what.partition("->")[2]
-            target = between.target[alike.owners[0]]
+            target = between.target[group.owners[0]]
             if after and is_whole and _is_by_hand(key.phase, map(target.row, sent)):
                 continue  # see `_gathered_in_full`
-            # Each redistribution issues one collective, which came or went with it.
+            # Each redistribution issues one collective, so both counts change equally.
             if [*sent.values()] == [count_of(after) - count_of(before)]:
                 chosen = [key, *sent]
-                keys = found[key.phase, key.what, bool(after)]
-                keys.update(dict.fromkeys(alike.owners, chosen))
-    for (phase, change, came), keys in found.items():
-        yield from replaced(between, "redistributed", keys, came=came, phase=phase, change=change)
+                keys = key_groups[key.phase, key.what, bool(after)]
+                keys.update(dict.fromkeys(group.owners, chosen))
+    for (phase, change, is_added), keys in key_groups.items():
+        yield from replaced(
+            between, "redistributed", keys, is_added=is_added, phase=phase, change=change
+        )
 
 
 def _gathered_in_full(between: Between) -> Iterator[Step]:
-    found: defaultdict[tuple[Phase, str], dict[Owner, list[RowKey]]] = defaultdict(dict)
+    by_role: defaultdict[tuple[Phase, str], dict[Owner, list[RowKey]]] = defaultdict(dict)
     for phase in (Phase.OUTSIDE, Phase.FORWARD):
         for owner, keys in between.select(partial(_gathers_in_full, phase)).items():
             new = between.target[owner]
             sent = [new.row(key) for key in keys if key.subject == "collective"]
             if _is_by_hand(phase, sent):
                 roles = _roles(sent)
-                found[phase, "" if "" in roles else " and ".join(sorted(roles))][owner] = keys
-    for (phase, what), rows in found.items():
-        yield from replaced(between, "gathered in full", rows, phase=phase, roles=what)
+                by_role[phase, "" if "" in roles else " and ".join(sorted(roles))][owner] = keys
+    for (phase, role_names), rows in by_role.items():
+        yield from replaced(between, "gathered in full", rows, phase=phase, roles=role_names)
 
 
 def _is_by_hand(phase: Phase, sent: Iterable[Rows]) -> bool:

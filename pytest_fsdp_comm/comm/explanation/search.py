@@ -10,11 +10,7 @@ from itertools import chain
 from typing import Final, Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.explanation.amounts import (
-    propose_counts,
-    propose_dtypes,
-    propose_sizes,
-)
+from pytest_fsdp_comm.comm.explanation.amounts import propose_counts, propose_dtypes, propose_sizes
 from pytest_fsdp_comm.comm.explanation.names import (
     AxisRenamed,
     Renamed,
@@ -24,9 +20,9 @@ from pytest_fsdp_comm.comm.explanation.names import (
 )
 from pytest_fsdp_comm.comm.explanation.passes import propose_of_passes
 from pytest_fsdp_comm.comm.explanation.states import (
-    Alike,
     Between,
     Content,
+    Difference,
     Owner,
     Pool,
     Rows,
@@ -44,14 +40,14 @@ from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 
 # Note [Search]: a beam search. A path is a list of steps with the states after them. Its cost is
 # that of its steps plus that of the rows still left over, so a step is added only if it saves more
-# than it costs. Of several paths to one state, the search follows the cheapest, but prefers an
+# than it costs. If several paths reach one state, the search follows the cheapest, but prefers an
 # exact one if no rows are left over. Each set of steps is tried once, in `Step.order`. The result
 # is the cheapest path whose claims are exact (see Note [Exactness]), even if rows are left over.
 # The empty path is always exact, so there is a result.
 
 BEAM: Final = 5
-"""Paths kept after each round. In `tests/regressions`, 2 find the same as 5; for three changes at
-once, such as DDP that became HSDP, 4 find less than 5."""
+"""Number of paths that each round extends. 2 are enough for all cases of `tests/regressions`, but
+three changes at once, such as DDP that became HSDP, need 5."""
 DEPTH: Final = 6
 """Maximum number of steps of an explanation."""
 _LEAST_COST: Final = 1.5
@@ -75,7 +71,7 @@ _PROPOSALS: Final = (
 Subject: TypeAlias = Literal["ahead", "is_async"]
 """The field of `Calls` that changed."""
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
-"""Each value with its share of the calls, ascending: shares, as counts may change as well."""
+"""Each value with its share of the calls, ascending; not counts, which may change too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +140,11 @@ class _Search:
     def is_exact(self, path: _Path) -> bool:
         return is_exact(path.states, path.steps, self.target)
 
-    def is_better(self, path: _Path, known: _Path) -> bool:
-        if path.cost == path.description_cost and known.cost == known.description_cost:
-            ranks = [(not self.is_exact(one), one.cost) for one in (path, known)]
+    def is_better(self, path: _Path, rival: _Path) -> bool:
+        if path.cost == path.description_cost and rival.cost == rival.description_cost:
+            ranks = [(not self.is_exact(candidate), candidate.cost) for candidate in (path, rival)]
             return ranks[0] < ranks[1]
-        return path.cost < known.cost
+        return path.cost < rival.cost
 
     def longer(self, path: _Path) -> Iterator[_Path]:
         state = path.states[-1]
@@ -171,18 +167,18 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
     done = list(frontier)
     least = frontier[0].cost  # of the cheapest exact path so far
     for _ in range(DEPTH):
-        found: dict[object, _Path] = {}
+        reached: dict[object, _Path] = {}
         for path in frontier:
             for longer in search.longer(path):
                 key = frozenset(longer.states[-1].items())
-                if key not in found or search.is_better(longer, found[key]):
-                    found[key] = longer
-        frontier = sorted(found.values(), key=lambda path: path.cost)[:BEAM]
+                if key not in reached or search.is_better(longer, reached[key]):
+                    reached[key] = longer
+        frontier = sorted(reached.values(), key=lambda path: path.cost)[:BEAM]
         done += frontier
-        whole = [path.cost for path in frontier if path.cost == path.description_cost]
-        if whole and min(whole) < least:
+        complete = [path.cost for path in frontier if path.cost == path.description_cost]
+        if complete and min(complete) < least:
             least = min([least, *(path.cost for path in frontier if search.is_exact(path))])
-        # One more step has to be worth its lines.
+        # Extend only paths that may still become cheaper than the best exact one.
         frontier = [path for path in frontier if path.description_cost + _LEAST_COST < least]
         if not frontier:
             break
@@ -208,7 +204,7 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
 # 6. No step reports other units as unchanged if another step changes them.
 
 _NAMES: Final = 1
-"""Steps up to this order change names, and with them every row."""
+"""Steps up to this order rename, which changes every row."""
 _OF_UNITS: Final = frozenset({"called", "unit", "unit sizes", "split off", "regrouped"})
 
 
@@ -217,15 +213,15 @@ def is_exact(states: Sequence[State], steps: Sequence[Step], target: State) -> b
     kinds = [step.kind for step in steps]
     if "unit" in kinds and sum(kind in _OF_UNITS for kind in kinds) > 1:
         return False
-    left = differences(states[-1], target)
+    remaining = differences(states[-1], target)
     return not any(
         step.claims(owner, key, call)
-        for alike in left
-        for key, was, now in alike.rows
+        for group in remaining
+        for key, was, now in group.rows
         for call in _calls_that_differ(was, now)
-        for owner in alike.owners
+        for owner in group.owners
         for step in steps
-    ) and _are_apart(states, steps, _places(left))
+    ) and _are_apart(states, steps, _places(remaining))
 
 
 def _calls_that_differ(*sides: Rows) -> set[Calls]:
@@ -252,8 +248,8 @@ def _are_apart(
     return True
 
 
-def _places(found: Sequence[Alike]) -> set[tuple[Owner, RowKey]]:
-    return {(owner, key) for alike in found for key, *_ in alike.rows for owner in alike.owners}
+def _places(groups: Sequence[Difference]) -> set[tuple[Owner, RowKey]]:
+    return {(owner, key) for group in groups for key, *_ in group.rows for owner in group.owners}
 
 
 def find_timing_changes(
@@ -261,7 +257,7 @@ def find_timing_changes(
 ) -> tuple[TimingChange, ...]:
     """Compare the timing of rows that both profiles have, after renames by the steps."""
     rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
-    found: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
+    by_change: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
     for row in old.collectives:
         owner, key = row.owner, row.key
         for step in steps:
@@ -275,16 +271,16 @@ def find_timing_changes(
         for subject in get_args(Subject):
             before, after = _shares(row, subject), _shares(now, subject)
             if before != after:
-                found[subject, key, before, after].append(owner)
+                by_change[subject, key, before, after].append(owner)
     return tuple(
-        TimingChange(subject=subject, key=key, owners=sort_owners(held), before=was, after=now)
-        for (subject, key, was, now), held in found.items()
+        TimingChange(subject=subject, key=key, owners=sort_owners(owners), before=was, after=now)
+        for (subject, key, was, now), owners in by_change.items()
     )
 
 
 def _shares(row: Row, subject: Subject) -> Shares:
     counts: Counter[int] = Counter()
-    for one in row.calls:
-        counts[getattr(one, subject)] += one.count
+    for calls in row.calls:
+        counts[getattr(calls, subject)] += calls.count
     total = sum(counts.values())
     return tuple((value, Fraction(count, total)) for value, count in sorted(counts.items()))

@@ -26,12 +26,12 @@ from pytest_fsdp_comm.text.words import counted, show_nbytes, show_nbytes_change
 
 _MAX_GROUPS: Final = 3
 _ROLES: Final = tuple(Role)
-_IN_FULL: Final = {
+_FULL: Final = {
     frozenset({"all_gather"}): ("full", "gathered"),
     frozenset({"all_reduce"}): ("partial", "reduced"),
     frozenset({"all_gather", "all_reduce"}): ("full or partial", "gathered or reduced"),
 }
-"""How DTensors become whole, by the kinds of the collectives: an adjective and a verb."""
+"""An adjective and a verb for DTensors that become full, by the kinds of their collectives."""
 _PLACES: Final[Mapping[str, str]] = {
     Phase.OUTSIDE: "outside forward and backward",
     Phase.OPTIMIZER: "in the optimizer",
@@ -40,7 +40,7 @@ _NUMBERS: Final = re.compile(r"[0-9{},.]+")
 
 
 def name_modules(owners: Collection[Owner], *, most: int = 3) -> str:
-    """Name modules as `name_owners` does, but a bare number with its noun: ``module 0``."""
+    """Name modules as `name_owners` does, but write ``module`` before bare numbers."""
     text = name_owners(owners, most=most)
     if not any(map(_NUMBERS.fullmatch, text.split(", "))):
         return text
@@ -74,7 +74,7 @@ def sentence(step: TrainingChange | Step) -> str:
 
 def _of_names(step: AxisRenamed | Renamed | Layers) -> str:
     match step:
-        case AxisRenamed() if step.is_alike:
+        case AxisRenamed() if step.has_same_ranks:
             return f"mesh axis {step.old} renamed to {step.new} (same ranks)"
         case AxisRenamed():
             return f"all collectives over {step.old} moved to {step.new}"
@@ -99,9 +99,9 @@ def _of_counts(step: Counts) -> str:
             return f"all counts {times}"
         case Scope.FORWARD:
             counts = f"forward calls {times}, backward calls unchanged"
-            if not step.kept:
+            if not step.excluded:
                 return counts
-            units = name_modules(step.kept)
+            units = name_modules(step.excluded)
             return f"{counts}; gathers of {units} unchanged (not resharded after forward)"
         case Scope.ACTIVATIONS:
             return f"activation calls {times}"
@@ -127,7 +127,7 @@ def _of_dtype(step: Dtype) -> str:
 
 def _of_replaced(step: Replaced) -> str:
     who, facts = name_modules(step.owners), step.facts
-    now, no_longer = ("now ", "") if step.came else ("", "no longer ")
+    now, no_longer = ("now ", "") if step.is_added else ("", "no longer ")
     match step.kind:
         case "reduced times":
             counts = [{row.count for row in sent_rows(side)} for side in (step.was, step.rows)]
@@ -138,7 +138,7 @@ def _of_replaced(step: Replaced) -> str:
             gathers = ", gathers unchanged" if facts["is_sharded"] else ""
             return f"gradients of {who} reduced {often} ({kinds}){gathers}"
         case "reduced by more":
-            how = "now also" if step.came else "no longer"
+            how = "now also" if step.is_added else "no longer"
             return f"gradients of {who} {how} reduced by {_sums(step)}, all else unchanged"
         case "reduced":
             return f"gradients of {who} {now}{no_longer}reduced ({_sums(step)}), gathers unchanged"
@@ -162,16 +162,16 @@ def _of_replaced(step: Replaced) -> str:
             return _of_sequence_parallel(step)
         case "axis":
             axis = facts["axis"]
-            if not step.came:
+            if not step.is_added:
                 return f"no more collectives over {axis}"
-            # Rows that were there before the step only have the axis by its new name.
+            # Rows from before the step have this axis only because it was renamed.
             calls = _calls(step, lambda key, _: key.axis == axis, is_new=True)
             return _with_calls(f"new collectives over {axis}, which had none before", calls)
         case "recomputed" if facts["is_moved"]:
-            places = ("recomputation", "backward") if step.came else ("backward", "recomputation")
-            return "{} gathered in {} instead of {}".format(who, *places)
+            pair = ("recomputation", "backward") if step.is_added else ("backward", "recomputation")
+            return "{} gathered in {} instead of {}".format(who, *pair)
         case "recomputed":
-            if not step.came:
+            if not step.is_added:
                 return f"recomputation no longer repeats the forward collectives of {who}"
             return f"recomputation now repeats the forward collectives of {who}: {_calls(step)}"
         case "phase":
@@ -180,7 +180,7 @@ def _of_replaced(step: Replaced) -> str:
             where = " and ".join(
                 names.get(phase, phase) for phase in facts["phases"] if phase in phases
             )
-            if not step.came:
+            if not step.is_added:
                 return f"no more collectives in {where}, forward unchanged"
             calls = _calls(step, lambda key, _: key.phase in facts["phases"])
             return _with_calls(f"new collectives in {where}, forward unchanged", calls)
@@ -188,13 +188,11 @@ def _of_replaced(step: Replaced) -> str:
             source, _, target = facts["change"].partition("->")
             where = name_place(step.owners, facts["phase"])
             change = f"{where}: {now}{no_longer}redistributed {source} -> {target}"
-            return f"{change} by {_sums(step)}: {_calls(step)}" if step.came else change
+            return f"{change} by {_sums(step)}: {_calls(step)}" if step.is_added else change
         case "gathered in full":
             keys = [key for rows in step.rows.values() for key in rows]
-            size, verb = _IN_FULL[
-                frozenset(key.what for key in keys if key.subject == "collective")
-            ]
-            tensors = f"{size} {facts['roles'] or 'DTensors'} {verb}"
+            word, verb = _FULL[frozenset(key.what for key in keys if key.subject == "collective")]
+            tensors = f"{word} {facts['roles'] or 'DTensors'} {verb}"
             tensors = f"{who}: {tensors}" if facts["roles"] else tensors
             where = _PLACES.get(facts["phase"], f"in {facts['phase']}")
             return f"{tensors} {where}: {_calls(step, is_change=True)}"
@@ -202,7 +200,7 @@ def _of_replaced(step: Replaced) -> str:
             return f"parameter sizes changed: {_sizes(facts['sizes'])} per gather"
         case "freed":
             how = "resharded after forward and gathered again in backward"
-            if not step.came:
+            if not step.is_added:
                 how = "resharded after forward, so not gathered again in backward"
             calls = _calls(step, is_gather, is_change=True)
             return f"{who} {now}{no_longer}{how}: {calls}"
@@ -211,12 +209,12 @@ def _of_replaced(step: Replaced) -> str:
             axes = sorted({key.axis for key in keys} - {""})
             return f"{who} now gathered over {', '.join(axes)} in backward"
         case "used in backward":
-            how = "gathered and reduced" if step.came else "gathered or reduced"
+            how = "gathered and reduced" if step.is_added else "gathered or reduced"
             return f"{who} {now}{no_longer}{how} in backward"
         case "gathered in backward":
-            calls = _calls(step, is_gather) if step.came else ""
+            calls = _calls(step, is_gather) if step.is_added else ""
             return _with_calls(f"{who} {now}{no_longer}gathered in backward", calls)
-        case "sharded" if step.came:
+        case "sharded" if step.is_added:
             gathered = "parameters gathered, gradients reduce-scattered"
             return f"{who} sharded instead of replicated: {gathered}"
         case "sharded":
@@ -225,7 +223,7 @@ def _of_replaced(step: Replaced) -> str:
         case "split off":
             parts = name_modules(facts["modules"])
             parents = f"unit{'s' * (len(facts['parents']) > 1)} {name_owners(facts['parents'])}"
-            if not step.came:
+            if not step.is_added:
                 return f"{parts} merged into {parents}"
             times = f", gathered {facts['times']} times in forward" if facts["times"] else ""
             calls = _calls(step, is_gather, facts["modules"])
@@ -233,47 +231,47 @@ def _of_replaced(step: Replaced) -> str:
         case "regrouped":
             return (
                 "units regrouped, same bytes in total: "
-                f"{name_modules(facts['gone'])} -> {name_modules(facts['added'])}"
+                f"{name_modules(facts['removed'])} -> {name_modules(facts['added'])}"
             )
         case "called":
             return _of_called(step)
         case "unit":
-            others = facts["others"]
-            if not step.came:
-                unchanged = f", gathers of other units {others}" if others else ""
+            other_units = facts["other_units"]
+            if not step.is_added:
+                unchanged = f", gathers of other units {other_units}" if other_units else ""
                 return f"{who} no longer gathered{' or reduced' * facts['is_reduced']}{unchanged}"
-            unchanged = f", other units {others}" if others else ""
+            unchanged = f", other units {other_units}" if other_units else ""
             return _with_calls(f"{who} now gathered{unchanged}", _calls(step, is_gather))
     raise AssertionError(step)
 
 
 def _of_called(step: Replaced) -> str:
-    others = step.facts["others"]
+    other_count = step.facts["other_units"]
     owners: defaultdict[int, list[Owner]] = defaultdict(list)
     for owner in step.owners:
         owners[step.facts["times"][owner]].append(owner)
-    if owners.keys() == {others}:
+    if owners.keys() == {other_count}:
         counts = {
             sum(row.count for row in sent_rows({owner: rows}) if row.phase is Phase.FORWARD)
             for owner, rows in step.was.items()
         }
         was = "/".join(map(str, sorted(counts)))
         who = name_modules(step.owners)
-        return f"{who} gathered {was} -> {others} times in forward, like the other units"
+        return f"{who} gathered {was} -> {other_count} times in forward, like the other units"
     if len(owners) == 1:
         (count,) = owners
         who = name_modules(step.owners)
-        return f"{who} gathered {_times(count)} in forward, other units {_times(others)}"
-    units = [f"{name_modules(some)} {_times(count)}" for count, some in sorted(owners.items())]
-    return f"gathered in forward: {', '.join(units)}; other units {_times(others)}"
+        return f"{who} gathered {_times(count)} in forward, other units {_times(other_count)}"
+    units = [f"{name_modules(group)} {_times(count)}" for count, group in sorted(owners.items())]
+    return f"gathered in forward: {', '.join(units)}; other units {_times(other_count)}"
 
 
 def _of_sequence_parallel(step: Replaced) -> str:
     facts, kinds = step.facts, ("all-reduces", "reduce-scatters")
-    old, new = kinds if step.came else kinds[::-1]
+    old, new = kinds if step.is_added else kinds[::-1]
     became = f"forward {old} became {new} of the same size"
     if facts["is_whole"]:
-        is_on = "on" if step.came else "off"
+        is_on = "on" if step.is_added else "off"
         return f"sequence parallelism over {facts['axis']} {is_on}: {became}"
     sums = {sum_in_forward(kind, facts["axis"]) for kind in ("all_reduce", "reduce_scatter")}
     owners = [owner for owner, rows in step.rows.items() if not sums.isdisjoint(rows)]
@@ -357,8 +355,8 @@ def _sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
         owners.setdefault(nbytes, []).append(owner)
     groups = sorted(owners.items(), key=lambda group: -abs(group[0][1] - group[0][0]))
     texts = [
-        f"{name_modules(some)} {show_nbytes_change(*nbytes) if all(nbytes) else 'resized'}"
-        for nbytes, some in groups[:_MAX_GROUPS]
+        f"{name_modules(group)} {show_nbytes_change(*nbytes) if all(nbytes) else 'resized'}"
+        for nbytes, group in groups[:_MAX_GROUPS]
     ]
     more = len(groups) - len(texts)
     return f"{', '.join(texts)}{f' and {more} more' if more > 0 else ''}"
@@ -425,7 +423,7 @@ def timing_sentence(change: TimingChange) -> str:
 
 
 def _prefetching(was: Shares, now: Shares) -> tuple[str, str]:
-    """Word how gathers are prefetched: 0 units ahead of use is no prefetch."""
+    """Word a change of prefetching; gathers 0 units ahead of use are not prefetched."""
     (fewest_was, most_was), (fewest, most) = ((side[0][0], side[-1][0]) for side in (was, now))
     if most == 0 or fewest == 0 < fewest_was:
         return "some " if most else "", "no longer prefetched"

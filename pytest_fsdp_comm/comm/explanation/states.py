@@ -17,12 +17,11 @@ from pytest_fsdp_comm.text.fqn import natural_key
 
 _T = TypeVar("_T")
 
-# Note [Contents]: a model of 126 layers has thousands of rows, and a dozen different contents: the
-# rows of a module without its name. A `Pool`, one for each search, makes each content once, so that
-# contents are compared by identity, a step changes each of them once however many modules have it,
-# and what it is asked is found once (`cached_property`). Never compare contents of two pools: equal
-# ones are not the same. How far ahead FSDP gathers and what is
-# asynchronous are left out: they follow from the order of units, and `timing` compares them apart.
+# Note [Contents]: a content is the rows of a module without its name. A model of 126 layers has
+# thousands of rows, but a dozen contents. A `Pool`, one for each search, creates each content once:
+# contents are compared by identity, and a step changes each once, however many modules share it.
+# Never compare contents of two pools. Contents have no prefetch distances, which follow from the
+# order of units, and no `is_async`: `search.find_timing_changes` compares both.
 
 Owner: TypeAlias = str | None
 Rows: TypeAlias = "tuple[Row, ...]"
@@ -33,18 +32,19 @@ class Content:
     """The rows of one module. Only `Pool` creates contents; see Note [Contents]."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        held: defaultdict[RowKey, list[Row]] = defaultdict(list)
+        rows_by_key: defaultdict[RowKey, list[Row]] = defaultdict(list)
         for row in rows:
-            held[row.key].append(row)
+            rows_by_key[row.key].append(row)
         self.rows: Mapping[RowKey, Rows] = {
-            key: tuple(sorted(alike, key=lambda row: row.ranks)) for key, alike in held.items()
+            key: tuple(sorted(key_rows, key=lambda row: row.ranks))
+            for key, key_rows in rows_by_key.items()
         }
 
     def row(self, key: RowKey) -> Rows:
         return self.rows.get(key, ())
 
     def calls(self) -> Iterator[tuple[RowKey, Calls]]:
-        """All calls, each with the key of its row."""
+        """Iterate over all calls, each with the key of its row."""
         return ((key, call) for key, rows in self.rows.items() for call in calls_of(rows))
 
     @cached_property
@@ -68,23 +68,23 @@ class Content:
     @cached_property
     def reductions(self) -> Mapping[RowKey, Rows]:
         rows = self._rows_of(lambda key, call: is_of_gradients(key, call, self))
-        return {key: held for key, held in rows.items() if key.phase is not Phase.FORWARD}
+        return {key: key_rows for key, key_rows in rows.items() if key.phase is not Phase.FORWARD}
 
-    def _rows_of(self, is_meant: Callable[[RowKey, Calls], bool]) -> dict[RowKey, Rows]:
+    def _rows_of(self, matches: Callable[[RowKey, Calls], bool]) -> dict[RowKey, Rows]:
         return {
             key: rows
             for key, rows in self.rows.items()
-            if all(is_meant(key, call) for call in calls_of(rows))
+            if all(matches(key, call) for call in calls_of(rows))
         }
 
     @cached_property
-    def is_kept(self) -> bool:
+    def stays_unsharded(self) -> bool:
         """Whether a unit is gathered in forward, and not again in backward."""
         phases = {key.phase for key, call in self.calls() if is_gather(key, call)}
         return Phase.FORWARD in phases and Phase.BACKWARD not in phases
 
     @cached_property
-    def is_freed(self) -> bool:
+    def is_resharded(self) -> bool:
         """Whether a unit is resharded after its forward."""
         return any(key.what == "reshard" and key.phase is Phase.FORWARD for key in self.rows)
 
@@ -109,25 +109,25 @@ class Pool:
         self._contents: dict[frozenset[Row], Content] = {frozenset(): NOTHING}
 
     def content(self, rows: Iterable[Row]) -> Content:
-        held = tuple(rows)
-        key = frozenset(held)
+        content_rows = tuple(rows)
+        key = frozenset(content_rows)
         if key not in self._contents:
-            self._contents[key] = Content(held)
+            self._contents[key] = Content(content_rows)
         return self._contents[key]
 
     def state(self, profile: CommProfile) -> State:
-        held: defaultdict[Owner, list[Row]] = defaultdict(list)
+        rows_by_owner: defaultdict[Owner, list[Row]] = defaultdict(list)
         # Equal layers have equal calls, which are slow to hash and to copy.
-        known: dict[object, Row] = {}
+        shared: dict[object, Row] = {}
         for row in profile.rows:
             place = row.key, row.calls, row.ranks
-            if place not in known:
+            if place not in shared:
                 untimed = alike_but(row.calls, **UNTIMED)
-                known[place] = replace(row, owner=None, calls=untimed, sites=())
-            held[row.owner].append(known[place])
+                shared[place] = replace(row, owner=None, calls=untimed, sites=())
+            rows_by_owner[row.owner].append(shared[place])
         contents: dict[tuple[int, ...], Content] = {}
         state = State()
-        for owner, rows in held.items():
+        for owner, rows in rows_by_owner.items():
             ids = tuple(map(id, rows))
             if ids not in contents:
                 contents[ids] = self.content(rows)
@@ -145,56 +145,56 @@ def rows_in(state: State, owners: Iterable[Owner]) -> tuple[Row, ...]:
 
 
 def calls_of(rows: Rows) -> Iterator[Calls]:
-    """The calls of some rows."""
+    """Iterate over the calls of rows."""
     return chain.from_iterable(row.calls for row in rows)
 
 
 def count_of(rows: Iterable[Row]) -> int:
-    """How many calls there are."""
+    """Return the number of calls."""
     return sum(row.count for row in rows)
 
 
 def nbytes_of(rows: Iterable[Row]) -> int:
-    """The bytes of all calls together."""
+    """Return the bytes of all calls in total."""
     return sum(row.nbytes for row in rows)
 
 
 def total_count(rows: Mapping[RowKey, Rows]) -> int:
-    """The calls of all rows."""
+    """Return the number of calls in all rows."""
     return sum(map(count_of, rows.values()))
 
 
 def forward_gathers(content: Content) -> int:
-    """How often a unit is gathered in forward."""
+    """Return how often a unit is gathered in forward."""
     return total_count(content.gathers[Phase.FORWARD])
 
 
 def largest(rows: Rows) -> int:
-    """The most bytes of a call."""
+    """Return the bytes of the largest call; 0 for no calls."""
     return max((call.nbytes for call in calls_of(rows)), default=0)
 
 
-def is_part(some: Rows, rows: Rows) -> bool:
-    """Whether all calls of some rows are among others, on the same ranks."""
-    counts = {(row.ranks, replace(one, count=0)): one.count for row in rows for one in row.calls}
+def is_part(part: Rows, rows: Rows) -> bool:
+    """Whether `rows` have all calls of `part`, on the same ranks."""
+    counts = {(row.ranks, replace(call, count=0)): call.count for row in rows for call in row.calls}
     return all(
-        one.count <= counts.get((row.ranks, replace(one, count=0)), 0)
-        for row in some
-        for one in row.calls
+        call.count <= counts.get((row.ranks, replace(call, count=0)), 0)
+        for row in part
+        for call in row.calls
     )
 
 
 def sole(values: Iterable[_T], otherwise: _T) -> _T:
     """Return the value that all `values` equal, or `otherwise` for none or several values."""
-    found = set(values)
-    return found.pop() if len(found) == 1 else otherwise
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else otherwise
 
 
 def role_of(rows: Rows) -> str:
     """Return the role of all calls; empty for no role or several roles."""
     # Ignore the map of unused parameters that DDP sends next to gradients.
-    beside = Role.UNUSED_PARAMETERS
-    return sole((call.role for call in calls_of(rows) if call.role != beside), "")
+    ignored = Role.UNUSED_PARAMETERS
+    return sole((call.role for call in calls_of(rows) if call.role != ignored), "")
 
 
 def sizes_of(before: Rows, after: Rows) -> tuple[int, int] | None:
@@ -204,12 +204,12 @@ def sizes_of(before: Rows, after: Rows) -> tuple[int, int] | None:
 
 
 def is_gather(_key: RowKey, call: Calls) -> bool:
-    """Whether parameters are sent."""
+    """Whether a call sends parameters."""
     return call.role == Role.PARAMETERS
 
 
 def is_of_parameters(_key: RowKey, call: Calls) -> bool:
-    """Whether parameters or their gradients are sent."""
+    """Whether a call sends parameters or gradients."""
     return call.role in {Role.PARAMETERS, Role.GRADIENTS}
 
 
@@ -224,19 +224,14 @@ def is_of_whole_unit(key: RowKey, call: Calls) -> bool:
 
 
 def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
-    """Whether a call is about gradients; a redistribution is if only gradients are sent with it."""
+    """Whether a call, or the phase of a redistribution, sends gradients and no activations."""
     if key.subject != "redistribution" or key.phase is Phase.FORWARD:
         return call.role == Role.GRADIENTS
-    beside = {other.role for at, other in content.calls() if at.phase is key.phase}
-    return Role.GRADIENTS in beside and Role.ACTIVATIONS not in beside
+    roles = {sent.role for sent_key, sent in content.calls() if sent_key.phase is key.phase}
+    return Role.GRADIENTS in roles and Role.ACTIVATIONS not in roles
 
 
-# Note [Both ways]: most changes have a reverse, such as split off and merged. One function proposes
-# both. `came` is True if the target has something that the state lacks; `sides` and `select` swap
-# the two accordingly. Only sentences and causes differ.
-
-
-class Alike(NamedTuple):
+class Difference(NamedTuple):
     """Modules with the same difference."""
 
     owners: list[Owner]
@@ -261,59 +256,63 @@ class Between:
         self.origin = origin
         """The state before the first step."""
         self.axes = axes
-        """Of the old and the new profile."""
+        """Mesh axes of the old and the new profile."""
         self.owners = owners_that_differ(state, target)
-        self.gone = [owner for owner in self.owners if owner not in target]
+        self.removed = [owner for owner in self.owners if owner not in target]
         self.added = [owner for owner in self.owners if owner not in state]
         self.changed = [owner for owner in self.owners if owner in state and owner in target]
 
-    def sides(self, *, came: bool) -> tuple[State, State]:
-        """The state without what came or went, and the one with it; see Note [Both ways]."""
-        return (self.state, self.target) if came else (self.target, self.state)
+    def sides(self, *, is_added: bool) -> tuple[State, State]:
+        """Return the side without a change, and the side with it.
+
+        Most changes have a reverse, such as split off and merged, and one function proposes both.
+        `is_added` tells them apart: whether the target has the change, or the state.
+        """
+        return (self.state, self.target) if is_added else (self.target, self.state)
 
     @cached_property
-    def alike(self) -> list[Alike]:
+    def differences(self) -> list[Difference]:
         return differences(self.state, self.target)
 
     def select(
-        self, choose: Callable[[Content, Content], Iterable[RowKey]], *, came: bool = True
+        self, choose: Callable[[Content, Content], Iterable[RowKey]], *, is_added: bool = True
     ) -> dict[Owner, list[RowKey]]:
-        """Rows chosen for the content without what came or went and the one with it."""
+        """Return the keys that `choose` returns for a module without and with a change."""
         return self._chosen(
-            list(choose(*((alike.old, alike.new) if came else (alike.new, alike.old))))
-            for alike in self.alike
+            list(choose(*((group.old, group.new) if is_added else (group.new, group.old))))
+            for group in self.differences
         )
 
     def select_rows(
-        self, is_meant: Callable[[RowKey, Rows, Rows], object]
+        self, matches: Callable[[RowKey, Rows, Rows], object]
     ) -> dict[Owner, list[RowKey]]:
-        """The rows that differ and are meant, by their key and both sides."""
+        """Return the keys of differing rows for which `matches` (key, old, new) is true."""
         return self._chosen(
-            [row[0] for row in alike.rows if is_meant(*row)] for alike in self.alike
+            [row[0] for row in group.rows if matches(*row)] for group in self.differences
         )
 
     def _chosen(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
-        # Modules in which the same differs share one list: see `steps.replaced`.
+        # Modules with the same difference share one list: `steps.replaced` relies on its identity.
         return {
             owner: chosen
-            for alike, chosen in zip(self.alike, keys, strict=True)
-            for owner in (alike.owners if chosen else ())
+            for group, chosen in zip(self.differences, keys, strict=True)
+            for owner in (group.owners if chosen else ())
         }
 
 
-def differences(old: State, new: State) -> list[Alike]:
-    """Return the differences of two states, grouped by modules with the same difference."""
-    alike: dict[tuple[Content, Content], list[Owner]] = {}
+def differences(old: State, new: State) -> list[Difference]:
+    """Return the differences of two states, one for each group of modules that share it."""
+    owners_by_change: dict[tuple[Content, Content], list[Owner]] = {}
     for owner in owners_that_differ(old, new):
-        alike.setdefault((old[owner], new[owner]), []).append(owner)
+        owners_by_change.setdefault((old[owner], new[owner]), []).append(owner)
     return [
-        Alike(
+        Difference(
             owners,
             was,
             now,
             [(key, was.row(key), now.row(key)) for key in keys_that_differ(was, now)],
         )
-        for (was, now), owners in alike.items()
+        for (was, now), owners in owners_by_change.items()
     ]
 
 
@@ -334,7 +333,7 @@ def sort_owners(owners: Iterable[Owner]) -> tuple[Owner, ...]:
 
 @lru_cache(maxsize=100_000)
 def template(fqn: str) -> str:
-    """The name with ``*`` for each number: ``layers.*.experts.*`` of ``layers.3.experts.7``."""
+    """Write ``*`` for each number: ``layers.*.experts.*`` for ``layers.3.experts.7``."""
     # "+" joins the modules of one unit.
     return "+".join(
         ".".join("*" if segment.isdecimal() else segment for segment in part.split("."))
@@ -344,23 +343,23 @@ def template(fqn: str) -> str:
 
 @lru_cache(maxsize=100_000)
 def replace_prefix(fqn: str, old: str, new: str) -> str:
-    """The name with another beginning, in each module of a unit that has it.
+    """Replace the prefix `old` of a name, in each module of a unit that has it.
 
-    Both are whole segments with ``*`` for numbers in order; an empty `old` begins all names.
+    Prefixes are whole segments, with ``*`` for numbers in order. An empty `old` matches all names.
     """
     if "+" in fqn:
         return "+".join(replace_prefix(part, old, new) for part in fqn.split("+"))
     if not old:
         return f"{new}.{fqn}" if fqn else new
-    segments, wanted = fqn.split("."), old.split(".")
+    segments, pattern = fqn.split("."), old.split(".")
     numbers = []
-    if len(segments) < len(wanted):
+    if len(segments) < len(pattern):
         return fqn
-    for segment, want in zip(segments, wanted, strict=False):
-        if want == "*" and segment.isdecimal():
+    for segment, expected in zip(segments, pattern, strict=False):
+        if expected == "*" and segment.isdecimal():
             numbers.append(segment)
-        elif segment != want:
+        elif segment != expected:
             return fqn
-    given = iter(numbers)
-    written = [next(given) if part == "*" else part for part in new.split(".") if part]
-    return ".".join((*written, *segments[len(wanted) :]))
+    rest_of_numbers = iter(numbers)
+    prefix = [next(rest_of_numbers) if part == "*" else part for part in new.split(".") if part]
+    return ".".join((*prefix, *segments[len(pattern) :]))

@@ -23,16 +23,15 @@ from pytest_fsdp_comm.comm.explanation.states import (
 )
 from pytest_fsdp_comm.comm.profile import Row, RowKey
 
-# Note [Steps]: a step describes an effect, not its cause. It is reported only if it is exact: the
-# rows that it changes, and all rows that it `claims`, must equal those of the new profile in the
-# end. A `GlobalStep`, as in `names` and `amounts`, computes new rows from any state. A `Replaced`
-# copies its rows from the new profile: see Note [Evidence of a proposal] in `units`. `sentences`
-# words all steps, and `causes` looks for their causes.
+# A step describes an effect, not its cause. It is reported only if it is exact: after all steps,
+# the rows that it changes and those that it `claims` are equal in the new profile. A `GlobalStep`
+# (in `names` and `amounts`) computes new rows from any state. A `Replaced` copies its rows from the
+# new profile: see Note [Evidence of a proposal] in `units`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Changes of the units that both trees have; named as owners are."""
+    """Changes of units that the trees of a test show, by the names of owners."""
 
     units: frozenset[str]
     frozen: frozenset[str] = frozenset()
@@ -42,7 +41,7 @@ class Evidence:
     thawed: frozenset[str] = frozenset()
     """Units with parameters that were frozen and are trainable now."""
     trainable: frozenset[str] = frozenset()
-    """Units of either tree, and modules, that have trainable parameters now."""
+    """Units of either tree and other modules that have trainable parameters now."""
     policies: Mapping[str, str]
     """Text of `tree.profile.policy_change`, for units whose policy after forward changed."""
     new_roots: frozenset[str] = frozenset()
@@ -61,10 +60,10 @@ class Evidence:
 
 WRITES: Final[Mapping[str, str]] = {
     "counts": "counts",
-    # Bytes follow the type, so one step alone writes either.
+    # The dtype determines the bytes, so a step that writes one also writes the other.
     **dict.fromkeys(("sizes", "dtype", "unit sizes", "part reduced", "gradient sizes"), "sizes"),
 }
-"""The part of a row that each kind of step writes; other kinds write whole rows."""
+"""The part of a row that each kind of step writes; other kinds write all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +80,13 @@ class Step:
         return 2.0
 
     def apply(self, state: State, pool: Pool) -> State:
-        """Return the state after the step."""
         raise NotImplementedError
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Whether the step's sentence covers a call of the state after it, or of the new side."""
+        """Whether the step's sentence covers a call after it, or a call of the new profile."""
         return False
 
     def includes(self, owner: Owner) -> bool:
-        """Whether the step changes a module."""
         return True
 
 
@@ -97,32 +94,30 @@ class GlobalStep(Step):
     """A step that changes the rows of all modules in the same way."""
 
     def apply(self, state: State, pool: Pool) -> State:
-        made: dict[Content, Content] = {}
+        changed: dict[Content, Content] = {}
         after = State()
         for owner, content in state.items():
             if not self.includes(owner):
                 after[owner] = content
                 continue
-            if content not in made:
+            if content not in changed:
                 rows = chain.from_iterable(content.rows.values())
-                made[content] = pool.content([self.change(row, content) for row in rows])
-            after[owner] = made[content]
+                changed[content] = pool.content([self.change(row, content) for row in rows])
+            after[owner] = changed[content]
         return after
 
     def change(self, row: Row, content: Content) -> Row:
-        """Return a row after the step."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced(Step):
-    """Some rows of some modules are replaced; see Note [Steps]."""
+    """Replace rows of some modules by those of the new profile."""
 
-    came: bool = True
+    is_added: bool = True
     """False for the reverse of `kind`, such as merged instead of split off."""
     rows: Mapping[Owner, Mapping[RowKey, Rows]]
     """The new profile's rows for each key; empty if it has none."""
-    # Steps that differ only in these two fields are equal.
     was: Mapping[Owner, Mapping[RowKey, Rows]] = field(compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Facts for the sentence and the cause, by the names that the proposal sets."""
@@ -137,14 +132,14 @@ class Replaced(Step):
     @cached_property
     def description_cost(self) -> float:
         kinds = {(template(owner or ""), *rows) for owner, rows in self.rows.items()}
-        # Prefer steps that report more than these two kinds.
+        # These two kinds report least, so any other is preferred.
         return 1.5 + 0.5 * len(kinds) + 0.5 * (self.kind in {"regrouped", "unit"})
 
     def apply(self, state: State, pool: Pool) -> State:
         after = State(state)
         for owner, written in self.rows.items():
-            kept = (rows for key, rows in state[owner].rows.items() if key not in written)
-            content = pool.content(chain.from_iterable((*kept, *written.values())))
+            unchanged = (rows for key, rows in state[owner].rows.items() if key not in written)
+            content = pool.content(chain.from_iterable((*unchanged, *written.values())))
             if content is not NOTHING:
                 after[owner] = content
             else:
@@ -153,13 +148,13 @@ class Replaced(Step):
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         # These two sentences report that forward, or gathers of other units in it, are unchanged.
-        is_meant = self.kind == "phase" or (self.kind == "unit" and is_gather(key, call))
-        return is_meant and key.phase is Phase.FORWARD
+        is_covered = self.kind == "phase" or (self.kind == "unit" and is_gather(key, call))
+        return is_covered and key.phase is Phase.FORWARD
 
 
 def sent_rows(side: Mapping[Owner, Mapping[RowKey, Rows]]) -> Iterator[Row]:
     """Iterate over the rows of collectives on one side of a step."""
-    rows = chain.from_iterable(held.values() for held in side.values())
+    rows = chain.from_iterable(rows_by_key.values() for rows_by_key in side.values())
     return (row for row in chain.from_iterable(rows) if row.axis)
 
 
@@ -168,7 +163,7 @@ def replaced(
     kind: str,
     keys: Mapping[Owner, Iterable[RowKey]],
     *,
-    came: bool = True,
+    is_added: bool = True,
     **facts: Any,
 ) -> Iterator[Replaced]:
     """Yield the step that copies differing rows from the target; none if `keys` is empty."""
@@ -180,8 +175,8 @@ def replaced(
         place = old, new, id(wanted)
         if place not in shared:
             differing = [key for key in dict.fromkeys(wanted) if old.row(key) != new.row(key)]
-            shared[place] = [{key: one.row(key) for key in differing} for one in (old, new)]
+            shared[place] = [{key: content.row(key) for key in differing} for content in (old, new)]
         sides[owner] = shared[place]
     if sides:
         was, now = ({owner: two[i] for owner, two in sides.items()} for i in (0, 1))
-        yield Replaced(kind=kind, came=came, rows=now, was=was, facts=facts)
+        yield Replaced(kind=kind, is_added=is_added, rows=now, was=was, facts=facts)

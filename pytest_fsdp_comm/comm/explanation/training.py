@@ -1,4 +1,4 @@
-"""Find changes that break training; see Note [Training]."""
+"""Find changes that break training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, product
 from math import prod
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -21,19 +21,20 @@ from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.words import itemsize
 
-# Note [Training]: a lost reduction of gradients trains a wrong model, and often sends less. It is
-# read from both profiles, not from the steps of the search: these explain many rows in few lines,
-# which may hide it. It is reported only if nothing harmless looks the same: another module that
-# reduces as many gradients instead, an axis whose place others take, a forward that changed over
-# the same axis, a module that is gone, or parameters that are frozen in the tree. An evaluation in
-# place of a step is reported: it sends what a step sends whose loss is detached.
+# Without a reduction of its gradients, a model trains wrongly and often sends less. Lost reductions
+# are read from both profiles, because a step of the search summarizes many rows and may hide one.
+# They are reported only if no harmless change has the same rows: another module
+# reduces as many gradients instead, other axes replace the axis, forward changed over the same
+# axis, the module was removed, or the tree shows frozen parameters. An evaluation in place of a
+# training step is reported too: a step with a detached loss sends the same.
 
 Problem: TypeAlias = Literal[
     "unsharded", "unreduced", "part", "backwards", "ranks", "times", "passes", "reduce_op", "dtype"
 ]
-"""What is wrong with gradients, the worst first; ``reduce_op``, ``dtype`` and ``backwards`` as the
-fields of `Calls`. ``part``: some parameters of a unit get none. ``passes``: fewer backward passes.
-"""
+"""Problems of gradients, worst first. ``part``: some parameters of a unit get no gradient.
+``passes``: fewer backwards. ``backwards``, ``reduce_op``, ``dtype``: changed fields of `Calls`."""
+_AxisProblem: TypeAlias = tuple[Problem, tuple[str, ...], str, str]
+"""A problem, its axes, and the values before and after."""
 _PROBLEMS: Final[tuple[Problem, ...]] = get_args(Problem)
 _LOST: Final = frozenset({"unsharded", "unreduced"})
 _FIELDS: Final[tuple[Problem, ...]] = ("backwards", "reduce_op", "dtype")
@@ -50,12 +51,12 @@ class TrainingChange:
     owners: tuple[Owner, ...]
     """By their new names, in natural order."""
     axes: tuple[str, ...]
-    """Over which the problem is, sorted; by their old names where nothing is reduced now."""
+    """Affected axes, sorted; by their old names if the reduction was lost."""
     before: str = ""
-    """The ranks, times or types of the snapshot; empty where nothing is reduced now."""
+    """Number, op or dtype in the snapshot; empty if the problem has no such value."""
     after: str = ""
     was: Volume
-    """The gradients that the snapshot reduces over these axes, on the rank with the most."""
+    """Gradients that the snapshot reduces over these axes, on the rank with the most bytes."""
     now: Volume
 
     def covers(self, owners: Iterable[Owner], key: RowKey, calls: Iterable[Calls]) -> bool:
@@ -73,40 +74,46 @@ def find_training_changes(
     trees: Evidence | None,
     of_torch: Collection[Step] = (),
 ) -> tuple[TrainingChange | Step, ...]:
-    """Find the steps (but `of_torch`) and other changes that break training, worst first."""
+    """Return changes and steps (except `of_torch`) that break training, worst first."""
     training = _Training(_Side(old, new, steps), _Side(new, new), trees)
-    # Other ranks reduce over other axes anyway.
+    # A different world size or set of ranks changes all other reductions anyway.
     is_same_world = (old.world_size, old.recorded_ranks) == (new.world_size, new.recorded_ranks)
-    found = [one for one in training.problems() if is_same_world or one[1][0] == "backwards"]
-    owners: defaultdict[_Found, list[Owner]] = defaultdict(list)
-    for owner, problem in found:
-        if not any(_is_said(problem[0], owner, step) for step in steps):
-            owners[problem].append(owner)
-    changes = [training.change(problem, some) for problem, some in owners.items()]
-    lost = {owner for owner, (problem, *_) in found if problem in _LOST}
-    told: list[tuple[int, TrainingChange | Step]]
-    told = [(_PROBLEMS.index(change.problem), change) for change in changes]
+    problems = [
+        (owner, problem)
+        for owner, problem in training.problems()
+        if is_same_world or problem[0] == "backwards"
+    ]
+    owners_by_problem: defaultdict[_AxisProblem, list[Owner]] = defaultdict(list)
+    for owner, problem in problems:
+        if not any(_is_reported(problem[0], owner, step) for step in steps):
+            owners_by_problem[problem].append(owner)
+    changes = [training.change(*group) for group in owners_by_problem.items()]
+    lost = {owner for owner, (problem, *_) in problems if problem in _LOST}
+    reported: list[tuple[int, TrainingChange | Step]]
+    reported = [(_PROBLEMS.index(change.problem), change) for change in changes]
     for step in steps:
-        named = _problem_of(step)
-        # Other modules may reduce the gradients instead, or forward runs as often.
-        is_real = named not in _LOST or any(map(step.includes, lost))
-        if isinstance(step, Replaced) and named == "times":
+        name = _problem_of(step)
+        # A step is harmless if other modules reduce its gradients, or if forwards changed as much.
+        is_real = name not in _LOST or any(map(step.includes, lost))
+        if isinstance(step, Replaced) and name == "times":
             is_real = step.facts.get("times") not in training.ratios
-        if named is not None and is_real and not (step in of_torch or says(changes, step)):
-            # That a phase is gone comes before whose gradients those were.
-            told.insert(0 if step.kind == "phase" else len(told), (_PROBLEMS.index(named), step))
-    return tuple(one for _, one in sorted(told, key=lambda one: one[0]))
+        if name is not None and is_real and not (step in of_torch or reports_step(changes, step)):
+            # Report a lost phase before the gradients that it reduced.
+            place = 0 if step.kind == "phase" else len(reported)
+            reported.insert(place, (_PROBLEMS.index(name), step))
+    return tuple(change for _, change in sorted(reported, key=lambda item: item[0]))
 
 
-def says(training: Iterable[TrainingChange | Step], step: Step) -> bool:
-    """Whether a step is in `training`, or a change there reports the same."""
+def reports_step(training: Iterable[TrainingChange | Step], step: Step) -> bool:
+    """Whether `training` has a step, or a change that reports the same."""
     return any(
-        _says_all(one, step) if isinstance(one, TrainingChange) else one is step for one in training
+        _reports_all(change, step) if isinstance(change, TrainingChange) else change is step
+        for change in training
     )
 
 
-def _says_all(change: TrainingChange, step: Step) -> bool:
-    if not isinstance(step, Replaced) or step.came:
+def _reports_all(change: TrainingChange, step: Step) -> bool:
+    if not isinstance(step, Replaced) or step.is_added:
         return False
     if change.problem == "unsharded":
         return step.kind == "unit"
@@ -120,9 +127,11 @@ def _says_all(change: TrainingChange, step: Step) -> bool:
 def _problem_of(step: Step) -> Problem | None:
     """Return the problem that a step's sentence names, or None."""
     match step:
-        case Replaced(kind="reduced" | "reduced by more" | "used in backward" | "unit", came=False):
+        case Replaced(
+            kind="reduced" | "reduced by more" | "used in backward" | "unit", is_added=False
+        ):
             return "unreduced"
-        case Replaced(kind="phase", came=False) if Phase.BACKWARD in step.facts["phases"]:
+        case Replaced(kind="phase", is_added=False) if Phase.BACKWARD in step.facts["phases"]:
             return "unreduced"
         case Replaced(kind="reduced times") | Replaced(facts={"is_again": True}):
             return "times"
@@ -131,15 +140,14 @@ def _problem_of(step: Step) -> Problem | None:
     return None
 
 
-def _is_said(problem: Problem, owner: Owner, step: Step) -> bool:
-    """Whether a step already reports the problem of a module."""
+def _is_reported(problem: Problem, owner: Owner, step: Step) -> bool:
     if isinstance(step, Counts):
         return problem == "times"
     return step.kind != "phase" and _problem_of(step) == problem and step.includes(owner)
 
 
 class _Side:
-    """How one profile reduces gradients, by the names of the new one."""
+    """The gradient reductions of one profile, by the names in the new profile."""
 
     def __init__(self, profile: CommProfile, new: CommProfile, steps: Sequence[Step] = ()) -> None:
         self.profile = profile
@@ -157,7 +165,7 @@ class _Side:
                 owner = step.name(owner)
             self.owners.add(owner)
             axis = self.axes.get(row.axis, "")
-            # FSDP1 reduces over a group of one rank too.
+            # FSDP1 also reduces over a group of one rank.
             if row.what in REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
                 self.reduced[owner][axis].append(row)
             roles = {call.role for call in row.calls}
@@ -165,7 +173,7 @@ class _Side:
                 self.units[owner].append(row)
             if Role.ACTIVATIONS in roles or row.what in _BETWEEN_STAGES:
                 self.work.append(row)
-        # Of units that stay gathered, the peak alone tells.
+        # Only the peak shows units that stay unsharded.
         self.has_units = bool(self.units) or any(peak.nbytes for peak in profile.peaks)
         self.reduces = any(map(_gradients, profile.rows))
         self.has_backward = any(row.phase is Phase.BACKWARD for row in profile.rows)
@@ -174,7 +182,7 @@ class _Side:
         return prod(self.sizes.get(axis, 1) for axis in axes)
 
     def num_gradients(self, owner: Owner) -> int:
-        """Count the gradient elements that a module reduces, however often."""
+        """Count the gradient elements that a module reduces, each once."""
         sizes: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
         for row in chain.from_iterable(self.reduced.get(owner, {}).values()):
             for call in _gradients(row):
@@ -182,11 +190,11 @@ class _Side:
         return max(map(sum, sizes.values()), default=0)
 
     def acts(self, owner: Owner, phase: Phase) -> dict[tuple[RowKey, tuple[int, ...]], int]:
-        """How often a unit is gathered and freed in a phase."""
+        """Count how often a unit is gathered and resharded in a phase."""
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
 
     def forward(self, axis: str) -> set[tuple[str, str]]:
-        """Which modules send what over an axis in forward, besides parameters."""
+        """Return module and kind of forward collectives over an axis, except parameters."""
         return {
             (template(row.owner or ""), row.what)
             for row in self.profile.collectives
@@ -196,17 +204,17 @@ class _Side:
         }
 
     def num_ranks_besides(self, axes: set[str]) -> int:
-        """How many ranks work on one batch together, over other axes."""
+        """Count the ranks that share one batch over axes not in `axes`."""
         return self.num_ranks({self.axes.get(row.axis, "") for row in self.work} - axes)
 
 
 def _new_names(profile: CommProfile, new: CommProfile) -> dict[str, str]:
-    """Each axis by the name that the new profile has for it, or its own if there is none."""
+    """Map each axis to the new name of an axis with the same ranks, or to its old name."""
     old = {axis.name for axis in profile.mesh_axes}
-    known = {axis.name for axis in new.mesh_axes}
+    new_names = {axis.name for axis in new.mesh_axes}
     renamed = {replace(axis, name=""): axis.name for axis in new.mesh_axes if axis.name not in old}
     return {
-        name: name if name in known else renamed.get(replace(axis, name=""), name)
+        name: name if name in new_names else renamed.get(replace(axis, name=""), name)
         for axis in profile.mesh_axes
         for name in [axis.name]
     }
@@ -217,14 +225,14 @@ def _gradients(row: Row) -> list[Calls]:
 
 
 def _sole(rows: Iterable[Row], field: str) -> str | None:
-    """A field that all gradients have in common; None if they differ."""
+    """Return the value of a field of all gradients; None if values differ."""
     values: set[str] = {getattr(call, field) for row in rows for call in _gradients(row)}
     # If some gradients miss the last backward, report that for all of them.
     return max(values) if field == "backwards" else sole(values, None)
 
 
 def _volume(rows: Iterable[Row]) -> Volume:
-    """The gradients that the rank with the most of them reduces."""
+    """Return the gradients that the rank with the most bytes reduces."""
     volumes: defaultdict[int | None, Volume] = defaultdict(Volume)
     for row in rows:
         calls = _gradients(row)
@@ -233,11 +241,7 @@ def _volume(rows: Iterable[Row]) -> Volume:
         for rank in row.ranks or (None,):
             volumes[rank] += volume
     common = volumes.pop(None, Volume())
-    return common + max(volumes.values(), key=lambda one: one.nbytes, default=Volume())
-
-
-_Found: TypeAlias = tuple[Problem, tuple[str, ...], str, str]
-"""A problem, its axes, and the values before and after."""
+    return common + max(volumes.values(), key=lambda volume: volume.nbytes, default=Volume())
 
 
 class _Training:
@@ -248,23 +252,22 @@ class _Training:
             owner for owner in new.reduced if new.num_gradients(owner) > old.num_gradients(owner)
         }
 
-    def problems(self) -> Iterator[tuple[Owner, _Found]]:
-        """Yield the problems with the gradients of each module."""
+    def problems(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+        """Yield modules whose gradients have a problem; a module may have several."""
         old, new = self.old, self.new
-        is_known = self.trees is not None and self.trees.units
-        if old.has_units and not (new.has_units or new.reduces or is_known):
+        has_tree = self.trees is not None and self.trees.units
+        if old.has_units and not (new.has_units or new.reduces or has_tree):
             axes = {axis for reduced in old.reduced.values() for axis in reduced}
             for owner in old.units if axes else ():
                 yield owner, ("unsharded", tuple(axes), "", "")
             return
         for owner, was in old.reduced.items():
-            for found in self._of_owner(owner, was, new.reduced.get(owner, {})):
-                yield owner, found
+            for problem in self._of_owner(owner, was, new.reduced.get(owner, {})):
+                yield owner, problem
         yield from self._passes()
 
-    def change(self, found: _Found, owners: Sequence[Owner]) -> TrainingChange:
-        """Describe a problem that some modules share."""
-        problem, axes, before, after = found
+    def change(self, problem_on_axes: _AxisProblem, owners: Sequence[Owner]) -> TrainingChange:
+        problem, axes, before, after = problem_on_axes
         was, now = (
             _volume(
                 row
@@ -287,31 +290,31 @@ class _Training:
 
     def _of_owner(
         self, owner: Owner, was: Mapping[str, list[Row]], now: Mapping[str, list[Row]]
-    ) -> Iterator[_Found]:
+    ) -> Iterator[_AxisProblem]:
         ranks = self.old.num_ranks(was), self.new.num_ranks(now)
         if ranks[1] < ranks[0] and not self._is_harmless(owner, {*was}, {*now}):
             if now.keys() < was.keys():
                 yield "unreduced", tuple(sorted(was.keys() - now.keys())), "", ""
             else:
                 yield "ranks", tuple(sorted({*was, *now})), str(ranks[0]), str(ranks[1])
-        found: defaultdict[tuple[Problem, str, str], list[str]] = defaultdict(list)
+        axes_by_problem: defaultdict[tuple[Problem, str, str], list[str]] = defaultdict(list)
         for axis in sorted(was.keys() & now.keys()):
             if self._is_part(owner) and _volume(was[axis]) != _volume(now[axis]):
-                found["part", "", ""].append(axis)
+                axes_by_problem["part", "", ""].append(axis)
             times = self._times(owner, was[axis], now[axis])
             if times is not None:
-                found["times", *times].append(axis)
+                axes_by_problem["times", *times].append(axis)
             for field in _FIELDS:
                 before, after = (_sole(rows, field) for rows in (was[axis], now[axis]))
                 if before is not None and after is not None and before != after:
-                    found[field, before, after].append(axis)
-        for (problem, before, after), axes in found.items():
+                    axes_by_problem[field, before, after].append(axis)
+        for (problem, before, after), axes in axes_by_problem.items():
             yield problem, tuple(axes), before, after
 
     def _is_harmless(self, owner: Owner, was: set[str], now: set[str]) -> bool:
-        """Whether something else may be why a module reduces over fewer ranks."""
+        """Whether another change may explain that a module reduces over fewer ranks."""
         old, new, trees = self.old, self.new, self.trees
-        # More ranks may share the work of a batch, in place of batches of their own.
+        # More ranks may share one batch, where each had a batch before.
         before, after = (
             side.num_ranks(axes) * side.num_ranks_besides(was | now)
             for side, axes in ((old, was), (new, now))
@@ -322,19 +325,19 @@ class _Training:
             return True
         grown = self.grown - {owner}
         if owner in new.owners:
-            return any(_is_related(owner, other) for other in grown)
+            return any(_is_related(owner, module) for module in grown)
         return bool(grown) or (trees is None and not self._is_left(owner))
 
     def _is_left(self, owner: Owner) -> bool:
         """Whether the rows show that a module without rows is still in the model."""
-        # A layer that is gone sends nothing at all.
+        # Removing a layer also removes the rows of its other modules.
         layer = re.match(r"(.*\.)?[0-9]+\.", owner or "")
-        beside = [other for other in self.new.owners if layer and f"{other}".startswith(layer[0])]
-        # Nor does anything without a backward.
-        return bool(beside) or owner == ROOT_FQN or not self.new.has_backward
+        siblings = [name for name in self.new.owners if layer and f"{name}".startswith(layer[0])]
+        # Without a backward, missing rows do not show that the module was removed.
+        return bool(siblings) or owner == ROOT_FQN or not self.new.has_backward
 
     def _is_part(self, owner: Owner) -> bool:
-        """Whether a unit that gathers as before reduces fewer gradients."""
+        """Whether a unit with unchanged gathers reduces fewer gradients."""
         trees = self.trees
         was, now = (
             {call.nbytes // itemsize(call.dtype) for row in side.units[owner] for call in row.calls}
@@ -342,40 +345,40 @@ class _Training:
         )
         is_less = 0 < self.new.num_gradients(owner) < self.old.num_gradients(owner)
         is_frozen = trees is not None and owner in trees.frozen | trees.partly_frozen
-        is_elsewhere = any(_is_related(owner, other) for other in self.grown)
+        is_elsewhere = any(_is_related(owner, module) for module in self.grown)
         return was == now != set() and is_less and not (is_frozen or is_elsewhere)
 
-    def _passes(self) -> Iterator[tuple[Owner, _Found]]:
-        """Yield units that run backward less often, if one of them runs forward as often."""
-        found: defaultdict[tuple[int, int], dict[Owner, bool]] = defaultdict(dict)
+    def _passes(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+        """Yield units with fewer backwards, if one of them has as many forwards as before."""
+        units_by_runs: defaultdict[tuple[int, int], dict[Owner, bool]] = defaultdict(dict)
         for owner in filter(self.new.reduced.__contains__, self.old.reduced):
             before, after = (side.acts(owner, Phase.BACKWARD) for side in (self.old, self.new))
             was, now = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
             runs = {(count, after.get(place, 0)) for place, count in before.items()}
             acts = {key.what for key, _ in before}
-            # A unit is freed after each backward; one that is kept until then is no evidence.
+            # Reshards count backwards. Only units resharded after forward also count forwards.
             if len(runs) == 1 and "reshard" in acts:
-                found[runs.pop()][owner] = "unshard" in acts and was == now
-        for (runs_before, runs_now), owners in found.items():
+                units_by_runs[runs.pop()][owner] = "unshard" in acts and was == now
+        for (runs_before, runs_now), owners in units_by_runs.items():
             if 0 < runs_now < runs_before and any(owners.values()):
                 for owner in owners:
                     axes = tuple(sorted(self.new.reduced[owner]))
                     yield owner, ("passes", axes, str(runs_before), str(runs_now))
 
     def _times(self, owner: Owner, was: list[Row], now: list[Row]) -> tuple[str, str] | None:
-        """How often gradients are reduced; None if that is as before, or follows forward."""
+        """Return how often gradients are reduced; None if forward calls explain the change."""
         calls = [[call for row in rows for call in _gradients(row)] for rows in (was, now)]
         before, after = (max(call.count for call in side) for side in calls)
-        # Buckets of other sizes hold other parts of the gradients.
+        # Calls of several sizes are buckets, each with other gradients.
         if before == after or any(len({call.nbytes for call in side}) > 1 for side in calls):
             return None
         ratios = self.ratios or _ratios(self.old.units[owner], self.new.units[owner])
-        is_news = ratios and Fraction(after, before) not in ratios
-        return (str(before), str(after)) if is_news else None
+        is_new = ratios and Fraction(after, before) not in ratios
+        return (str(before), str(after)) if is_new else None
 
 
 def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
-    """How much more often rows are sent that both sides have, but for those of backward."""
+    """Return the ratios of counts of rows that both sides have, up to backward."""
     before = {(row.owner, row.key, row.ranks): row.count for row in old}
     return {
         Fraction(row.count, before[place])
@@ -385,9 +388,10 @@ def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
     }
 
 
-def _is_related(owner: Owner, other: Owner) -> bool:
-    """Whether one module is the other, or is inside of it."""
-    parts, others = (
-        [f"{part}." if part else "" for part in (one or "").split("+")] for one in (owner, other)
+def _is_related(first: Owner, second: Owner) -> bool:
+    """Whether two modules are the same, or one contains the other."""
+    prefixes = (
+        [f"{part}." if part else "" for part in (owner or "").split("+")]
+        for owner in (first, second)
     )
-    return any(one.startswith(two) or two.startswith(one) for one in parts for two in others)
+    return any(old.startswith(new) or new.startswith(old) for old, new in product(*prefixes))

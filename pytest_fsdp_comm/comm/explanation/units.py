@@ -10,10 +10,7 @@ from itertools import chain
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.gradients import (
-    propose_buckets,
-    propose_reductions,
-)
+from pytest_fsdp_comm.comm.explanation.gradients import propose_buckets, propose_reductions
 from pytest_fsdp_comm.comm.explanation.states import (
     Between,
     Content,
@@ -31,10 +28,9 @@ from pytest_fsdp_comm.comm.explanation.states import (
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
-# Note [Evidence of a proposal]: a step here writes the rows of the new profile, so it always leads
-# there. What its sentence says of these rows (forward gathers that did not change, bytes that add
-# up, units beside it that are as before) is therefore checked where the step is proposed, and
-# nowhere again.
+# Note [Evidence of a proposal]: a step here copies its rows from the new profile, so they match
+# whatever its sentence claims. The proposing function checks these claims (unchanged forward
+# gathers, equal bytes in total, unchanged other units); no later code does.
 
 
 def propose_of_units(between: Between) -> Iterator[Step]:
@@ -46,28 +42,28 @@ def propose_of_units(between: Between) -> Iterator[Step]:
     yield from _called(between)
     yield from propose_buckets(between)
     for propose in (_freed, _in_backward, _sharded, _split_off, _units):
-        for came in (False, True):
-            yield from propose(between, came=came)
+        for is_added in (False, True):
+            yield from propose(between, is_added=is_added)
 
 
 def _unit_sizes(between: Between) -> Iterator[Step]:
     rows: dict[Owner, Mapping[RowKey, Rows]] = {}
-    for alike in between.alike:
-        resized = _resized(alike.old, alike.new)
-        rows.update(dict.fromkeys(alike.owners if resized else (), resized))
+    for group in between.differences:
+        resized = _resized(group.old, group.new)
+        rows.update(dict.fromkeys(group.owners if resized else (), resized))
     if not rows:
         return
     nbytes = {
         owner: (between.state[owner].gathered_nbytes, between.target[owner].gathered_nbytes)
         for owner in rows
     }
-    # Not what the target has: how often units are gathered may have changed as well.
+    # `rows` are resized old rows, since counts of the target may differ too.
     was = {owner: between.state[owner].rows for owner in rows}
     yield Replaced(kind="unit sizes", rows=rows, was=was, facts={"sizes": nbytes})
 
 
 def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
-    """A unit's rows with their new sizes; empty if not all on an axis have one ratio."""
+    """Return a unit's rows with new sizes; empty if sizes on an axis have several ratios."""
     gathers = old.gathers[Phase.FORWARD]
     if not gathers or old.rows.keys() != new.rows.keys():
         return {}
@@ -96,25 +92,24 @@ def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
     }
 
 
-def _freed(between: Between, *, came: bool) -> Iterator[Step]:
-
+def _freed(between: Between, *, is_added: bool) -> Iterator[Step]:
     def rows(less: Content, more: Content) -> list[RowKey]:
         is_changed = (
             more.gathers[Phase.BACKWARD]
             and not less.gathers[Phase.BACKWARD]
-            and more.is_freed
-            and not less.is_freed
+            and more.is_resharded
+            and not less.is_resharded
             and _gathers_no_more(less, more)
         )
         return _rows_but_reductions(less, more) if is_changed else []
 
-    yield from replaced(between, "freed", between.select(rows, came=came), came=came)
+    keys = between.select(rows, is_added=is_added)
+    yield from replaced(between, "freed", keys, is_added=is_added)
 
 
 def _gathered_elsewhere(between: Between) -> Iterator[Step]:
-
     def rows(old: Content, new: Content) -> list[RowKey]:
-        before, after = ({key.axis for key in one.gathers[Phase.BACKWARD]} for one in (old, new))
+        before, after = ({key.axis for key in side.gathers[Phase.BACKWARD]} for side in (old, new))
         is_moved = before and after and before != after
         is_same = is_moved and _gathers_no_more(old, new) and _gathers_no_more(new, old)
         return _rows_but_reductions(old, new) if is_same else []
@@ -122,41 +117,37 @@ def _gathered_elsewhere(between: Between) -> Iterator[Step]:
     yield from replaced(between, "gathered elsewhere", between.select(rows))
 
 
-def _rows_but_reductions(*contents: Content) -> list[RowKey]:
-    return [key for one in contents for key in one.unit_rows if key not in one.reductions]
+def _rows_but_reductions(*sides: Content) -> list[RowKey]:
+    return [key for content in sides for key in content.unit_rows if key not in content.reductions]
 
 
-def _gathers_no_more(one: Content, other: Content) -> bool:
-    """Whether a unit gathers the same in forward, and not more often."""
-    # Not as often: what is kept serves the forwards of several micro-batches.
-    less, more = one.gathers[Phase.FORWARD], other.gathers[Phase.FORWARD]
+def _gathers_no_more(first: Content, second: Content) -> bool:
+    """Whether the first unit gathers the same in forward, at most as often as the second."""
+    # A unit that stays unsharded is gathered once for several micro-batches.
+    less, more = first.gathers[Phase.FORWARD], second.gathers[Phase.FORWARD]
     return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
 
 
-def _in_backward(between: Between, *, came: bool) -> Iterator[Step]:
-
+def _in_backward(between: Between, *, is_added: bool) -> Iterator[Step]:
     def rows(without: Content, having: Content) -> list[RowKey]:
         forward = having.gathers[Phase.FORWARD]
         is_changed = (
             forward
             and forward == without.gathers[Phase.FORWARD]
-            and having.is_freed
-            and without.is_freed
+            and having.is_resharded
+            and without.is_resharded
             and having.gathers[Phase.BACKWARD]
             and not without.gathers[Phase.BACKWARD]
             and without.reductions in ({}, having.reductions)
         )
         return [*having.unit_rows, *without.unit_rows] if is_changed else []
 
-    keys = between.select(rows, came=came)
-    less, more = between.sides(came=came)
+    keys = between.select(rows, is_added=is_added)
+    less, more = between.sides(is_added=is_added)
     reductions = {(bool(less[at].reductions), bool(more[at].reductions)) for at in keys}
-    # A forward that is run again gathers for the backward that follows.
-    is_again = any(
-        state[at].gathers[Phase.RECOMPUTE]
-        for state in (between.origin, between.target)
-        for at in keys
-    )
+    # The gathers of a recomputed forward also serve the backward after it.
+    sides = between.origin, between.target
+    is_again = any(side[at].gathers[Phase.RECOMPUTE] for side in sides for at in keys)
     if len(reductions) != 1 or is_again:
         return
     was_reduced, is_reduced = reductions.pop()
@@ -164,21 +155,22 @@ def _in_backward(between: Between, *, came: bool) -> Iterator[Step]:
         between,
         "gathered in backward" if was_reduced or not is_reduced else "used in backward",
         keys,
-        came=came,
+        is_added=is_added,
         is_reduced=was_reduced,
     )
 
 
-def _sharded(between: Between, *, came: bool) -> Iterator[Step]:
-    # FSDP1 all-reduces what it does not shard, over a group of one rank too.
-    alone = {axis.name for axis in between.axes[not came] if axis.size == 1}
+def _sharded(between: Between, *, is_added: bool) -> Iterator[Step]:
+    # FSDP1 also all-reduces unsharded gradients over a group of one rank.
+    single_rank_axes = {axis.name for axis in between.axes[not is_added] if axis.size == 1}
 
     def rows(replicated: Content, sharded: Content) -> list[RowKey]:
-        is_alone = alone.issuperset(key.axis for key in replicated.reductions)
+        is_alone = single_rank_axes.issuperset(key.axis for key in replicated.reductions)
         is_changed = _is_sharding(replicated, sharded) and not is_alone
         return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
 
-    yield from replaced(between, "sharded", between.select(rows, came=came), came=came)
+    keys = between.select(rows, is_added=is_added)
+    yield from replaced(between, "sharded", keys, is_added=is_added)
 
 
 def _is_sharding(replicated: Content, sharded: Content) -> bool:
@@ -192,16 +184,13 @@ def _is_sharding(replicated: Content, sharded: Content) -> bool:
     )
 
 
-# Note [Where bytes went]: a unit that only one side has may have been split off the unit above,
-# may be one of several that hold the same parameters in other groups, or be new. Bytes tell them
-# apart: `_split_off` and `_regrouped` propose only where they add up, in gathers and in reductions,
-# and `_units` only where no other unit has less for it. Where two of them are true, what knows
-# where the bytes went is told: the others have `more_cost`.
-
-
-def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
-    large, small = between.sides(came=came)
-    # Units that only one side has, by the unit above that the other side has.
+# A unit on one side only was split off from its parent, was regrouped with others, or is new. Bytes
+# tell these apart: `_split_off` and `_regrouped` need equal bytes in total, in gathers and in
+# reductions, and `_units` needs that no other unit lost bytes. If several apply,
+# `Replaced.description_cost` prefers the split.
+def _split_off(between: Between, *, is_added: bool) -> Iterator[Step]:
+    large, small = between.sides(is_added=is_added)
+    # Modules that are units on one side only, by the closest unit above on the other side.
     children: defaultdict[str, list[str]] = defaultdict(list)
     for owner in between.owners:
         if owner and small[owner].gathers[Phase.FORWARD]:
@@ -214,24 +203,24 @@ def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
         if _have_same_bytes([large[parent]], [small[owner] for owner in (parent, *modules)])
     }
     modules = tuple(chain.from_iterable(units.values()))
-    # Not those that are kept after forward: they are gathered once for all micro-batches.
-    others = max(
+    # Ignore units that stay unsharded: they are gathered once for all micro-batches.
+    other_count = max(
         (
             forward_gathers(content)
             for state in (between.origin, between.target)
             for owner, content in state.items()
-            if owner not in modules and not content.is_kept
+            if owner not in modules and not content.stays_unsharded
         ),
         default=0,
     )
     often = max((forward_gathers(between.target[module]) for module in modules), default=0)
-    is_called = came and 0 < others < often
+    is_called = is_added and 0 < other_count < often
 
     yield from replaced(
         between,
         "split off",
         {owner: _unit_keys(between, owner) for at in units for owner in (at, *units[at])},
-        came=came,
+        is_added=is_added,
         modules=modules,
         parents=tuple(units),
         times=often if is_called else 0,
@@ -252,18 +241,16 @@ def _unit_above(owner: str, state: State) -> str | None:
 
 
 def _have_same_bytes(*sides: Sequence[Content]) -> bool:
-    """Whether units have as many bytes together, in one gather and one reduction of each."""
-    # What is left of a unit may be nothing; a unit with several sizes is not understood.
-    if any(
-        one.gathers[Phase.FORWARD] and not one.gathered_nbytes for side in sides for one in side
-    ):
+    """Whether sides have equal bytes in total, for one gather and one reduction of each unit."""
+    # A unit may have no gathers, but gathers of several sizes cannot be compared.
+    if any(unit.gathers[Phase.FORWARD] and not unit.gathered_nbytes for unit in chain(*sides)):
         return False
-    gathered = {sum(one.gathered_nbytes for one in side) for side in sides}
+    gathered = {sum(unit.gathered_nbytes for unit in side) for side in sides}
     reduced = {
         sum(
             largest(rows)
-            for one in side
-            for key, rows in one.reductions.items()
+            for unit in side
+            for key, rows in unit.reductions.items()
             if key.what == "reduce_scatter"
         )
         for side in sides
@@ -281,82 +268,76 @@ def _regrouped(between: Between) -> Iterator[Step]:
         for state in (between.state, between.target)
     )
     owners = [owner for owner in {**old, **new} if old.get(owner) != new.get(owner)]
-    gone = [owner for owner in owners if owner in old]
+    removed = [owner for owner in owners if owner in old]
     added = [owner for owner in owners if owner in new]
     if (
-        not (set(gone) <= set(added) or set(added) <= set(gone))
+        not (set(removed) <= set(added) or set(added) <= set(removed))
         and _have_same_bytes(
-            [between.state[owner] for owner in gone], [between.target[owner] for owner in added]
+            [between.state[owner] for owner in removed], [between.target[owner] for owner in added]
         )
-        and _policies(between.state, gone) == _policies(between.target, added)
+        and _policies(between.state, removed) == _policies(between.target, added)
     ):
         yield from replaced(
             between,
             "regrouped",
             {owner: _unit_keys(between, owner) for owner in owners},
-            gone=tuple(gone),
+            removed=tuple(removed),
             added=tuple(added),
         )
 
 
-def _policies(state: State, owners: Iterable[Owner]) -> set[tuple[bool, int]]:
-    """Whether units but the root are kept after forward, and how often they are gathered in it."""
-    return {(state[owner].is_kept, forward_gathers(state[owner])) for owner in owners if owner}
+def _policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
+    """Return whether units (but the root) stay unsharded, and how often forward gathers them."""
+    return {(state[unit].stays_unsharded, forward_gathers(state[unit])) for unit in units if unit}
 
 
 def _called(between: Between) -> Iterator[Step]:
-
     def rows(old: Content, new: Content) -> list[RowKey]:
         before, after = old.gathers[Phase.FORWARD], new.gathers[Phase.FORWARD]
         is_changed = (
             before.keys() == after.keys()
             and before != after
-            # What is kept is gathered again only by another forward.
-            and not new.is_kept
+            # A unit that stays unsharded is gathered once in a forward, however often it is called.
+            and not new.stays_unsharded
             and all(_sizes(before[key]) == _sizes(after[key]) for key in before)
         )
         return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
     keys = between.select(rows)
-    # Units beside it that are gathered as before are the evidence; what is kept always is.
-    others = [
+    # Other units must be gathered as before; units that stay unsharded always are.
+    other_units = [
         (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
         for owner, content in between.state.items()
-        if owner not in keys and content.gathers[Phase.FORWARD] and not content.is_kept
+        if owner not in keys and content.gathers[Phase.FORWARD] and not content.stays_unsharded
     ]
-    if not others or any(was != now for was, now in others):
+    if not other_units or any(was != now for was, now in other_units):
         return
-    most = max(total_count(gathers) for gathers, _ in others)
+    most = max(total_count(gathers) for gathers, _ in other_units)
     was, now = (
         {owner: forward_gathers(state[owner]) for owner in keys}
         for state in (between.state, between.target)
     )
-    # Schedules of pipelines gather as they like.
-    is_pipeline = any(key.what in {"send", "recv"} for key in between.state.row_keys())
-    is_called = max(now.values(), default=0) > most and sum(now.values()) > sum(was.values())
-
-    yield from replaced(
-        between, "called", keys, times=now, others=most, is_called=is_called and not is_pipeline
-    )
+    # Pipeline schedules decide when units are gathered.
+    is_called = all(key.what not in {"send", "recv"} for key in between.state.row_keys())
+    is_called &= max(now.values(), default=0) > most and sum(now.values()) > sum(was.values())
+    yield from replaced(between, "called", keys, times=now, other_units=most, is_called=is_called)
 
 
 def _sizes(rows: Rows) -> set[int]:
     return {call.nbytes for call in calls_of(rows)}
 
 
-def _units(between: Between, *, came: bool) -> Iterator[Step]:
-    without, having = between.sides(came=came)
-    if any(
-        having[owner].gathered_nbytes < without[owner].gathered_nbytes for owner in between.changed
-    ):
+def _units(between: Between, *, is_added: bool) -> Iterator[Step]:
+    without, having = between.sides(is_added=is_added)
+    if any(having[at].gathered_nbytes < without[at].gathered_nbytes for at in between.changed):
         return
 
     def rows(less: Content, more: Content) -> Iterable[RowKey]:
         is_new = more.gathers[Phase.FORWARD] and not less.unit_rows
         return more.unit_rows if is_new else ()
 
-    keys = between.select(rows, came=came)
-    # No other unit comes or goes beside them, unless `_sharded` tells of it.
+    keys = between.select(rows, is_added=is_added)
+    # No other unit may be added or removed, unless `_sharded` reports it.
     if any(
         having[owner].gathers[Phase.FORWARD] and not without[owner].gathers[Phase.FORWARD]
         for owner in between.owners
@@ -364,13 +345,15 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
     ):
         return
 
-    others = {owner for owner, one in without.items() if one.gathers[Phase.FORWARD]} - keys.keys()
-    # They may be kept after forward now, and no longer gathered in backward.
-    is_other = any(
+    other_units = {at for at, unit in without.items() if unit.gathers[Phase.FORWARD]} - keys.keys()
+    # The others may stay unsharded now, so that backward no longer gathers them.
+    is_regathered = any(
         between.origin.get(owner, between.state[owner]).gathers[Phase.BACKWARD]
         != between.target[owner].gathers[Phase.BACKWARD]
-        for owner in others
+        for owner in other_units
     )
-    rest = ("unchanged in forward" if is_other else "unchanged") if others else ""
+    unchanged = ("unchanged in forward" if is_regathered else "unchanged") if other_units else ""
     is_reduced = any(having[owner].reductions for owner in keys)
-    yield from replaced(between, "unit", keys, came=came, others=rest, is_reduced=is_reduced)
+    yield from replaced(
+        between, "unit", keys, is_added=is_added, other_units=unchanged, is_reduced=is_reduced
+    )
