@@ -86,7 +86,7 @@ def test_unseen_collective_fails_compare_and_update(project):
             "comm_mode could not record everything that was sent, so nothing was compared or "
             "written:",
             MISSING,
-            "to compare the recording without it, use comm_snapshot(allow_unseen=True)",
+            "to compare the incomplete recording, use comm_snapshot(allow_unseen=True)",
             "UnseenCollectivesWarning: comm_mode: the recording is incomplete: 1 collective ",
         )
         assert "accept:" not in result.stdout.str()
