@@ -1,4 +1,4 @@
-"""Errors that users can cause. Each names the expected and received value, place and remedy."""
+"""Errors that users can cause. A text names what was expected and received, where, and a remedy."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Final
 # Set by a launched pytest: if one of its tests starts another pytest, that one inherits the
 # launcher's variables but is not a launched rank.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
-# Set for rank 0 under a launcher if pytest cannot fork it, and therefore starts it as a process.
+# Set for rank 0 under a launcher if pytest starts it as a new process, because it cannot fork it.
 OWN_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_OWN_RANK"
 # Set for a spawned rank: the path of its `RankSetSpec`.
 SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"

@@ -129,7 +129,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test that needs torch, or fork(), on a system without it."""
-    # After skip marks, and before the test, whose error would be obscure.
+    # Skip marks have been evaluated. Fail before the test's code, whose error would be obscure.
     if marker.may_record(item) and (missing := upstream.missing_torch()):
         pytest.fail(missing, pytrace=False)
     if options.SETTINGS in item.stash and not _CAN_FORK:

@@ -21,7 +21,7 @@ from pytest_fsdp_comm.tree.profile import fold as fold_tree
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
-    """Read a snapshot, or convert a JSON recording, with its call sites, or a JSON tree to one.
+    """Read a snapshot, or convert a JSON recording (keeping call sites) or JSON tree to one.
 
     `where` (default: the path) is the name of the file in errors.
     """
