@@ -62,7 +62,7 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """Join the session of all launched processes; only on rank 0, return how to choose a runner."""
+    """Join the session of all launched processes; rank 0 returns a function that picks a runner."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # The same process may run another session later.
@@ -108,7 +108,7 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
             cwd=config.invocation_params.dir,
             env=environment,
         )
-        process.returncode = 0  # `_end_all` waits for the pid; without this, the object warns
+        process.returncode = 0  # `_end_all` reaps the process; without this, it would warn
         return process.pid
     parent = os.getpid()
     pid = fork_quietly()
@@ -467,7 +467,7 @@ def positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | Non
 
 
 def describe_difference(leader: Sequence[str], follower: Sequence[str]) -> str:
-    """Describe how the follower's tests differ, to follow the name of its rank; empty if equal."""
+    """Describe, after a rank's name, how its tests differ from the leader's; empty if equal."""
     missing, added = Counter(leader) - Counter(follower), Counter(follower) - Counter(leader)
     parts = []
     if missing:

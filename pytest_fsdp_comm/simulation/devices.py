@@ -317,7 +317,7 @@ def _of_amp() -> Iterator[tuple[Any, str, Any]]:
     ) -> None:
         if device_type.partition(":")[0] == "cuda":
             device_type, dtype = "cpu", dtype or autocast_dtype("cuda")
-            # An assumption: the CPU's autocast keeps other operations in float32 than cuda's.
+            # Record an assumption: autocast keeps different operations in float32 on the CPU.
             if enabled:
                 _state.answer("cpu", "torch.autocast")
         cast_(block, device_type, dtype, enabled, **kwargs)

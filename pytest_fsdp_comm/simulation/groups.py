@@ -80,8 +80,8 @@ class RealGroups:
     ) -> Callable[[], Sequence[torch.Tensor] | None] | None:
         """Send this rank's values (None if unknown) to its peers.
 
-        Returns a function that waits for their values; it returns None if these are unknown.
-        Returns None if this rank receives nothing.
+        Return a function that waits for their values, and returns None if these are unknown; or
+        None if this rank receives nothing.
         """
         rank, kind = group.rank(), operation.kind
         if kind in {"send", "recv"}:
@@ -199,7 +199,7 @@ def _parts(
     sent: Sequence[torch.Tensor],
     num_outputs: int,
 ) -> Sequence[torch.Tensor]:
-    """Return the part that fills each output, once or once per rank; nothing if unknown."""
+    """Return the part that fills each output, perhaps repeated per rank; empty if unknown."""
     rank, size = group.rank(), group.size()
     if kind in {"all_gather", "gather", "broadcast"}:
         return sent

@@ -176,7 +176,7 @@ def keep(tensor: torch.Tensor, values: Values) -> None:
 
 
 def put(tensor: torch.Tensor, value: torch.Tensor | None, *, is_mirrored: bool = False) -> None:
-    """Write a tensor with memory into a simulated one; None makes its values unknown."""
+    """Copy a tensor with memory into a simulated one; None makes its values unknown."""
     if not isinstance(tensor, FakeTensor):
         return
     tensor.constant = None  # where torch stores a known value

@@ -315,7 +315,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             memory.write(func, args, kwargs, tensors, args[:1])
             return
         if any(_absorbs(func._opname[:-1], tensor, tensor.dtype) for tensor in tensors[:1]):
-            return  # as "bitwise_or_" of True
+            return  # for example True.bitwise_or_(unknown)
         for tensor in _written(func, args, kwargs):
             memory.put(tensor, None)
             memory.explain(tensor, _reason(func._opname, args, tensors))

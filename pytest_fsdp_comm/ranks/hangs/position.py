@@ -250,9 +250,8 @@ class Watchdog:
         self._ends_process = ends_process
         self._began_ns = time.time_ns()
         self._channel = channel
-        # Tests must not notice the thread, and `threading` would list it (and take 3 ms to start
-        # it). It blocks all signals, so that the main thread gets them: SIGUSR1 dumps the
-        # stack of the thread that gets it.
+        # `threading` would list the thread to tests, and take 3 ms to start it. The thread blocks
+        # all signals, so that SIGUSR1, which dumps the stack of its receiver, reaches the main one.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             _thread.start_new_thread(self._answer, ())

@@ -141,7 +141,7 @@ class _Stall:
     difference: str
     """The difference between the ranks' calls that blocks them; empty if they match."""
     divergence: tuple[str, dict[int, str]]
-    """In words, the first earlier call that ranks made for different modules; the modules."""
+    """The first call that ranks made for different modules, in words, and each rank's module."""
 
 
 # Each waiting rank points to the ranks missing in its collective. The arrows lead to guilty ranks,

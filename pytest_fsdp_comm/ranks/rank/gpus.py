@@ -41,7 +41,7 @@ def visible_gpu_count() -> int:
 
 def is_driver_started(torch: Any) -> bool:
     """Return whether this process has started the CUDA driver; see Note [Started driver]."""
-    # Builds of torch without CUDA lack the name; for them, save the fork.
+    # Builds of torch without CUDA lack this name: do not fork for them.
     has_cuda = hasattr(torch._C, "_cuda_isInBadFork")  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
     return has_cuda and _answer_of_child(lambda: 0) == _UNUSABLE
 

@@ -31,7 +31,7 @@ _PARENTS_PLUGINS = (
     # pytest-github-actions-annotate-failures 0.4 would annotate the reports of each rank.
     "annotate_errors",
     "annotate_warnings",
-    # It runs each test in a separate process, but a rank already is one.
+    # pytest-forked runs each test in a separate process, but a rank already is one.
     "pytest_forked",
 )
 _PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")

@@ -195,7 +195,7 @@ class RankPlugin:
 
     def _leave_to_all(self) -> None:
         if ranks := self.further_ranks():
-            # A skip, so that pdb stays closed and the comparison does not count as failed.
+            # Raise a skip, so that pdb stays closed and the comparison does not count as failed.
             raise pytest.skip.Exception(f"runs again, also on {name_ranks(ranks)}")
 
     def further_ranks(self) -> tuple[int, ...]:

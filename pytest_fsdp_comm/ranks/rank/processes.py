@@ -107,7 +107,7 @@ def run_finalizers() -> None:
 # functions do what Python does at exit: a last garbage collection, in which finalizers may raise
 # exceptions, and functions registered with atexit.
 
-# They collect exceptions of finalizers and threads, and raise or warn at the end of each phase.
+# pytest's plugins that raise or warn about exceptions of finalizers and threads after each phase.
 _EXCEPTION_PLUGINS = ("unraisableexception", "threadexception")
 
 
@@ -188,7 +188,7 @@ def restore_states(states: Sequence[Any]) -> None:
 
 
 def equalize(exchange: Exchange) -> None:
-    """Give each library the same state on all ranks, which all call this."""
+    """Give each library the same random state on all ranks; all ranks have to call this."""
     # The repr of a tensor omits numbers, so convert it to a list.
     states = [state.tolist() if hasattr(state, "tolist") else state for state in read_states()]
     digests = " ".join(hashlib.sha256(repr(state).encode()).hexdigest() for state in states)

@@ -128,7 +128,7 @@ def merge_reports(
     exited = [ran for ran in ranks.values() if ran.result.session_exit is not None]
     if exited and all(failure.is_echo for failure in failures):
         failures = []
-    # Before `_completed` changes reports: a phase may show the sections of the phase before it.
+    # Collect these before `_completed` changes reports: a phase may use those of the one before.
     sections = {when: _sections(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
@@ -272,7 +272,7 @@ def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
 
 
 def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
-    """Of failures with the text of the first one, move one with an explanation to the front."""
+    """If another failure explains the text of the first one, move it to the front."""
     return sorted(
         failures,
         key=lambda each: each.text != failures[0].text or not getattr(each.report, EXPLAINS, False),

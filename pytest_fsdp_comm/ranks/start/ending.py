@@ -18,7 +18,7 @@ from typing import Final
 PATIENCE_S: Final = 10.0
 """How long to wait for killed ranks; freeing their memory takes time on a busy machine."""
 HURRIED_S: Final = 0.3
-"""How long to wait for them after Ctrl-C, when the user waits."""
+"""How long to wait for killed ranks after Ctrl-C, when the user waits."""
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -27,7 +27,7 @@ _LIBC = ctypes.CDLL(None)
 _PAUSE_S = 0.005
 # Time for cleaners to finish on a busy machine.
 _CLEANED_WITHIN_S = 4.0
-# The first also matches joblib's copy.
+# joblib's copy of the resource tracker has the same name.
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
 # Note [Ending a process tree]: a process that a rank started may have left the rank's process group

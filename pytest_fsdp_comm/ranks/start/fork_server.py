@@ -287,7 +287,7 @@ class RankServer(Protocol):
         """
 
     def exit_statuses(self) -> Mapping[int, int | str]:
-        """Return, by rank that ended, its exit status, minus its signal, or how it was lost.
+        """Return each ended rank's exit status, minus its signal, or a text if it was lost.
 
         Raises `ServerDiedError` if the server is gone.
         """

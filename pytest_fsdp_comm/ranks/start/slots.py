@@ -47,13 +47,13 @@ class Slots:
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Wait for enough free slots; yield those to lock (`HeldSlots`) before the block ends."""
+        """Wait for enough free slots and yield them; lock them (`HeldSlots`) inside the block."""
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0
         if not leased and not bounded:
             yield Grant()
             return
-        # pytest may have removed it with other temporary directories.
+        # pytest may have removed the directory with other temporary ones.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(self._directory / _TURN), contextlib.ExitStack() as wanting:
             is_waiting = False

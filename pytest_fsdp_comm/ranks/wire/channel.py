@@ -40,8 +40,8 @@ class Channel(Generic[_Received]):
     def __init__(self, connection: Connection, *, stalls_s: float | None = None) -> None:
         """Take over a connection.
 
-        `stalls_s` limits pauses within a message; None waits forever. The other end may die there,
-        while a child keeps its connection open.
+        `stalls_s` limits pauses within a message; None waits forever. The other end may die
+        within one while its child keeps the connection open.
         """
         self.connection = connection
         self._pid = getpid()

@@ -165,7 +165,7 @@ class RankResult:
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
     """By stream: the output of its unfinished phase; empty if it finished the test."""
     waited_for: tuple[int, ...] = ()
-    """The ranks that it waits for in vain, because they have finished the test."""
+    """The ranks that it waits for, although they have finished the test."""
     position: Position | None = None
     """Where it was when the ranks were stopped; None if they were not, or it did not answer."""
 
