@@ -18,11 +18,16 @@ from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step, se
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.text.fqn import name_owners
 
-# A step is exact, so its cause explains all of its rows. The rule for a kind of step
-# names every known cause of these rows, except causes that the recordings, the trees of the test or
-# a change of torch rule out. Separate rules handle several steps together, and leftover rows.
+# A step is exact, so its cause explains all of its rows. The rule for a kind of step names every
+# known cause of these rows, except causes that the recordings, the trees of the test or a change of
+# torch rule out. Separate rules handle several steps together, and leftover rows.
 # docs/causes.md lists the causes; `tests/regressions/look_alikes.json` has similar changes.
 
+_NOT_REDUCED: Final = ", FSDP does not reduce their gradients"
+_MISSING_ROOT: Final = (
+    f"fully_shard on the root is missing: its parameters are not sharded{_NOT_REDUCED}, and each "
+    "unit below becomes a root; or the root's forward is not called"
+)
 _NORM_NBYTES: Final = 8  # a float64
 NO_BACKWARD: Final = "forwards without a backward, such as an evaluation"
 _MODEL_DTYPE: Final = "the dtype of the model's parameters"
@@ -103,14 +108,6 @@ def find_causes(
 
 
 # Rules for several steps, or for leftover rows.
-
-_NOT_REDUCED: Final = ", FSDP does not reduce their gradients"
-_MISSING_ROOT: Final = (
-    f"fully_shard on the root is missing: its parameters are not sharded{_NOT_REDUCED}, and each "
-    "unit below becomes a root; or the root's forward is not called"
-)
-
-
 def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
     """Detect that the root unit was removed or is not called, so that units below become roots."""
     lost_roots, unresharded = (
@@ -125,9 +122,8 @@ def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
     trees = inputs.trees
     if trees is not None and trees.lost_root:
         # Units of one tree only were added or removed with the root.
-        unresharded = [
-            step for step in unresharded if trees.units.intersection(step.owners) <= trees.new_roots
-        ]
+        units, roots = trees.units, trees.new_roots
+        unresharded = [step for step in unresharded if units.intersection(step.owners) <= roots]
         # Without a backward, the snapshot has no reductions to lose.
         reduces = any(role_of((row,)) == Role.GRADIENTS for row in inputs.old.rows)
         text = trees.lost_root if reduces else trees.lost_root.replace(_NOT_REDUCED, "")
@@ -248,8 +244,6 @@ def _prefetching(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
 
 
 # Rules for one step.
-
-
 def _cause(step: Step, inputs: Inputs) -> str:
     """Return the cause of a step; empty if none is known, or its sentence names it."""
     match step:
