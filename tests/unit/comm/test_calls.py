@@ -37,7 +37,7 @@ print(json.dumps([text.splitlines()[3], SnapshotText(str(text), where="x").profi
 """
 
 
-def test_a_declared_field_reaches_file_and_failure_without_a_change_elsewhere(tmp_path):
+def test_declared_field_reaches_file_and_failure(tmp_path):
     package = Path(pytest_fsdp_comm.__file__).parent
     shutil.copytree(package, tmp_path / package.name)
     calls = tmp_path / package.name / "comm" / "calls.py"

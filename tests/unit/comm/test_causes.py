@@ -131,7 +131,7 @@ def test_the_tree_decides_between_readings(change, new_tree, text):
     assert texts(change, new_tree) == [text]
 
 
-def test_replaced_parameters_may_explain_fewer_gradients():
+def test_replaced_parameters_explain_fewer_gradients():
     """Of parameters that came or went, the tree does not tell whether they were frozen."""
     assert texts(part_reduced, with_adapter(tree())) == []
 
@@ -168,7 +168,7 @@ def forward_alone(one):
         (reduced_often, tree(layers_1_weight={"trainable": False}), "reduced in each micro-batch"),
     ],
 )
-def test_a_tree_that_does_not_fit_leaves_the_readings_of_the_profile(change, new_tree, beginning):
+def test_unrelated_tree_does_not_change_causes(change, new_tree, beginning):
     (text,) = texts(change, new_tree)
     assert text.startswith(beginning)
 
@@ -190,7 +190,7 @@ def test_unchanged_lists_are_no_cause(new_tree, said):
 
 
 @pytest.mark.parametrize("into", [True, False])
-def test_weights_in_8_bits_may_be_gathered_by_their_own_way(into):
+def test_8_bit_weights_may_have_a_gather_hook(into):
     sides = [profile(), in_dtype(profile(), "float8_e4m3fn", roles=("parameters",))]
     comparison = compare(*(sides if into else sides[::-1]))
     assert [cause.text for cause in comparison.causes] == [
@@ -208,7 +208,7 @@ def test_a_tree_with_other_units_says_nothing():
     ]
 
 
-def test_units_that_were_gathered_in_vain_lose_no_gradients():
+def test_unused_units_lose_no_gradients():
     # As after `set_unshard_in_backward(False)` on a frozen unit.
     def freeze(old):
         return changed(
@@ -278,7 +278,7 @@ HOOKED = made([row(BACKWARD, "", "all_reduce", NBYTES, "gradients", dtype="bfloa
         ),
     ],
 )
-def test_gradients_that_a_newer_torch_reduces_in_float32_are_torchs_change(old, new, is_torchs):
+def test_newer_torch_reduces_gradients_in_float32(old, new, is_torchs):
     causes = [cause.text for cause in compare(old, new).causes]
     assert any(UNSET in text for text in causes) is is_torchs
     assert bool(causes)
@@ -314,24 +314,24 @@ SET_TREE = in_half(param_dtype="bfloat16", reduce_dtype="float32")
         (SET_TREE, SET_TREE, "a communication hook, or a manual cast of gradients"),
     ],
 )
-def test_the_tree_decides_whether_torch_reduces_otherwise(was, now, text):
+def test_tree_decides_if_torch_changed_reductions(was, now, text):
     evidence = None if was is None else tree_evidence(was, now)
     (cause,) = compare(HALF, FULL, evidence=evidence).causes
     assert cause.text.startswith(text)
 
 
-def test_the_page_about_versions_has_the_cause_as_it_is_told():
+def test_version_page_has_the_reported_cause():
     page = Path(__file__).parents[3] / "docs" / "torch-versions.md"
     (cause,) = compare(HALF, FULL, evidence=tree_evidence(HALF_TREE, HALF_TREE)).causes
     assert f"\n  likely: {cause.text}\n" in page.read_text()
 
 
-def test_what_keeps_the_bytes_is_the_type_of_the_snapshot():
+def test_remedy_is_the_dtype_of_the_snapshot():
     (cause,) = compare(FULL, HALF).causes
     assert cause.text.endswith("not bfloat16; pass reduce_dtype=torch.float32 to keep the bytes")
 
 
-def test_partial_gradients_of_another_axis_need_no_unset_reduce_dtype():
+def test_partial_gradients_ignore_reduce_dtype():
     partial = [
         row(BACKWARD, "layers.0", "all_reduce", 64, "gradients", axis="tp", dtype="bfloat16")
     ]
@@ -363,7 +363,7 @@ def test_partial_gradients_in_bfloat16_are_cast(evidence, text):
     assert [cause.text for cause in compare(old, new, evidence=evidence).causes] == [text]
 
 
-def test_what_the_user_changed_is_told_before_what_torch_changed():
+def test_changes_of_the_user_precede_those_of_torch():
     new = kept(FULL)
     comparison = compare(HALF, replace(new, torch_version="2.15.0"))
     assert [cause.text.split()[0] for cause in comparison.causes] == [

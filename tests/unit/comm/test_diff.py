@@ -62,7 +62,7 @@ def test_siblings_that_change_alike_are_one_change():
     assert change.after == ()
 
 
-def test_world_mesh_reshards_and_redistributions_are_compared():
+def test_world_mesh_and_reshards_are_compared():
     old = profile(
         counted("reshard", FORWARD, "a", "reshard"),
         counted("redistribution", FORWARD, "a", "x->y"),
@@ -102,7 +102,7 @@ def rendered(old, new, *, cost=None, **changes):
     return render_comparison(comparison, snapshot="s.comm", **changes)
 
 
-def test_the_text_of_a_change_names_site_cause_and_remedy():
+def test_change_names_site_cause_and_remedy():
     site = Site(
         issued_in="layers.1",
         call_site="model.py:88",
@@ -191,7 +191,7 @@ def test_calls_that_differ_are_a_difference(before, after, line):
     assert rendered(old, new).lines[1].startswith(f"  a in forward: {line}")
 
 
-def test_layers_that_are_gathered_anew_are_one_change_whatever_their_distance():
+def test_new_gathers_of_layers_are_one_change():
     new = [
         row(FORWARD, owner, "all_gather", calls=(calls(ahead=ahead),))
         for ahead, owner in enumerate(LAYERS)
@@ -202,7 +202,7 @@ def test_layers_that_are_gathered_anew_are_one_change_whatever_their_distance():
     assert len(compare(profile(*new), profile(*other)).changes) == len(LAYERS) - 1
 
 
-def test_a_size_that_is_no_longer_known_is_not_told_as_0_bytes():
+def test_lost_size_is_not_reported_as_0_bytes():
     def sent(*, is_object):
         made = calls(count=2, nbytes=0 if is_object else 64, is_object=is_object)
         return profile(row(FORWARD, None, "all_gather", calls=(made,)))
@@ -437,7 +437,7 @@ def test_sent_names_the_line_of_each_change():
     assert rendered(both, profile()).sent == ()
 
 
-def test_async_is_compared_only_where_torch_says_it_on_both_sides():
+def test_async_is_compared_if_both_sides_record_it():
     def sent(shows_async, *held):
         return profile(row(FORWARD, "a", "all_gather", calls=held), shows_async=shows_async)
 

@@ -71,7 +71,7 @@ PAIRS = list(itertools.permutations(PLANTED, 2))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_pairs_of_changes_are_explained_exactly_and_without_anything_else(seed):
+def test_two_changes_are_explained_exactly(seed):
     chance = random.Random(seed)  # noqa: S311  # profiles are no secrets
     exact = 0
     for first, second in PAIRS:
@@ -95,7 +95,7 @@ def test_pairs_of_changes_are_explained_exactly_and_without_anything_else(seed):
     assert exact >= 0.9 * len(PAIRS), exact
 
 
-def test_rows_that_no_step_explains_are_left_and_nothing_is_guessed():
+def test_unexplained_rows_are_left_over():
     old = profile()
     chance = random.Random(0)  # noqa: S311  # profiles are no secrets
     new = changed(
@@ -122,13 +122,13 @@ def test_rows_that_no_step_explains_are_left_and_nothing_is_guessed():
         (changed(profile(), lambda one: sized(one, 2)), "MixedPrecisionPolicy"),
     ],
 )
-def test_an_innocent_neighbour_of_a_cause_is_not_called_so(new, never):
+def test_similar_change_has_no_cause_of_another(new, never):
     text = render_comparison(compare(profile(), new), snapshot="s")
     assert len(text.lines) > 1
     assert never not in "\n".join(text.lines)
 
 
-def test_a_head_that_is_split_off_and_called_for_each_chunk_is_named_as_both():
+def test_split_head_called_per_chunk_names_both():
     rows = unit("head", 1_024)
     rows = [one if one.what == "reduce_scatter" else times(one, 4) for one in rows]
     layers = unit("layers.0", NBYTES)
@@ -143,7 +143,7 @@ def test_a_head_that_is_split_off_and_called_for_each_chunk_is_named_as_both():
 
 
 @pytest.mark.parametrize("layers", [2, 0])
-def test_a_unit_that_is_split_off_under_accumulation_is_called_as_often_as_the_others(layers):
+def test_split_unit_under_accumulation_is_not_called(layers):
     """The root is kept from one micro-batch to the next, so that it alone is gathered once."""
     units = [one for n in range(layers) for one in unit(f"layers.{n}", NBYTES)]
 
@@ -160,7 +160,7 @@ def test_a_unit_that_is_split_off_under_accumulation_is_called_as_often_as_the_o
     assert comparison.causes == ()
 
 
-def test_one_unit_whose_name_the_root_takes_has_not_moved_there():
+def test_unit_with_the_name_of_the_root_is_not_moved():
     """From all of a model to adapters, as of TRL: its names have a prefix, its root is a unit."""
 
     def units(prefix, nbytes):
@@ -173,7 +173,7 @@ def test_one_unit_whose_name_the_root_takes_has_not_moved_there():
     assert not any("moved to the top level" in sentence(step) for step in explain(old, new).steps)
 
 
-def test_a_unit_that_came_has_bytes_that_no_other_unit_lost():
+def test_added_unit_needs_bytes_no_unit_lost():
     old, new = profile(), profile(extra=[unit("head", 512)])
     assert [sentence(step) for step in explain(old, new).steps] == [
         "head now gathered, other units unchanged: 2 calls, 1.0 KiB in total"
@@ -274,7 +274,7 @@ def under_hsdp(rows):
     return made([*rows, *again])
 
 
-def test_ddp_in_place_of_hsdp_tells_every_unit_that_is_gathered_now():
+def test_ddp_to_hsdp_names_all_gathered_units():
     ddp = made([row(BACKWARD, "", "all_reduce", 768, "gradients", axis="world")])
     hsdp = under_hsdp([*unit("", 64, kept=True), *unit("a", 128)])
     explanation = explain(ddp, hsdp)
@@ -285,7 +285,7 @@ def test_ddp_in_place_of_hsdp_tells_every_unit_that_is_gathered_now():
     }
 
 
-def test_a_unit_that_came_is_not_told_while_another_one_that_came_is_left_out():
+def test_added_units_are_proposed_together():
     """What DDP reduced of the root has to go before the root is a unit like the other one."""
     ddp = made([row(BACKWARD, "", "all_reduce", 768, "gradients", axis="world")])
     hsdp = under_hsdp([*unit("", 64, kept=True), *unit("a", 128)])
@@ -300,7 +300,7 @@ def test_a_unit_that_came_is_not_told_while_another_one_that_came_is_left_out():
     assert units(State()) == [("", "a")]
 
 
-def test_a_count_that_does_not_divide_refutes_a_fraction():
+def test_indivisible_count_refutes_a_fraction():
     old = changed(twice(profile()), lambda one: times(one, 3) if one.owner == "layers.1" else one)
     new = changed(old, lambda one: times(one, 1) if one.owner == "layers.1" else one)
     assert explain(old, new).steps == ()

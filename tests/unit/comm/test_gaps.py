@@ -72,5 +72,5 @@ def test_an_idle_model_is_refused_until_it_is_allowed():
     check_completeness(merged([idle], [idle]), allowed={"idle_model"})
 
 
-def test_a_recording_without_gaps_is_compared_in_silence():
+def test_recording_without_gaps_has_no_note():
     check_completeness(merged([], []))

@@ -151,7 +151,7 @@ def test_merging_is_as_rank_by_rank(profiles):
 
 
 @given(ranks_profiles())
-def test_ranks_that_share_a_profile_are_merged_as_those_that_do_not(profiles):
+def test_merge_is_independent_of_shared_profiles(profiles):
     shared = {}
     alike = [
         shared.setdefault(repr(profile), profile)
@@ -164,7 +164,7 @@ def test_ranks_that_share_a_profile_are_merged_as_those_that_do_not(profiles):
 
 
 @given(ranks_profiles(ranks=st.just(tuple(range(WORLD)))), RANKS)
-def test_a_part_of_a_profile_is_what_its_ranks_recorded(profiles, ranks):
+def test_restricted_profile_has_rows_of_its_ranks(profiles, ranks):
     whole = merge(list(profiles.values()))
     part = naively_merged({rank: profiles[rank] for rank in ranks})
     assert restrict(whole, ranks) == part
@@ -203,7 +203,7 @@ def test_peaks_of_some_ranks_are_in_the_order_of_these():
         ((0, 3), (0, 1), True),
     ],
 )
-def test_a_profile_of_further_ranks_is_not_to_be_replaced(ranks, other, has_further):
+def test_profile_of_more_ranks_is_not_replaced(ranks, other, has_further):
     whole = replace(fold(recording(0)), recorded_ranks=())
     profiles = [replace(whole, recorded_ranks=recorded) for recorded in (ranks, other)]
     assert has_further_ranks(*profiles) == has_further
@@ -214,7 +214,7 @@ def test_a_gap_of_one_process_alone_is_merged():
     assert merge([fold(recording(0, world_size=1, gaps=(gap,)))]).gaps == (gap,)
 
 
-def test_a_gap_that_a_rank_has_twice_is_none_of_all_ranks():
+def test_gap_twice_on_one_rank_is_not_of_all_ranks():
     gap = Gap(kind="unseen", text="a thread")
     whole = merge([fold(recording(0, gaps=(gap, gap))), fold(recording(1))])
     assert whole.gaps == (replace(gap, ranks=(0,)),)
@@ -247,7 +247,7 @@ def test_profiles_are_exchanged_as_they_are(profiles):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 64])
-def test_restricting_to_some_of_many_ranks_looks_at_each_list_once(num_ranks):
+def test_restricting_reads_each_rank_list_once(num_ranks):
     class Counted(tuple):
         __slots__ = ()
         looked_at = 0

@@ -501,7 +501,7 @@ def test_way_to_combine_gradients_is_told():
     assert training(reduced(), reduced(reduce_op="avg")) == [f"{line}4 calls, 35.0 KiB per rank"]
 
 
-def test_ranks_with_other_numbers_of_backwards_are_alike():
+def test_ranks_may_differ_in_number_of_backwards():
     def of_ranks(*words):
         rows = [on_ranks(reduced(backwards=word).rows, rank) for rank, word in enumerate(words)]
         return made([row for held in rows for row in held])
@@ -511,7 +511,7 @@ def test_ranks_with_other_numbers_of_backwards_are_alike():
     assert training(old, of_ranks(LAST, FIRST))
 
 
-def test_element_types_that_torch_changed_are_told_last():
+def test_dtypes_changed_by_torch_are_reported_last():
     old = in_bfloat16(profile())
     new = changed(
         old, lambda one: typed(sized(one, 2), "float32") if role(one) == GRADIENTS else one
