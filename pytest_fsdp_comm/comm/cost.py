@@ -1,4 +1,4 @@
-"""What a change of communication costs a rank: calls, bytes and peak memory."""
+"""Compute the cost of a change for one rank: calls, bytes and peak memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.profile import CommProfile
 
-# Note [Cost by rank]: a cost is that of one rank, so its parts add up. It is the rank whose bytes
-# change most, so no sum over ranks hides a difference. Ranks in the same lists of ranks have equal
-# rows and peaks, so one rank of each such group is computed. Bytes are message sizes, as in
-# `events.Collective.nbytes`; calls of unknown size are counted separately.
+# A cost belongs to one rank, so that its parts add up. It is the rank whose bytes change most: in a
+# sum over ranks, more bytes on one rank could hide fewer bytes on another. Ranks that occur in the
+# same lists of ranks have equal rows and peaks, so only the first rank of each such group is
+# computed. Bytes are message sizes, as in `events.Collective.nbytes`.
 
 _Value = TypeVar("_Value")
-_What: TypeAlias = tuple[str, str]
-"""Axis and kind."""
+_Part: TypeAlias = tuple[str, str]  # axis and kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ class Volume:
     """Calls of known size."""
     nbytes: int = 0
     unsized: int = 0
-    """Calls of unknown size."""
+    """Calls of unknown size, which `count` and `nbytes` do not include."""
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(
@@ -51,29 +50,29 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The cost of a change for one rank; see Note [Cost by rank]."""
+    """The cost of a change for the rank whose bytes change most."""
 
     ranks: tuple[int, ...] = ()
-    """The ranks with these calls, ascending; empty for all that both sides recorded."""
+    """The ranks with these calls, ascending; empty for all ranks that both sides recorded."""
     collectives: tuple[PartCost, ...] = ()
-    """Kinds that either side has, sorted by axis and kind."""
+    """One entry for each axis and kind of either side, sorted."""
     peak_before: int = 0
     """Most bytes of parameters that were gathered at once; 0 if none were."""
     peak_after: int = 0
     peak_ranks: tuple[int, ...] = ()
-    """The ranks with these peaks, ascending; empty for all that both sides recorded."""
+    """The ranks with these peaks, ascending; empty for all ranks that both sides recorded."""
 
     @property
     def axes(self) -> tuple[PartCost, ...]:
-        """All calls over each axis that either side has, sorted by name."""
-        by_axis = itertools.groupby(self.collectives, key=lambda one: one.axis)
+        """Sum the kinds of each axis; sorted by axis."""
+        by_axis = itertools.groupby(self.collectives, key=lambda part: part.axis)
         return tuple(
             PartCost(
                 axis=axis,
-                before=sum((one.before for one in alike), Volume()),
-                after=sum((one.after for one in alike), Volume()),
+                before=sum((part.before for part in parts), Volume()),
+                after=sum((part.after for part in parts), Volume()),
             )
-            for axis, alike in ((axis, list(group)) for axis, group in by_axis)
+            for axis, parts in ((axis, list(group)) for axis, group in by_axis)
         )
 
     @property
@@ -86,23 +85,23 @@ class Cost:
 
 
 def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
-    """Compare the sums of both sides on the ranks that both recorded; empty if there are none."""
-    alike = _alike_ranks(old, new)
-    if not alike:
+    """Compute the cost on the ranks that both sides recorded; empty if there are none."""
+    groups = _groups_of_equal_ranks(old, new)
+    if not groups:
         return Cost()
-    firsts = frozenset(alike)
+    firsts = frozenset(groups)
     before, after = (_volumes(profile, firsts) for profile in (old, new))
     changes = {
         rank: {
-            what: (before[rank][what], after[rank][what])
-            for what in sorted({*before[rank], *after[rank]})
+            part: (before[rank][part], after[rank][part])
+            for part in sorted({*before[rank], *after[rank]})
         }
-        for rank in alike
+        for rank in groups
     }
-    change, ranks = _largest(changes, alike, _weight)
+    change, ranks = _largest(changes, groups, _weight)
     old_peaks, new_peaks = (_peaks(profile, firsts) for profile in (old, new))
-    peaks = {rank: (old_peaks[rank], new_peaks[rank]) for rank in alike}
-    peak, peak_ranks = _largest(peaks, alike, lambda pair: (abs(pair[1] - pair[0]), pair[1]))
+    peaks = {rank: (old_peaks[rank], new_peaks[rank]) for rank in groups}
+    peak, peak_ranks = _largest(peaks, groups, lambda pair: (abs(pair[1] - pair[0]), pair[1]))
     collectives = tuple(
         PartCost(kind=kind, axis=axis, before=was, after=now)
         for (axis, kind), (was, now) in change.items()
@@ -116,8 +115,8 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     )
 
 
-def _alike_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
-    """The ranks that both sides recorded, with those that are alike, by the lowest of each."""
+def _groups_of_equal_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
+    """Group the common ranks by equal rows and peaks; each group's lowest rank is the key."""
     lists: set[tuple[int, ...]] = set()
     for profile in (old, new):
         lists.update(row.ranks for row in profile.collectives)
@@ -127,35 +126,35 @@ def _alike_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
         for rank in ranks:
             signatures[rank].append(number)
     groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    before, after = (set(one.recorded_ranks or range(one.world_size)) for one in (old, new))
+    before, after = (set(side.recorded_ranks or range(side.world_size)) for side in (old, new))
     for rank in sorted(before & after):
         groups[tuple(signatures[rank])].append(rank)
     return {group[0]: group for group in groups.values()}
 
 
-def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, defaultdict[_What, Volume]]:
-    by_list: defaultdict[tuple[int, ...], defaultdict[_What, Volume]]
+def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, defaultdict[_Part, Volume]]:
+    by_list: defaultdict[tuple[int, ...], defaultdict[_Part, Volume]]
     by_list = defaultdict(lambda: defaultdict(Volume))
     for row in profile.collectives:
         unsized = row.unsized
         volume = Volume(count=row.count - unsized, nbytes=row.nbytes, unsized=unsized)
         by_list[row.ranks][row.axis, row.what] += volume
-    found = {rank: by_list[()].copy() for rank in ranks}
-    for having, volumes in by_list.items():
-        for rank in ranks.intersection(having):
-            for what, volume in volumes.items():
-                found[rank][what] += volume
-    return found
+    sums = {rank: by_list[()].copy() for rank in ranks}
+    for listed_ranks, volumes in by_list.items():
+        for rank in ranks.intersection(listed_ranks):
+            for part, volume in volumes.items():
+                sums[rank][part] += volume
+    return sums
 
 
 def _peaks(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
-    found = dict.fromkeys(ranks, 0)
+    peaks = dict.fromkeys(ranks, 0)
     for peak in profile.peaks:
-        found.update(dict.fromkeys(ranks.intersection(peak.ranks or ranks), peak.nbytes))
-    return found
+        peaks.update(dict.fromkeys(ranks.intersection(peak.ranks or ranks), peak.nbytes))
+    return peaks
 
 
-def _weight(change: Mapping[_What, tuple[Volume, Volume]]) -> tuple[int, int, int]:
+def _weight(change: Mapping[_Part, tuple[Volume, Volume]]) -> tuple[int, int, int]:
     pairs = change.values()
     return (
         sum(abs(now.nbytes - was.nbytes) for was, now in pairs),
@@ -166,11 +165,11 @@ def _weight(change: Mapping[_What, tuple[Volume, Volume]]) -> tuple[int, int, in
 
 def _largest(
     values: Mapping[int, _Value],
-    alike: Mapping[int, Sequence[int]],
+    groups: Mapping[int, Sequence[int]],
     weight: Callable[[_Value], tuple[int, ...]],
 ) -> tuple[_Value, tuple[int, ...]]:
-    """The value of most weight and the ranks that have it; no ranks if all have it."""
+    """Return the value of greatest weight, and the ranks that have it; empty if all ranks do."""
     largest = max(values.values(), key=weight)
-    having = [rank for rank, value in values.items() if value == largest]
-    ranks = sorted(itertools.chain.from_iterable(alike[rank] for rank in having))
-    return largest, () if len(having) == len(values) else tuple(ranks)
+    firsts = [rank for rank, value in values.items() if value == largest]
+    ranks = sorted(itertools.chain.from_iterable(groups[rank] for rank in firsts))
+    return largest, () if len(firsts) == len(values) else tuple(ranks)

@@ -1,4 +1,4 @@
-"""Compare two profiles: the changes, where they are, and their probable causes."""
+"""Compare two profiles: find changes, explain them, and look for likely causes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from pytest_fsdp_comm.comm.profile import (
     RowKey,
     Site,
     Subject,
-    alike_but,
     comparable,
+    replace_fields,
     step_order,
 )
 from pytest_fsdp_comm.text.fqn import natural_key
@@ -39,43 +39,41 @@ _Rows: TypeAlias = tuple[Row, ...]
 
 @dataclass(frozen=True, slots=True)
 class NewCalls:
-    """The sites of calls that the snapshot has fewer of."""
+    """The code that issued calls which the snapshot lacks."""
 
     sites: tuple[tuple[str | None, Site], ...] = ()
-    """With the owner of each; all that have such calls."""
+    """Owner and site of each call that may be new."""
     is_certain: bool = True
-    """Whether all of these sites issued new calls, rather than one or some of them."""
+    """Whether each of these sites issued new calls; False if perhaps only some of them did."""
 
     @classmethod
     def join(cls, parts: Iterable[NewCalls]) -> NewCalls:
-        """The sites of several rows."""
-        held = tuple(parts)
-        sites = dict.fromkeys(chain.from_iterable(one.sites for one in held))
-        return cls(tuple(sites), all(one.is_certain for one in held))
+        parts = tuple(parts)
+        sites = dict.fromkeys(chain.from_iterable(part.sites for part in parts))
+        return cls(tuple(sites), all(part.is_certain for part in parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One row that differs, for every module in which it differs in the same way."""
+    """One difference, and all modules that have it."""
 
     subject: Subject | Literal["frame", "memory", "answer"]
     phase: Phase | None
-    """None for a change of the frame (world size, recorded ranks, mesh), of gathered bytes, and of
-    a simulated rank's answers."""
+    """None unless rows changed: for the frame (world size, activation sizes, recorded ranks, mesh),
+    the peak of gathered bytes, and assumed values."""
     owners: tuple[str | None, ...] = ()
-    """FQNs in natural order; None stands for no module."""
+    """FQNs in natural order; None for rows without a module."""
     what: str
     """E.g. ``all_gather[dp]``, ``unshard``, ``(Shard(dim=0))->(Replicate())``, ``world_size``."""
     before: tuple[Row, ...] = ()
-    """What the snapshot has of the first owner; several where ranks differ; empty if it is new."""
+    """The first owner's rows in the snapshot: several if ranks differ, empty if rows are new."""
     after: tuple[Row, ...] = ()
-    """What was recorded of the first owner; empty if it is gone."""
+    """The first owner's rows in the recording; empty if they were removed."""
     old_text: str = ""
-    """Where there is no phase."""
     new_text: str = ""
-    """Where there is no phase."""
+    """Both values, if no row changed."""
     new_calls: NewCalls = NewCalls()
-    """Those of all owners."""
+    """The new calls of all owners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,60 +81,59 @@ class Comparison:
     """All differences between a snapshot and a recording."""
 
     changes: tuple[Change, ...]
-    """Collectives first, in the order of the profile; empty if nothing differs."""
+    """Changes without a phase, then rows in the order of the profile; empty if nothing differs."""
     explanation: Explanation | None = None
-    """The explanation of differing rows; None if no rows differ."""
-    left: tuple[Change, ...] = ()
-    """Rows that the explanation leaves over, and changes of frame and memory."""
+    """None if no rows differ."""
+    remaining: tuple[Change, ...] = ()
+    """The changes that the explanation does not cover."""
     causes: tuple[Cause, ...] = ()
-    """Probable causes, regressions first."""
+    """Likely causes, regressions first."""
     recorded: Mapping[Place, _Rows] = field(default_factory=dict)
-    """The rows that were recorded, with their sites."""
+    """The recorded rows, with their sites."""
     training: tuple[TrainingChange | Step, ...] = ()
     """Changes that break training, worst first."""
     cost: Cost = field(default_factory=Cost)
 
     def new_calls(self, step: Replaced, owner: str | None, key: RowKey) -> NewCalls:
-        """Where calls of a module were issued of which a step adds some."""
+        """Return the sites of the calls that a step adds to an owner's rows."""
         rows = step.rows[owner]
         return _new_calls(
             owner,
             step.was[owner].get(key, ()),
             rows[key],
             self.recorded.get((owner, key), ()),
-            is_of_dtensors=any(one.subject == "redistribution" for one in rows),
+            is_of_dtensors=any(changed.subject == "redistribution" for changed in rows),
         )
 
     @property
-    def told(self) -> tuple[TrainingChange | Step, ...]:
-        """All that is told of the whole: what breaks training, regressions, the rest, torch's."""
+    def reported(self) -> tuple[TrainingChange | Step, ...]:
+        """Changes that break training, regressions, further steps, then changes of torch."""
         steps = () if self.explanation is None else self.explanation.steps
-        # Of one dependence the step of forward is told before its counterpart in backward. By
-        # identity: what a step writes is not hashable.
-        places = {
+        # Keyed by identity, since steps are not hashable.
+        order = {
             id(step): (not cause.is_of_regression, cause.is_of_torch)
             for cause in self.causes
             for step in cause.steps
         }
-        others = sorted(
+        # A redistribution in forward comes before its counterpart in backward.
+        further = sorted(
             (step for step in steps if not reports_step(self.training, step)),
-            key=lambda step: (places.get(id(step), (True, False)), _is_counterpart(step)),
+            key=lambda step: (order.get(id(step), (True, False)), _is_of_backward(step)),
         )
-        return (*self.training, *others)
+        return (*self.training, *further)
 
 
-def _is_said(training: Iterable[TrainingChange | Step], change: Change) -> bool:
-    """Whether a row that is left over is all about gradients of which more is said."""
+def _is_reported(training: Iterable[TrainingChange | Step], change: Change) -> bool:
+    """Whether the changes that break training cover all rows of a remaining change."""
     rows = (*change.before, *change.after)
     return any(
-        isinstance(one, TrainingChange)
-        and all(one.covers(change.owners, row.key, row.calls) for row in rows)
-        for one in training
+        isinstance(item, TrainingChange)
+        and all(item.covers(change.owners, row.key, row.calls) for row in rows)
+        for item in training
     )
 
 
-def _is_counterpart(step: Step) -> bool:
-    """Whether it tells what backward has for a redistribution in forward."""
+def _is_of_backward(step: Step) -> bool:
     return (
         isinstance(step, Replaced)
         and step.kind == "redistributed"
@@ -145,7 +142,7 @@ def _is_counterpart(step: Step) -> bool:
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
-    """Compare a snapshot with what was recorded, as far as it is comparable."""
+    """Compare a snapshot with a recording, after `comparable`."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     old, new = comparable(old, new)
@@ -157,20 +154,20 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     cost = cost_of_change(old, new)
     if not rows:
         causes = tuple(swapped_axes(old, new))
-        return Comparison(changes=frames, left=frames, causes=causes, cost=cost)
+        return Comparison(changes=frames, remaining=frames, causes=causes, cost=cost)
     explanation = explain(old, new)
     causes = find_causes(
         explanation,
         Inputs(old=old, new=new, trees=evidence),
-        is_same_mesh=all(one.subject != "frame" for one in frames),
+        is_same_mesh=all(change.subject != "frame" for change in frames),
     )
     of_torch = [step for cause in causes if cause.is_of_torch for step in cause.steps]
     training = find_training_changes(old, new, explanation.steps, evidence, of_torch)
-    left = _compare_rows(explanation.before, explanation.after, recorded)
+    remaining = _compare_rows(explanation.before, explanation.after, recorded)
     return Comparison(
         changes=(*frames, *rows),
         explanation=explanation,
-        left=(*frames, *(one for one in left if not _is_said(training, one))),
+        remaining=(*frames, *(item for item in remaining if not _is_reported(training, item))),
         causes=causes,
         training=training,
         recorded=recorded,
@@ -199,18 +196,18 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
         if before != after:
             yield Change(subject=subject, phase=None, what=what, old_text=before, new_text=after)
     sides = old.answers, new.answers
-    for site, how in sorted({(one.site, one.how) for side in sides for one in side}):
+    for key in sorted({(answer.site, answer.how) for side in sides for answer in side}):
         before, after = (
-            ", ".join(one.value for one in side if (one.site, one.how) == (site, how)) or "nothing"
+            ", ".join(item.value for item in side if (item.site, item.how) == key) or "nothing"
             for side in sides
         )
         if before != after:
-            what = f"assumed value in {site} ({how})"
+            what = f"assumed value in {key[0]} ({key[1]})"
             yield Change(subject="answer", phase=None, what=what, old_text=before, new_text=after)
 
 
 def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:
-    """Both meshes; equal if all that one lacks is an axis over which nothing is sent any more."""
+    """Write both meshes; empty if they differ only in axes over which one side sends nothing."""
     before, after = ({axis.name for axis in axes} for axes in (old, new))
     shared = before & after
     is_same = [axis for axis in old if axis.name in shared] == [
@@ -226,15 +223,15 @@ def _compare_rows(
 ) -> Iterable[Change]:
     before, after = _by_place(old), _by_place(new)
     groups: dict[tuple[object, ...], list[Change]] = {}
-    # The order of the new profile, with what is gone at its place among the old.
+    # In the order of the new profile; removed rows keep their place in the old one.
     for owner, key in sorted({**after, **before}, key=lambda place: step_order(place[1])):
         was, now = before.get((owner, key), ()), after.get((owner, key), ())
         if was == now:
             continue
         if not (was and now):
-            # Of what came or went as a whole, prefetch distances are no part of the change.
+            # For rows that are new or removed, ignore how far ahead units were prefetched.
             was, now = (
-                tuple(replace(row, calls=alike_but(row.calls, ahead=0)) for row in rows)
+                tuple(replace(row, calls=replace_fields(row.calls, ahead=0)) for row in rows)
                 for rows in (was, now)
             )
         change = Change(
@@ -246,67 +243,72 @@ def _compare_rows(
             after=now,
             new_calls=_new_calls(owner, was, now, recorded.get((owner, key), ())),
         )
-        # What they say, whichever owner they have.
+        # Changes that differ only in their owner are merged.
         amounts = (tuple((row.calls, row.ranks) for row in rows) for rows in (was, now))
         groups.setdefault((key, *amounts), []).append(change)
-    for alike in groups.values():
+    for changes in groups.values():
         owners = sorted(
-            (owner for change in alike for owner in change.owners),
+            (owner for change in changes for owner in change.owners),
             key=lambda name: natural_key(name or ""),
         )
         yield replace(
-            alike[0],
+            changes[0],
             owners=tuple(owners),
-            new_calls=NewCalls.join(change.new_calls for change in alike),
+            new_calls=NewCalls.join(change.new_calls for change in changes),
         )
 
 
 def _new_calls(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
-    """Find the sites by what calls are: a snapshot has no sites."""
+    """Return the sites of new calls, by their fields, since snapshots have no sites."""
     sites: dict[Site, None] = {}
     is_certain = True
     for row in now:
         before = [
-            Counter({replace(one, count=0): one.count for one in alike_but(old.calls, **UNTIMED)})
+            Counter(
+                {
+                    replace(call, count=0): call.count
+                    for call in replace_fields(old.calls, **UNTIMED)
+                }
+            )
             for old in was
             if _share_ranks(old, row)
         ]
-        for call in alike_but(row.calls, **UNTIMED):
+        for call in replace_fields(row.calls, **UNTIMED):
             kind = replace(call, count=0)
-            more = call.count - min((some[kind] for some in before), default=0)
-            for one in recorded if more > 0 else ():
+            num_new = call.count - min((counts[kind] for counts in before), default=0)
+            for recorded_row in recorded if num_new > 0 else ():
                 counts = Counter[str]()
-                found = []
-                for site in one.sites if _share_ranks(one, row) else ():
+                candidates = []
+                for site in recorded_row.sites if _share_ranks(recorded_row, row) else ():
                     is_sender = site.is_of_dtensor or not is_of_dtensors
-                    if is_sender and _kind_of(site.calls, call) == kind:
-                        found.append(site)
+                    if is_sender and _untimed(site.calls, call) == kind:
+                        candidates.append(site)
                         counts[site.call_site] += site.calls.count
-                # A line with more calls than all that are not new has new ones.
-                least = counts.total() - more
-                certain = {line for line, count in counts.items() if count > least}
-                is_certain &= bool(certain) or not found
+                # A line that issues more calls than there are old ones must issue a new one.
+                num_old = counts.total() - num_new
+                certain = {line for line, count in counts.items() if count > num_old}
+                is_certain &= bool(certain) or not candidates
                 lines = certain or counts
-                sites |= dict.fromkeys(site for site in found if site.call_site in lines)
+                sites |= dict.fromkeys(site for site in candidates if site.call_site in lines)
     return NewCalls(tuple((owner, site) for site in sites), is_certain)
 
 
-def _kind_of(recorded: Calls, compared: Calls) -> Calls:
-    """What recorded calls are, in all that is compared but when they are issued."""
+def _untimed(recorded: Calls, compared: Calls) -> Calls:
+    """Reset timing and count of recorded calls, and their size if `compared` has none."""
     changes = {**UNTIMED, "count": 0}
     if compared.is_unsized:
         changes |= {"nbytes": 0, "is_unsized": True}
     return replace(recorded, **changes)
 
 
-def _share_ranks(one: Row, other: Row) -> bool:
-    return not (one.ranks and other.ranks and set(one.ranks).isdisjoint(other.ranks))
+def _share_ranks(first: Row, second: Row) -> bool:
+    return not (first.ranks and second.ranks and set(first.ranks).isdisjoint(second.ranks))
 
 
 def _by_place(rows: Iterable[Row]) -> dict[Place, _Rows]:
-    found: defaultdict[Place, list[Row]] = defaultdict(list)
+    places: defaultdict[Place, list[Row]] = defaultdict(list)
     for row in rows:
-        found[row.owner, row.key].append(row)
-    return {place: tuple(held) for place, held in found.items()}
+        places[row.owner, row.key].append(row)
+    return {place: tuple(listed) for place, listed in places.items()}

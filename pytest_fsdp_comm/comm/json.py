@@ -1,4 +1,4 @@
-"""Recordings as versioned JSON, for other tools; fields as in `events.Recording`."""
+"""Write and read recordings as versioned JSON; the fields are those of `events.Recording`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ _KIND: Final = "recording"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptRun:
-    """What ran when ``fsdp-comm record`` recorded."""
+    """The script that ``fsdp-comm record`` recorded, and the steps."""
 
     script: str
-    """As it was given: a path, or the name of a module."""
+    """The path or module name from the command line."""
     arguments: tuple[str, ...]
     is_module: bool
     first_step: int
     last_step: int
     local_world_size: int | None = None
-    """Ranks per simulated host; None if the script ran as it does without this option."""
+    """Ranks per simulated host; None without `--local-world-size`."""
 
     @property
     def steps(self) -> str:
-        """``step 3``, or ``steps 3-4``."""
         is_one = self.first_step == self.last_step
         return f"step {self.first_step}" if is_one else f"steps {self.first_step}-{self.last_step}"
 
@@ -41,18 +40,18 @@ class ScriptRun:
 class _Recordings:
     recordings: tuple[Recording, ...]
     ranks_alike: tuple[tuple[int, ...], ...] = ()
-    """The further ranks that recorded the same as each of these; empty if no two did."""
+    """For each recording, the further ranks with an equal one; empty if all recordings differ."""
     run: ScriptRun | None = None
-    """None if a test, or the program itself, recorded."""
+    """None if the recording was made by a test, or by the script's own `comm_mode`."""
 
 
 def dump_recordings(recordings: Sequence[Recording]) -> str:
-    """Write what several ranks recorded in one block as JSON, in the order of their ranks."""
+    """Write the recordings of one block as JSON, in the order of the ranks."""
     return dump_document(_KIND, JSON_VERSION, _Recordings(recordings=tuple(recordings)))
 
 
 def join_recordings(texts: Mapping[int, str], run: ScriptRun | None = None) -> str:
-    """Make one document of those of ranks, each of one recording; equal texts become one."""
+    """Join the documents of single ranks, by rank; equal recordings are written once."""
     folded = fold_equal(texts)
     joined = _Recordings(
         recordings=tuple(
@@ -65,31 +64,32 @@ def join_recordings(texts: Mapping[int, str], run: ScriptRun | None = None) -> s
 
 
 def load_recordings(text: str) -> tuple[Recording, ...]:
-    """Read what is written above; a CodecError says where it is no recording."""
+    """Read the recordings of all ranks; a `CodecError` names the place of a mistake."""
     saved = load_document(_Recordings, _KIND, JSON_VERSION, text)
-    alike = saved.ranks_alike or ((),) * len(saved.recordings)
-    if len(alike) != len(saved.recordings):
+    further_ranks = saved.ranks_alike or ((),) * len(saved.recordings)
+    if len(further_ranks) != len(saved.recordings):
         raise CodecError("recording: expected as many entries of ranks_alike as of recordings")
     return tuple(
         replace(first, rank=rank)
-        for first, others in zip(saved.recordings, alike, strict=True)
-        for rank in (first.rank, *others)
+        for first, further in zip(saved.recordings, further_ranks, strict=True)
+        for rank in (first.rank, *further)
     )
 
 
 def load_run(text: str) -> ScriptRun | None:
-    """Read which script was recorded; None if none was, and errors as above."""
+    """Read which script ``fsdp-comm record`` recorded; None for other recordings."""
     return load_document(_Recordings, _KIND, JSON_VERSION, text).run
 
 
 def parts_of(recording: Recording) -> tuple[int, ...]:
-    """Equal for recordings that were read as alike, while they are kept."""
+    """Return a key that is equal for all ranks that `load_recordings` read from one entry."""
+    # By identity, so the key is valid only while the recording exists.
     names = {field.name for field in fields(recording)} - {"rank"}
     return tuple(id(getattr(recording, name)) for name in sorted(names))
 
 
 def kind_of_document(text: str) -> str | None:
-    """The kind that a document of ours says it is; None for any other text."""
+    """Return the ``kind`` field of a JSON document; None if there is none."""
     try:
         data = json.loads(text)
     except ValueError:

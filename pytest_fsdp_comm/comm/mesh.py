@@ -1,4 +1,4 @@
-"""The axes over which ranks communicate, and how their groups lie among all ranks."""
+"""Describe the axes over which ranks communicate, and the ranks of their process groups."""
 
 from __future__ import annotations
 
@@ -14,45 +14,43 @@ class MeshAxis:
     """A set of process groups that partition the ranks, as one axis of a device mesh does."""
 
     name: str
-    """The axis of the device mesh (``"dp"``), ``"world"`` for the default group, or a description
-    by shape that is equal on every rank and in every run. Never a counter. What was recorded is
-    `printable`."""
+    """The name in the device mesh (``"dp"``), ``"world"`` for the default group, or a description
+    of the shape that is equal on all ranks and in all runs. Recorded names are `printable`."""
     size: int
-    """How many ranks take part."""
+    """Number of ranks in each group."""
     dims: tuple[tuple[int, int], ...] = ()
-    """How the ranks of a group lie among all ranks: size and stride of each dimension, innermost
-    first. ``((4, 1),)`` is ranks 0 to 3 or 4 to 7, ``((2, 1), (2, 8))`` is 0, 1, 8, 9. Equal on
-    every rank for the axes of a mesh. Empty for a group of one rank, and if they lie irregularly.
-    """
+    """Size and stride of each dimension of a group, innermost first. ``((4, 1),)`` is ranks 0 to 3
+    or 4 to 7; ``((2, 1), (2, 8))`` is ranks 0, 1, 8, 9. For a mesh axis, equal on all ranks. Empty
+    for a group of one rank, and for ranks without such a pattern."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each group that was recorded, if they lie irregularly; otherwise empty."""
+    """The ranks of each recorded group, if they have no such pattern; otherwise empty."""
 
     @property
     def layout(self) -> str:
-        """Size and how the ranks lie: ``4 stride 1``, ``2x2 stride 8x1``, ``3 ranks 0,3,5``."""
+        """Write size and strides: ``4 stride 1``, ``2x2 stride 8x1``, ``3 ranks 0,3,5``."""
         if self.groups:
             return f"{self.size} ranks {' | '.join(map(write_ranks, self.groups))}"
         if not self.dims:
             return str(self.size)
-        # As of a tensor, which names its outermost dimension first.
+        # Outermost dimension first, as torch prints the shape of a tensor.
         sizes, strides = zip(*reversed(self.dims), strict=True)
         return f"{'x'.join(map(str, sizes))} stride {'x'.join(map(str, strides))}"
 
 
 def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
-    """The axis of a group, by its ranks in the order of the group."""
+    """Return the axis of a process group; `ranks` are in the order of the group."""
     dims = dims_of(ranks)
     groups = () if dims is not None else (tuple(ranks),)
     return MeshAxis(name=name, size=len(ranks), dims=dims or (), groups=groups)
 
 
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """Find `MeshAxis.dims` of a group's ranks, in its order; None if they lie irregularly."""
-    # From the innermost dimension outwards: the distance to the first rank that is not explained
-    # yet is the next stride, and its size is how often all found so far repeats at that distance.
+    """Return `MeshAxis.dims` for the ranks of a group, in its order; None without a pattern."""
+    # From the innermost dimension outwards: the next stride is the distance to the first rank that
+    # the dimensions so far do not cover. Its size is how often their ranks repeat at that distance.
     offsets = [rank - ranks[0] for rank in ranks]
     dims = []
-    inner = 1  # ranks in the dimensions found so far, which the next one repeats
+    inner = 1  # ranks that the dimensions so far cover
     while inner < len(offsets):
         stride, size = offsets[inner], 1
         while offsets[size * inner : (size + 1) * inner] == [
@@ -67,14 +65,14 @@ def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
 
 
 def merge_axes(axes: Iterable[MeshAxis]) -> tuple[MeshAxis, ...]:
-    """Make one of equal axes, sorted by name, and one of those that lie irregularly."""
+    """Merge equal axes, and axes that differ only in their groups; sorted by name."""
     groups: defaultdict[MeshAxis, set[tuple[int, ...]]] = defaultdict(set)
     for axis in axes:
         groups[replace(axis, groups=())].update(axis.groups)
-    merged = (replace(axis, groups=tuple(sorted(found))) for axis, found in groups.items())
+    merged = (replace(axis, groups=tuple(sorted(ranks))) for axis, ranks in groups.items())
     return tuple(sorted(merged, key=lambda axis: (axis.name, axis.size, axis.dims)))
 
 
 def show_mesh(axes: Iterable[MeshAxis]) -> str:
-    """Axes with their layouts in one line: ``dp=4 stride 2, tp=2 stride 1``."""
+    """Write the axes with their layouts in one line: ``dp=4 stride 2, tp=2 stride 1``."""
     return ", ".join(f"{axis.name}={axis.layout}" for axis in axes) or "none"

@@ -1,4 +1,4 @@
-"""Questions to a recording: which collectives are meant, and what there is to ask for."""
+"""Queries on a recording: check the names that a user passes, and select collectives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns, matcher
 
-# Note [Names that nothing has]: a name that no collective can have is an error and not a count of
-# 0: a guard such as `counts(owner="layer.0") == 0` would hold for ever. So a block keeps all names
-# that there were, used or not, and the errors list them.
+# A name that no collective can have is an error. If it counted 0, a guard with a typo, such as
+# `counts(owner="layer.0") == 0`, would always pass. A block therefore stores all module and axis
+# names, and errors list them.
 
 _MAX_LISTED: Final = 12
 _ELSEWHERE: Final = {
@@ -24,44 +24,44 @@ _ELSEWHERE: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What one rank's recording can be asked for."""
+    """The names that queries on one rank's recording may use."""
 
     modules: Mapping[str, str]
-    """Name of each module with the segments of wrappers -> its FQN."""
+    """Module name that includes wrappers -> FQN."""
     owners: frozenset[str]
-    """FQNs of all modules and units, and of whatever else owns a collective."""
+    """FQNs of all modules and units, and all further owners of collectives."""
     axes: frozenset[str]
-    """Names of mesh axes and groups, used or not."""
+    """Names of mesh axes and other process groups, used or not."""
     groups: Mapping[str, str]
-    """Name of each process group that this rank is in -> name of its axis in the recording."""
+    """Name of a process group of this rank -> name of its axis in the recording."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Name of an axis -> name by which the recording has its collectives."""
+    """Name of an axis -> name of the same process group in the recording, if they differ."""
     kinds: frozenset[str]
-    """Kinds of collectives beyond `COLLECTIVE_KINDS`."""
+    """Recorded kinds that are not in `COLLECTIVE_KINDS`."""
     has_model: bool
-    """Whether the model was given; else only the modules that ran are known."""
+    """Whether `comm_mode` got a model; otherwise `owners` has only modules that ran."""
 
-    def with_axes(self, living: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
-        """Add axes that still exist: the name of each, and that of its process group."""
+    def with_axes(self, pairs: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
+        """Add further axes, each with the name of its process group."""
         axes, renamed = set(self.axes), {}
-        sent_over = {event.axis for event in recorded}
-        for name, group in living:
-            # A mesh over all ranks has the default group, which may go by another name here.
-            recorded_as = self.groups.get(group)
-            if recorded_as in {None, name} or recorded_as not in sent_over:
+        recorded_axes = {event.axis for event in recorded}
+        for name, group in pairs:
+            # A mesh over all ranks uses the default group, which the recording may call `world`.
+            recorded_name = self.groups.get(group)
+            if recorded_name in {None, name} or recorded_name not in recorded_axes:
                 axes.add(name)
             else:
-                renamed[name] = recorded_as
+                renamed[name] = recorded_name
         return replace(self, axes=frozenset(axes), renamed=renamed)
 
     def fqn(self, name: str) -> str | None:
-        """The FQN of a module that a user names; None if there is none."""
+        """Return the FQN of a module by any of its names; None if there is no such module."""
         return name if name in self.owners else self.modules.get(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Which collectives are meant; None means all."""
+    """Selects collectives; a field that is None selects all."""
 
     kind: str | None = None
     phase: str | None = None
@@ -69,43 +69,43 @@ class Question:
     axis: str | None = None
 
     def __str__(self) -> str:
-        given = [] if self.kind is None else [repr(str(self.kind))]
+        args = [] if self.kind is None else [repr(str(self.kind))]
         for name in ("phase", "owner", "axis"):
             value = getattr(self, name)
             if value is not None:
-                given.append(f"{name}={str(value)!r}")
-        return ", ".join(given)
+                args.append(f"{name}={str(value)!r}")
+        return ", ".join(args)
 
 
 class Answer(int):
-    """An int whose failed comparison shows what was counted; sums and the like are plain."""
+    """An int that stores the collectives it counts; arithmetic returns plain numbers."""
 
-    asked: str
-    """The question, as a user writes it: ``counts('all_gather')``."""
+    expression: str
+    """The call, as a user writes it: ``counts('all_gather')``."""
     matching: Sequence[Collective]
-    """In the order of issue."""
+    """The counted collectives, in the order of issue."""
     recorded: Sequence[Collective]
 
     def __new__(  # noqa: PYI034  # never subclassed
         cls,
         value: SupportsIndex,
-        asked: str,
+        expression: str,
         matching: Sequence[Collective],
         recorded: Sequence[Collective],
     ) -> Answer:
         answer = super().__new__(cls, value)
-        answer.asked, answer.matching, answer.recorded = asked, matching, recorded
+        answer.expression, answer.matching, answer.recorded = expression, matching, recorded
         return answer
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        """A copy is a plain number."""
+        """Copy and pickle as a plain number."""
         return int, (int(self),)
 
 
 def select(
     question: Question, recorded: Sequence[Collective], names: Names
 ) -> tuple[Collective, ...]:
-    """Find the collectives that are meant; see Note [Names that nothing has]."""
+    """Return the collectives that a question selects; raise if it uses an unknown name."""
     __tracebackhide__ = True
     _check("kind", question.kind, (*COLLECTIVE_KINDS, *sorted(names.kinds)))
     _check("phase", question.phase, tuple(Phase))
@@ -127,60 +127,60 @@ def select(
     )
 
 
-def _check(what: str, asked: str | None, allowed: Sequence[str]) -> None:
+def _check(parameter: str, value: str | None, allowed: Sequence[str]) -> None:
     __tracebackhide__ = True
-    if asked is None or asked in allowed:
+    if value is None or value in allowed:
         return
-    if not isinstance(asked, str):
+    if not isinstance(value, str):
         raise RecordingError(
-            f"{what} must be a name such as {str(allowed[0])!r}, got {type(asked).__name__}; "
+            f"{parameter} must be a name such as {str(allowed[0])!r}, got {type(value).__name__}; "
             f"expected one of {', '.join(allowed)}"
         )
     raise RecordingError(
-        f"there is no {what} {asked!r}; expected one of {_listed(allowed)}"
-        f"{_ELSEWHERE.get(asked, '')}"
+        f"there is no {parameter} {value!r}; expected one of {_listed(allowed)}"
+        f"{_ELSEWHERE.get(value, '')}"
     )
 
 
-def _owner_test(asked: str | None, names: Names) -> Callable[[str | None], bool]:
+def _owner_test(name: str | None, names: Names) -> Callable[[str | None], bool]:
     __tracebackhide__ = True
-    if asked is None:
+    if name is None:
         return lambda _: True
-    if not isinstance(asked, str):
+    if not isinstance(name, str):
         raise RecordingError(
-            f"owner must be the name of a module such as 'layers.0', got "
-            f"{type(asked).__name__}; the root is '', the others are as snapshots print them"
+            f"owner must be the name of a module such as 'layers.0', got {type(name).__name__}; "
+            "write names as snapshots do, or '' for the root"
         )
-    if asked == NO_MODULE:
+    if name == NO_MODULE:
         return lambda owner: owner is None
-    fqn = names.fqn(asked)
+    fqn = names.fqn(name)
     if fqn is not None:
         return lambda owner: owner == fqn
     try:
-        matches = matcher(asked)
+        matches = matcher(name)
     except ValueError as error:
         raise RecordingError(f"owner: {error}") from None
-    meant = {name for name in names.owners if matches(name)}
-    if not meant:
-        raise RecordingError(_no_owner(asked, names))
-    return lambda owner: owner in meant
+    owners = {owner for owner in names.owners if matches(owner)}
+    if not owners:
+        raise RecordingError(_no_owner(name, names))
+    return lambda owner: owner in owners
 
 
-def _no_owner(asked: str, names: Names) -> str:
-    is_pattern = any(mark in asked for mark in "{*")
-    missing = f"no module matches {asked!r}" if is_pattern else f"there is no module {asked!r}"
+def _no_owner(name: str, names: Names) -> str:
+    is_pattern = any(mark in name for mark in "{*")
+    missing = f"no module matches {name!r}" if is_pattern else f"there is no module {name!r}"
     patterns = fold_fqns(names.owners)
     listed = ", ".join(part for part in (_listed(patterns), NO_MODULE) if part)
     if names.has_model:
         return f"{missing} in the model passed to comm_mode; expected one of {listed}"
     return (
-        f"{missing} among those that ran, and a bare `with comm_mode:` knows no others; use "
-        f"`with comm_mode(model):`, or one of {listed}"
+        f"{missing} among the modules that ran; expected one of {listed}; for modules that did not "
+        "run, use `with comm_mode(model):`"
     )
 
 
-def _listed(known: Sequence[str]) -> str:
-    named = [name for name in known if name]
-    more = len(named) - _MAX_LISTED
-    listed = ", ".join(named[:_MAX_LISTED])
+def _listed(names: Sequence[str]) -> str:
+    nonempty = [name for name in names if name]
+    more = len(nonempty) - _MAX_LISTED
+    listed = ", ".join(nonempty[:_MAX_LISTED])
     return f"{listed} and {more} more" if more > 0 else listed

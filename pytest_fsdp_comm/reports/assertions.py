@@ -26,11 +26,11 @@ _Position: TypeAlias = "tuple[bool, NaturalKey]"
 def explain_answer(operator: str, left: object, right: object) -> list[str]:
     """List the collectives that each `Answer` of the two sides counts, in at most 20 lines."""
     answers = [side for side in (left, right) if isinstance(side, Answer)]
-    calls = " and ".join(f"{answer!r} is {answer.asked}" for answer in answers)
+    calls = " and ".join(f"{answer!r} is {answer.expression}" for answer in answers)
     lines = [f"{left!r} {operator} {right!r}, where {calls}"]
     for answer in answers:
         if len(answers) > 1:
-            lines.append(f"{answer.asked}:")
+            lines.append(f"{answer.expression}:")
         rows = _grouped(answer.matching or answer.recorded)
         if not answer.recorded:
             rows = ["the recording has no collectives"]

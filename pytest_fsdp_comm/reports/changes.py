@@ -37,12 +37,12 @@ def render_comparison(
     comparison: Comparison, *, snapshot: str, notes: Sequence[str] = ()
 ) -> FailureText:
     """Explain a failed comparison of recordings, the most important change first."""
-    steps = comparison.told
+    steps = comparison.reported
     new_calls = [_new_calls_of(step, comparison) for step in steps]
     sentences = [*map(sentence, steps)]
     # Timings come after the changes of units that they follow from.
     timings = () if comparison.explanation is None else comparison.explanation.timings
-    if len(steps) == 1 and isinstance(steps[0], Renamed) and not (comparison.left or timings):
+    if len(steps) == 1 and isinstance(steps[0], Renamed) and not (comparison.remaining or timings):
         sentences[0] += "; all communication is unchanged"
     lines = [
         f"{text}, at {_name_lines(calls)}" if _lines(calls) else text
@@ -52,7 +52,9 @@ def render_comparison(
     cost = cost_lines(comparison.cost)
     # The cost has the peak already.
     repeated = "memory" if any("peak gathered" in line for line in cost) else ""
-    rows = sorted((change for change in comparison.left if change.subject != repeated), key=weight)
+    rows = sorted(
+        (change for change in comparison.remaining if change.subject != repeated), key=weight
+    )
     loud = [change for change in rows if change.subject != "reshard"] or rows
     quiet = [change for change in rows if change not in loud]
     summaries = tuple(
@@ -110,7 +112,7 @@ def _sent(
     pairs = [(calls, _with_lines(line, calls)) for calls, line in pairs]
     pairs += [
         (_without_backward(_new_lines(change, comparison)), _change_line(change))
-        for change in comparison.left
+        for change in comparison.remaining
     ]
     if not num_of_training and not any(_lines(calls) for calls, _ in pairs):
         new = [calls for row in differing if _lines(calls := _new_lines(row, comparison))][:1]
@@ -276,16 +278,16 @@ def headline_of_steps(comparison: Comparison) -> str:
     # `headline` is better if the explanation is not exact. For changes of some modules it has the
     # same facts in fewer words, but does not name another torch version as the cause.
     is_exact = comparison.explanation is not None and comparison.explanation.is_exact
-    if not comparison.told or not (comparison.training or is_exact):
+    if not comparison.reported or not (comparison.training or is_exact):
         return ""
-    first, *further = comparison.told
+    first, *further = comparison.reported
     has_torchs = any(cause.is_of_torch for cause in comparison.causes)
     is_of_modules = isinstance(first, Replaced) and first.kind != "unit sizes"
     if is_of_modules and not (comparison.training or has_torchs):
         return ""
     more = len(further)
     if comparison.training:
-        more += sum(change.subject not in {"reshard", "memory"} for change in comparison.left)
+        more += sum(change.subject not in {"reshard", "memory"} for change in comparison.remaining)
     return _and_more(sentence(first), more)
 
 

@@ -84,8 +84,8 @@ MISTAKES = {
     ),
     "a module": (
         {"owner": nn.ReLU()},
-        "owner must be the name of a module such as 'layers.0', got ReLU; the root is '', the "
-        "others are as snapshots print them",
+        "owner must be the name of a module such as 'layers.0', got ReLU; write names as "
+        "snapshots do, or '' for the root",
     ),
 }
 
@@ -186,12 +186,14 @@ def test_a_bare_block_knows_the_modules_that_ran(comm_mode, device_mesh):
     with pytest.raises(RecordingError) as caught:
         comm_mode.counts(owner="h.0")
     assert str(caught.value).startswith(
-        "there is no module 'h.0' among those that ran, and a bare `with comm_mode:` knows "
-        "no others; use `with comm_mode(model):`, or one of (root), @2, "
+        "there is no module 'h.0' among the modules that ran; expected one of (root), @2, "
+    )
+    assert str(caught.value).endswith(
+        "; for modules that did not run, use `with comm_mode(model):`"
     )
     with comm_mode:
         dist.all_reduce(torch.ones(1))
-    with pytest.raises(RecordingError, match=r"\(model\):`, or one of \(no-module\)$"):
+    with pytest.raises(RecordingError, match=r"expected one of \(no-module\); for modules"):
         comm_mode.counts(owner="")
 
 

@@ -26,7 +26,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     template,
 )
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
-from pytest_fsdp_comm.comm.profile import Row, RowKey, alike_but
+from pytest_fsdp_comm.comm.profile import Row, RowKey, replace_fields
 from pytest_fsdp_comm.text.words import itemsize
 
 # Each proposal guesses its factor from the ratios of most rows; applying it shows whether the other
@@ -198,7 +198,7 @@ class _Scaled(GlobalStep):
             else call
             for call in row.calls
         )
-        return row if calls == row.calls else replace(row, calls=alike_but(calls))
+        return row if calls == row.calls else replace(row, calls=replace_fields(calls))
 
 
 @dataclass(frozen=True, kw_only=True)

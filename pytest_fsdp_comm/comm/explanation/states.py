@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey, alike_but, sort_rows
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey, replace_fields, sort_rows
 from pytest_fsdp_comm.text.fqn import natural_key
 
 _T = TypeVar("_T")
@@ -122,7 +122,7 @@ class Pool:
         for row in profile.rows:
             place = row.key, row.calls, row.ranks
             if place not in shared:
-                untimed = alike_but(row.calls, **UNTIMED)
+                untimed = replace_fields(row.calls, **UNTIMED)
                 shared[place] = replace(row, owner=None, calls=untimed, sites=())
             rows_by_owner[row.owner].append(shared[place])
         contents: dict[tuple[int, ...], Content] = {}

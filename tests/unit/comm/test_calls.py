@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest_fsdp_comm
 
-DECLARATION = '    weight: int = _word(0, "weighs {}", lambda event: len(event.op), value=_COUNT)\n'
+DECLARATION = (
+    '    weight: int = _word(0, "weighs {}", lambda event: len(event.op), value_pattern=_COUNT)\n'
+)
 SCRIPT = """
 import json
 from dataclasses import replace

@@ -24,7 +24,7 @@ from sample_profiles import (
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.sentences import sentence
-from pytest_fsdp_comm.comm.profile import alike_but
+from pytest_fsdp_comm.comm.profile import replace_fields
 from pytest_fsdp_comm.reports.changes import headline_of_steps
 from pytest_fsdp_comm.snapshots.differences import tree_evidence
 from pytest_fsdp_comm.tree.model import Precision
@@ -174,7 +174,7 @@ def test_unrelated_tree_does_not_change_causes(change, new_tree, beginning):
 
 
 def not_ahead(old):
-    return changed(old, lambda one: replace(one, calls=tuple(alike_but(one.calls, ahead=0))))
+    return changed(old, lambda one: replace(one, calls=tuple(replace_fields(one.calls, ahead=0))))
 
 
 @pytest.mark.parametrize(
@@ -369,11 +369,11 @@ def test_changes_of_the_user_precede_those_of_torch():
     assert [cause.text.split()[0] for cause in comparison.causes] == [
         *("reshard_after_forward", "reduce_dtype"),
     ]
-    assert [step.kind for step in comparison.told] == ["freed", "dtype"]
+    assert [step.kind for step in comparison.reported] == ["freed", "dtype"]
     assert headline_of_steps(comparison).startswith("layers.{0..2} no longer resharded")
     # With one version, the order is that of the steps.
     alike = compare(HALF, replace(new, torch_version="2.13.0"))
-    assert [step.kind for step in alike.told] == ["dtype", "freed"]
+    assert [step.kind for step in alike.reported] == ["dtype", "freed"]
 
 
 def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):

@@ -17,8 +17,8 @@ from pytest_fsdp_comm.comm.profile import (
     GatheredPeak,
     Row,
     Site,
-    alike_but,
     fold,
+    replace_fields,
     restrict,
     sort_rows,
 )
@@ -350,7 +350,7 @@ def reduced(*sums):
         Site(issued_in=None, call_site=line, calls=call, is_of_dtensor=is_of_dtensor)
         for (line, _, is_of_dtensor), call in zip(sums, kinds, strict=True)
     ]
-    return row(Phase.OUTSIDE, None, "all_reduce", calls=alike_but(kinds), sites=tuple(sites))
+    return row(Phase.OUTSIDE, None, "all_reduce", calls=replace_fields(kinds), sites=tuple(sites))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_unexplained_rows_are_left_over():
     explanation = explain(old, new)
     assert not explanation.is_exact
     assert explanation.before
-    assert compare(old, new).left
+    assert compare(old, new).remaining
 
 
 @pytest.mark.parametrize(

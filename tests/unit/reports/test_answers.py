@@ -44,8 +44,10 @@ def collective(
     )
 
 
-def answer(number, matching=(), recorded=(), asked="counts('all_gather')"):
-    return Answer(number, asked=asked, matching=matching, recorded=tuple(recorded) or matching)
+def answer(number, matching=(), recorded=(), expression="counts('all_gather')"):
+    return Answer(
+        number, expression=expression, matching=matching, recorded=tuple(recorded) or matching
+    )
 
 
 LAYERS = tuple(collective(f"layers.{n}") for n in range(4))
