@@ -184,7 +184,6 @@ class _Scaled(GlobalStep):
         raise NotImplementedError
 
     def fits(self, state: State) -> bool:
-        """Whether all changed sizes are whole numbers."""
         return self.factor.denominator == 1 or not any(
             call.nbytes % self.factor.denominator and self.is_affected(key, call)
             for content in set(state.values())

@@ -220,11 +220,8 @@ def _prefetching(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
     rows = (*explanation.before, *explanation.after)
     has_leftovers = any(role_of((row,)) == Role.PARAMETERS for row in rows)
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        distances = [
-            (change.before[-1][0], change.after[-1][0])
-            for change in timings
-            if change.key.phase is phase
-        ]
+        changes = [change for change in timings if change.key.phase is phase]
+        distances = [(change.before[-1][0], change.after[-1][0]) for change in changes]
         later = {after < before for before, after in distances}
         if explanation.steps or not explanation.is_exact:
             later = set()
@@ -366,9 +363,8 @@ def _of_dtype(step: Dtype, inputs: Inputs) -> str:
 
 def _change_of_torch(step: Dtype, inputs: Inputs) -> str:
     old, evidence = inputs.old, inputs.trees
-    was, now = (
-        tuple(map(int, re.findall("[0-9]+", side.torch_version)[:2])) for side in (old, inputs.new)
-    )
+    versions = (re.findall("[0-9]+", side.torch_version)[:2] for side in inputs.sides)
+    was, now = (tuple(map(int, version)) for version in versions)
     low, high = (step.old, step.new) if was < now else (step.new, step.old)
     if (
         not (was and now)

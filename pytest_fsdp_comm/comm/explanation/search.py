@@ -91,7 +91,6 @@ class Explanation:
     """The steps that turn the old profile into the new one, and the rows left over."""
 
     steps: tuple[Step, ...]
-    """In the order of application."""
     is_exact: bool
     before: tuple[Row, ...]
     """Rows of the owners that still differ after the steps: the old rows, changed by the steps."""

@@ -78,11 +78,7 @@ def find_training_changes(
     training = _Training(_Side(old, new, steps), _Side(new, new), trees)
     # A different world size or set of ranks changes all other reductions anyway.
     is_same_world = (old.world_size, old.recorded_ranks) == (new.world_size, new.recorded_ranks)
-    problems = [
-        (owner, problem)
-        for owner, problem in training.problems()
-        if is_same_world or problem[0] == "backwards"
-    ]
+    problems = [pair for pair in training.problems() if is_same_world or pair[1][0] == "backwards"]
     owners_by_problem: defaultdict[_AxisProblem, list[Owner]] = defaultdict(list)
     for owner, problem in problems:
         if not any(_is_reported(problem[0], owner, step) for step in steps):
@@ -248,9 +244,8 @@ class _Training:
     def __init__(self, old: _Side, new: _Side, trees: Evidence | None) -> None:
         self.old, self.new, self.trees = old, new, trees
         self.ratios = _ratios(old.work, new.work)
-        self.grown = {
-            owner for owner in new.reduced if new.num_gradients(owner) > old.num_gradients(owner)
-        }
+        grown = (at for at in new.reduced if new.num_gradients(at) > old.num_gradients(at))
+        self.grown = set(grown)
 
     def problems(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield modules whose gradients have a problem; a module may have several."""
@@ -390,8 +385,6 @@ def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
 
 def _is_related(first: Owner, second: Owner) -> bool:
     """Whether two modules are the same, or one contains the other."""
-    prefixes = (
-        [f"{part}." if part else "" for part in (owner or "").split("+")]
-        for owner in (first, second)
-    )
+    names = ((owner or "").split("+") for owner in (first, second))
+    prefixes = ([f"{part}." if part else "" for part in parts] for parts in names)
     return any(old.startswith(new) or new.startswith(old) for old, new in product(*prefixes))

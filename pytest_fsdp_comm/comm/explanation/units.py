@@ -215,7 +215,6 @@ def _split_off(between: Between, *, is_added: bool) -> Iterator[Step]:
     )
     often = max((forward_gathers(between.target[module]) for module in modules), default=0)
     is_called = is_added and 0 < other_count < often
-
     yield from replaced(
         between,
         "split off",

@@ -286,7 +286,7 @@ def test_ddp_to_hsdp_names_all_gathered_units():
 
 
 def test_added_units_are_proposed_together():
-    """What DDP reduced of the root has to go before the root is a unit like the other one."""
+    """The root becomes a unit only once its reductions by DDP are removed."""
     ddp = made([row(BACKWARD, "", "all_reduce", 768, "gradients", axis="world")])
     hsdp = under_hsdp([*unit("", 64, kept=True), *unit("a", 128)])
     pool = Pool()
