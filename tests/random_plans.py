@@ -175,21 +175,15 @@ def test_eight_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, re
 
 
 @pytest.mark.distributed(world_size=2, simulate=True, ranks=range(2))
-def test_two_simulated_ranks_record_what_they_would_send(
-    comm_mode, device_mesh, dist_info, request
-):
+def test_two_simulated_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, request):
     check(comm_mode, device_mesh, dist_info, request, is_simulated=True)
 
 
 @pytest.mark.distributed(world_size=4, simulate=True, ranks=range(4))
-def test_four_simulated_ranks_record_what_they_would_send(
-    comm_mode, device_mesh, dist_info, request
-):
+def test_four_simulated_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, request):
     check(comm_mode, device_mesh, dist_info, request, is_simulated=True)
 
 
 @pytest.mark.distributed(world_size=8, simulate=True, ranks=range(8))
-def test_eight_simulated_ranks_record_what_they_would_send(
-    comm_mode, device_mesh, dist_info, request
-):
+def test_eight_simulated_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, request):
     check(comm_mode, device_mesh, dist_info, request, is_simulated=True)

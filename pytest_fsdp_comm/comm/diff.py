@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def reported(self) -> tuple[TrainingChange | Step, ...]:
-        """Changes that break training, regressions, further steps, then changes of torch."""
+        """Changes that break training, then regressions, other steps and changes of torch."""
         steps = () if self.explanation is None else self.explanation.steps
         # Keyed by identity, since steps are not hashable.
         order = {

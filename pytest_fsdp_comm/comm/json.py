@@ -83,7 +83,7 @@ def load_run(text: str) -> ScriptRun | None:
 
 def parts_of(recording: Recording) -> tuple[int, ...]:
     """Return a key that is equal for all ranks that `load_recordings` read from one entry."""
-    # By identity, so the key is valid only while the recording exists.
+    # By identity: valid only while the recording exists.
     names = {field.name for field in fields(recording)} - {"rank"}
     return tuple(id(getattr(recording, name)) for name in sorted(names))
 

@@ -72,22 +72,22 @@ def select(gloo):
 
 @pytest.mark.distributed(world_size=4, backend="fake", scope="module")
 @select(gloo=0)
-def test_a_regression_is_red_and_its_neighbour_green(comm_mode, name):
+def test_regression_fails_and_look_alike_passes(comm_mode, name):
     check(comm_mode, name)
 
 
 @pytest.mark.distributed(world_size=2, scope="module")
 @select(gloo=2)
-def test_a_regression_of_ddp_is_red_and_its_neighbour_green(comm_mode, name):
+def test_ddp_regression_fails_and_look_alike_passes(comm_mode, name):
     check(comm_mode, name)
 
 
-def test_the_page_of_regressions_matches_the_cases():
+def test_history_page_matches_cases():
     table = runpy.run_path(str(DOCS / "history_table.py"))["table"]()
     assert table in (DOCS / "history.md").read_text(), "run: python docs/history_table.py"
 
 
-def test_each_case_has_a_thread_of_its_own():
+def test_each_case_has_its_thread():
     threads = [thread for case in HISTORY.values() for thread in case.threads]
     assert len(threads) == len({*threads})
     assert len(HISTORY) >= 15

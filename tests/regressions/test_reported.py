@@ -71,7 +71,7 @@ def count(profile, kind):
 
 @pytest.mark.upstream
 @needs_default_reshard
-def test_reshard_after_forward_changes_the_number_of_all_gathers(record, device_mesh):
+def test_reshard_after_forward_adds_all_gathers(record, device_mesh):
     profiles = {}
     for policy in (True, False, None):
         model = shard(Model(), device_mesh(), reshard_after_forward=policy, root=policy)
@@ -89,7 +89,7 @@ def test_reshard_after_forward_changes_the_number_of_all_gathers(record, device_
     )
 
 
-def test_reducing_gradients_for_each_micro_batch_is_explained(record, device_mesh):
+def test_gradients_per_micro_batch_are_explained(record, device_mesh):
     # cosmos-framework 161, verl PR 7095.
     model = shard(Model(), device_mesh())
 
@@ -111,7 +111,7 @@ def test_reducing_gradients_for_each_micro_batch_is_explained(record, device_mes
 
 
 @pytest.mark.distributed(world_size=4)
-def test_reducing_replicas_for_each_micro_batch_is_explained(record, device_mesh):
+def test_replicas_per_micro_batch_are_explained(record, device_mesh):
     # cosmos-framework 161, torchtitan 1929, VeOmni 781.
     model = shard(Model(), device_mesh(replicate=2, shard=2))
 
@@ -134,7 +134,7 @@ def test_reducing_replicas_for_each_micro_batch_is_explained(record, device_mesh
     assert f"`{likely}`" in README.replace("\n", " ")
 
 
-def test_gathering_the_head_for_each_chunk_of_the_loss_is_explained(record, device_mesh):
+def test_head_gathered_per_loss_chunk_is_explained(record, device_mesh):
     # trl 6076, whose hand-made guard (6172) could not be made to fail.
     def build():
         model = Model()
@@ -150,7 +150,7 @@ def test_gathering_the_head_for_each_chunk_of_the_loss_is_explained(record, devi
     )
 
 
-def test_gathering_an_embedding_in_backward_is_explained(record, device_mesh):
+def test_embedding_gathered_in_backward_is_explained(record, device_mesh):
     # OLMo-core 194.
     model = TokenModel()
     fully_shard(model.embed, mesh=device_mesh())
@@ -189,7 +189,7 @@ def test_a_full_state_dict_in_each_step_is_explained(record, device_mesh):
     assert "a full state dict (e.g. for a checkpoint)" in likely
 
 
-def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, device_mesh):
+def test_reentrant_checkpoint_prefetch_gathers_twice(record, device_mesh):
     # NeMo Automodel PR 3411.
     def build(*, reentrant):
         model = shard(Model(blocks=4, reentrant=reentrant), device_mesh())
@@ -206,7 +206,7 @@ def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, dev
     )
 
 
-def test_gathering_a_frozen_backbone_for_each_micro_batch_is_explained(record, device_mesh):
+def test_frozen_backbone_gathered_again_is_explained(record, device_mesh):
     # LoRA: UniRL PR 321. Micro-batches of half the size in place of one.
     class Adapted(nn.Module):
         def __init__(self):
@@ -238,7 +238,7 @@ def test_gathering_a_frozen_backbone_for_each_micro_batch_is_explained(record, d
     ]
 
 
-def test_a_frozen_layer_is_still_prefetched_in_backward(record, device_mesh):
+def test_frozen_layer_is_prefetched_in_backward(record, device_mesh):
     def build(*, frozen):
         model = Model()
         model.embed.requires_grad_(not frozen)
@@ -299,7 +299,7 @@ def test_a_root_that_is_not_sharded_is_explained(record, device_mesh):
     ]
 
 
-def test_parameters_that_became_replicated_are_explained(record):
+def test_newly_replicated_parameters_are_explained(record):
     # The silent form: another sharding strategy, the same loss.
     def build(strategy):
         return FullyShardedDataParallel(
@@ -364,7 +364,7 @@ def test_gathering_a_parameter_to_log_it_is_explained(record, device_mesh):
     ]
 
 
-def test_averaging_the_loss_in_each_step_shows_up_outside_the_model(record, device_mesh):
+def test_averaged_loss_is_recorded_outside_the_model(record, device_mesh):
     model = shard(Model(), device_mesh())
 
     def train(*, averaged):
@@ -409,7 +409,7 @@ def test_a_prefetch_that_was_dropped_is_a_difference(record, device_mesh):
     ]
 
 
-def test_an_asynchronous_unshard_that_became_synchronous_is_a_difference(record, device_mesh):
+def test_unshard_that_becomes_synchronous_differs(record, device_mesh):
     model = shard(Model(), device_mesh())
 
     def run(*, is_async):
@@ -460,7 +460,7 @@ def test_another_dtype_of_equal_size_is_a_difference(record, device_mesh):
     ]
 
 
-def test_another_source_and_another_peer_are_differences(record):
+def test_changed_source_and_peer_differ(record):
     def run(source, to):
         rank, others = dist.get_rank(), dist.get_world_size()
         dist.broadcast(torch.ones(4), source)
