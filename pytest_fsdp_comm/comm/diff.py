@@ -73,7 +73,6 @@ class Change:
     new_text: str = ""
     """Both values, if no row changed."""
     new_calls: NewCalls = NewCalls()
-    """The new calls of all owners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,6 @@ class Collective:
     axis: str
     """Name of the `MeshAxis`."""
     group_size: int
-    """Number of ranks in the process group."""
     dtype: str
     """The element type without ``torch.``, such as ``bfloat16``; several are joined with ``+`` in
     order of appearance. Empty for a barrier."""
@@ -166,7 +165,6 @@ class Redistribution:
     source_placements: tuple[str, ...]
     """One placement per mesh axis, as torch prints it: ``("Shard(dim=0)", "Replicate()")``."""
     target_placements: tuple[str, ...]
-    """The placements after the redistribution."""
     mesh_axes: tuple[str, ...]
     """Names of the mesh axes, in the order of the placements."""
     is_explicit: bool

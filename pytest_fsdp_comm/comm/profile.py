@@ -153,9 +153,7 @@ class CommProfile:
     answers: tuple[Answer, ...] = ()
     """`events.Recording.answers` of all ranks."""
     backend: str = field(default="", compare=False)
-    """E.g. ``gloo``."""
     torch_version: str = field(default="", compare=False)
-    """As ``torch.__version__``."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """As `events.Recording.notes`."""
     gaps: tuple[Gap, ...] = field(default=(), compare=False)
