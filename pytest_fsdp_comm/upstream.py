@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
-# Note [Private names]: a private name is used only in a module whose docstring or comment says so.
+# A private name is used only in a module whose docstring or comment says so.
 # It has a contract test, and its absence raises one of these errors.
 
 # The versions in which the private names were checked.

@@ -1,6 +1,6 @@
 """Register kernels that call the recorder for each operation that communicates."""
 
-# Note [Kernels]: We register a kernel for each operation that communicates at the dispatch key
+# We register a kernel for each operation that communicates at the dispatch key
 # BackendSelect; the kernel passes the call on to the keys below. torch has no kernels for these
 # operations there. The key lies below autograd and tensor subclasses, so collectives of DTensor and
 # other wrappers arrive with plain tensors. It is active on every thread, in inference_mode, and for

@@ -34,7 +34,7 @@ from pytest_fsdp_comm.snapshots.lines import (
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, expand, read_word, unescape, write_word
 from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 
-# Note [Text of a recording]:
+# The text of a recording:
 #
 #     # pytest-fsdp-comm 2 comm | torch 2.13.0, gloo (not compared)
 #     world_size 4

@@ -25,7 +25,7 @@ from pytest_fsdp_comm.text.rank_lists import read_ranks, write_ranks
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
 from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, UnitFacts, merge
 
-# Note [Text of a tree]:
+# The text of a tree:
 #
 #     # pytest-fsdp-comm 2 tree | torch 2.13.0, gloo (not compared)
 #     world_size 4

@@ -45,13 +45,15 @@ def test_page_describes_every_room():
         assert re.match(r'"""[A-Z].{20,}', text), room
 
 
-def test_notes_are_unique_and_references_resolve():
-    written, named = Counter(), set()
+def test_notes_are_unique_and_referred_to():
+    written, named = Counter(), Counter()
     for file in PACKAGE.rglob("*"):
         if file.suffix in {".py", ".js", ".css", ".jinja"}:
             text = file.read_text(encoding="utf-8")
             written.update(re.findall(r"^\s*(?:#|//) Note \[([^\]]+)\](?::|$)", text, re.MULTILINE))
-            named |= {*re.findall(r"Note \[([^\]]+)\]", re.sub(r"\n\s*(?:#|//)?\s*", " ", text))}
-    assert len(written) > 50
+            named.update(re.findall(r"Note \[([^\]]+)\]", re.sub(r"\n\s*(?:#|//)?\s*", " ", text)))
+    assert len(written) > 30
     assert {name: count for name, count in written.items() if count > 1} == {}
-    assert named - written.keys() == set()
+    assert named.keys() - written.keys() == set()
+    # A mechanism that nothing else refers to needs no name: a plain comment is enough.
+    assert {name for name in written if named[name] < 2} == set()

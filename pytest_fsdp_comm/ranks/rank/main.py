@@ -35,7 +35,7 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.results import SessionExit
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
-# Note [Done before the fork]: the kernel copies each page of memory that a rank writes to, and
+# The kernel copies each page of memory that a rank writes to, and
 # counting references is writing. `RankTemplate` does its work once, before the fork; in each rank,
 # the same work took a third of a trivial test's time.
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 from sample_profiles import (
     BACKWARD,
+    FORWARD,
     NBYTES,
     RECOMPUTE,
     accumulated,
@@ -253,6 +254,16 @@ IN_BACKWARD = {(BACKWARD, "all_gather"), (BACKWARD, "unshard")}
             recomputed_unit(BACKWARD),
             recomputed_unit(RECOMPUTE),
             "a gathered in recomputation instead of backward",
+        ),
+        # Tokens that experts exchange again are not hidden behind the gather.
+        (
+            [*recomputed_unit(BACKWARD), row(FORWARD, "a", "all_to_all", 64)],
+            [
+                *recomputed_unit(RECOMPUTE),
+                row(FORWARD, "a", "all_to_all", 64),
+                row(RECOMPUTE, "a", "all_to_all", 64),
+            ],
+            "recomputation now repeats the forward collectives of a: 1 call of 64 B",
         ),
         # Gathered in both is repeated.
         (
