@@ -260,7 +260,7 @@ def _compare_rows(
 def _new_calls(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
-    """Return the sites of new calls, by their fields, since snapshots have no sites."""
+    """Return the sites of new calls; find them by fields, since snapshots have no sites."""
     sites: dict[Site, None] = {}
     is_certain = True
     for row in now:

@@ -15,7 +15,7 @@ class MeshAxis:
 
     name: str
     """The name in the device mesh (``"dp"``), ``"world"`` for the default group, or a description
-    of the shape that is equal on all ranks and in all runs. Recorded names are `printable`."""
+    of the shape that is equal on all ranks and in all runs. Recordings store `printable` names."""
     size: int
     """Number of ranks in each group."""
     dims: tuple[tuple[int, int], ...] = ()

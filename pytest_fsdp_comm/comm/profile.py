@@ -34,7 +34,7 @@ _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 _SUBJECT_ORDER: Final = {subject: place for place, subject in enumerate(SUBJECTS)}
 _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
 
-# `_MaskPartial` (torch 2.6 to 2.13) prints the shape of the embedding, whose width does not matter.
+# The embedding's shape in `_MaskPartial` (torch 2.6 to 2.13), which is not part of the placement.
 _SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
 
 
@@ -397,7 +397,7 @@ def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
 
 
 def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
-    """Remove all that only one of two profiles has; see Note [Comparable]."""
+    """Remove everything that cannot be compared from both profiles; see Note [Comparable]."""
     if new.recorded_ranks and not old.recorded_ranks:
         old = restrict(old, new.recorded_ranks)
     if old.shows_async != new.shows_async:

@@ -37,7 +37,7 @@ class Names:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Name of an axis -> name of the same process group in the recording, if they differ."""
     kinds: frozenset[str]
-    """Recorded kinds that are not in `COLLECTIVE_KINDS`."""
+    """Further kinds in the recording, besides `COLLECTIVE_KINDS`."""
     has_model: bool
     """Whether `comm_mode` got a model; otherwise `owners` has only modules that ran."""
 
