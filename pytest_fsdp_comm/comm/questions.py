@@ -131,15 +131,10 @@ def _check(parameter: str, value: str | None, allowed: Sequence[str]) -> None:
     __tracebackhide__ = True
     if value is None or value in allowed:
         return
+    listed = f"expected one of {_listed(allowed)}" if allowed else "the recording has none"
     if not isinstance(value, str):
-        raise RecordingError(
-            f"{parameter} must be a name such as {str(allowed[0])!r}, got {type(value).__name__}; "
-            f"expected one of {', '.join(allowed)}"
-        )
-    raise RecordingError(
-        f"there is no {parameter} {value!r}; expected one of {_listed(allowed)}"
-        f"{_ELSEWHERE.get(value, '')}"
-    )
+        raise RecordingError(f"{parameter} must be a name, got {type(value).__name__}; {listed}")
+    raise RecordingError(f"there is no {parameter} {value!r}; {listed}{_ELSEWHERE.get(value, '')}")
 
 
 def _owner_test(name: str | None, names: Names) -> Callable[[str | None], bool]:
@@ -149,7 +144,7 @@ def _owner_test(name: str | None, names: Names) -> Callable[[str | None], bool]:
     if not isinstance(name, str):
         raise RecordingError(
             f"owner must be the name of a module such as 'layers.0', got {type(name).__name__}; "
-            "write names as snapshots do, or '' for the root"
+            "use a name as the snapshot has it, or '' for the root"
         )
     if name == NO_MODULE:
         return lambda owner: owner is None

@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     if not snapshot_dir.is_dir():
         raise FsdpCommError(
             f"there is no snapshot directory {show_path(snapshot_dir)}; run this command in the "
-            "directory of the project"
+            "project directory"
         )
     received = Path(options.directory, RECEIVED)
     if not received.is_dir() or _is_link(received, received.parent):

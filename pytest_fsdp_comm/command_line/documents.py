@@ -75,8 +75,8 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
     sizes = {recording.world_size for recording in recordings}
     if len(sizes) > 1 or len(set(ranks)) < len(ranks):
         raise FsdpCommError(
-            f"{where}: expected one recording for each rank and one world size, got ranks "
-            f"{', '.join(map(str, ranks))} of world sizes {', '.join(map(str, sorted(sizes)))}"
+            f"{where}: expected one recording per rank, all with the same world size; got ranks "
+            f"{', '.join(map(str, ranks))} with world sizes {', '.join(map(str, sorted(sizes)))}"
         )
     return recordings
 

@@ -121,8 +121,8 @@ class _State:
     def answer(self, value: Any, how: str) -> Any:
         if not self.answers:
             raise SimulationError(
-                f"{find_call_site()} reads {how}, but a simulated rank has no GPU: decide from a "
-                "configuration value instead, or use simulate=True, which assumes a value"
+                f"{find_call_site()} reads {how}, but a simulated rank has no GPU: use a value "
+                "from your configuration instead, or simulate=True, which assumes a value"
             )
         text = "H100" if value is _H100 else value or 0
         note_answer(str(text).replace(" ", ""), how, of_process=True)

@@ -22,8 +22,8 @@ from pytest_fsdp_comm.recording.operations import tensors_in
 MAX_NUMEL: Final = 2**24
 """The largest tensor whose values are computed, in elements."""
 TOO_MANY: Final = (
-    f"they depend on a tensor of more than {MAX_NUMEL:_} elements (2**24), the most that a "
-    "simulation computes. Use a smaller tensor in the test, decide from configuration values"
+    f"they depend on a tensor of more than {MAX_NUMEL:_} elements (2**24), the limit of a "
+    "simulation. Use a smaller tensor in the test, use values from your configuration"
 )
 _SMALL: Final = 2**12
 """The largest tensor that is computed immediately, in elements."""
@@ -85,7 +85,7 @@ class Values:
 
 def _refuse_size() -> torch.Tensor:
     raise SimulationError(
-        f"{find_call_site()} reads values of a tensor, which a simulated rank does not know: "
+        f"{find_call_site()} reads tensor values that a simulated rank cannot compute: "
         f"{TOO_MANY}, or run the test on real ranks, without simulate="
     )
 

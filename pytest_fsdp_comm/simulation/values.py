@@ -259,9 +259,9 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         except UnsupportedOperatorException:
             raise SimulationError(
                 f"{find_call_site()} calls {func.namespace}.{func._opname}, which has no fake "
-                "implementation, so that a simulated rank does not know its result's shape: "
-                "register one with torch.library.register_fake, or run the test on real ranks, "
-                "without simulate="
+                "implementation, so a simulated rank cannot know the shape of its result: register "
+                "a fake implementation with torch.library.register_fake, or run the test on real "
+                "ranks, without simulate="
             ) from None
         if isinstance(func, OpOverload) and result is not NotImplemented:
             if not follows:
@@ -446,7 +446,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             reason = next(filter(None, map(memory.reason_of, tensors_in(args))), "floats")
             advice = _ADVICE["strict" if is_answered else reason]
             raise SimulationError(
-                f"{site} reads values of a tensor ({how}), which a simulated rank does not know: "
+                f"{site} reads tensor values ({how}) that a simulated rank cannot compute: "
                 f"{advice}, or run the test on real ranks, without simulate="
             ) from None
         is_number = args[0].dtype != torch.bool and func not in _TRUTHS

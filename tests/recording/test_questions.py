@@ -53,8 +53,7 @@ MISTAKES = {
     ),
     "a packet": (
         {"kind": torch.ops.c10d.send},
-        "kind must be a name such as 'all_gather', got OpOverloadPacket; expected one of "
-        "all_gather",
+        "kind must be a name, got OpOverloadPacket; expected one of all_gather",
     ),
     "a phase": (
         {"phase": "backwards"},
@@ -106,6 +105,16 @@ def test_impossible_name_raises_with_possible_names(recorded):
             with pytest.raises(RecordingError) as caught:
                 ask(**asked)
             assert str(caught.value).startswith(text)
+
+
+def test_axis_without_process_group_raises(comm_mode):
+    model = nn.Linear(2, 2)
+    with comm_mode(model):
+        model(torch.ones(1, 2))
+    with pytest.raises(RecordingError, match=r"^there is no axis 'dp'; the recording has none$"):
+        comm_mode.counts(axis="dp")
+    with pytest.raises(RecordingError, match=r"^axis must be a name, got int; the recording has"):
+        comm_mode.counts(axis=3)
 
 
 @fake

@@ -122,7 +122,7 @@ def test_added_or_removed_answer_fails_the_comparison(pytester, run):
     lost.stdout.fnmatch_lines(["*assumed value in test_it:Logging.forward (item): 1.0 -> nothing*"])
     strict = run(SOURCE.replace("simulate=True", 'simulate="strict"'))
     strict.assert_outcomes(failed=1)
-    strict.stdout.fnmatch_lines(["*test_it.py:10 reads values of a tensor (item)*"])
+    strict.stdout.fnmatch_lines(["*test_it.py:10 reads tensor values (item)*"])
     # From the test to the line, and nothing of torch's or of what simulates it.
     text = strict.stdout.str()
     strict.stdout.fnmatch_lines([">       self.logged = y.mean().item()"])

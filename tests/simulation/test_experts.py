@@ -147,7 +147,7 @@ def test_routing_error_has_line_and_remedies(comm_mode, device_mesh):
         recorded(comm_mode, device_mesh, CHOICES["topk"])
     text = str(refused.value)
     line = Experts.forward.__code__.co_firstlineno + 3
-    assert f"tests/simulation/test_experts.py:{line} reads values of a tensor (bincount)" in text
+    assert f"tests/simulation/test_experts.py:{line} reads tensor values (bincount)" in text
     assert "use balanced routing" in text
     assert "simulation_splits='even'" in text
     assert "real ranks, without simulate=" in text

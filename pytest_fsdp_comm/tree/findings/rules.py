@@ -414,7 +414,7 @@ def parse_settings(lines: Iterable[str]) -> FindingSettings:
         else:
             raise ValueError(
                 f"fsdp_comm_findings: cannot read {line!r}; expected '<code> = error|warning|off' "
-                f"with a code of {', '.join(codes)}, or all; or a threshold of "
-                f"{', '.join(THRESHOLDS)}, such as small_nbytes = 4096"
+                "or '<threshold> = <bytes>', such as small_nbytes = 4096. Codes: all, "
+                f"{', '.join(codes)}. Thresholds: {', '.join(THRESHOLDS)}"
             )
     return FindingSettings(levels=levels, **thresholds)

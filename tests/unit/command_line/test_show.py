@@ -129,7 +129,9 @@ def test_show_rejects_recordings_of_two_worlds(write, fsdp_comm):
     write("two.json", dump_recordings([recording(0), recording(0)]))
     run = fsdp_comm("show", "two.json")
     assert run.status == 2
-    assert "expected one recording for each rank and one world size, got ranks 0, 0" in run.err
+    assert (
+        "expected one recording per rank, all with the same world size; got ranks 0, 0" in run.err
+    )
 
 
 def test_show_rejects_a_file_without_recordings(write, fsdp_comm):

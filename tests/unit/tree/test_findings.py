@@ -46,7 +46,8 @@ def test_levels_and_thresholds_are_read_in_order():
         (
             "paddings = off",
             "fsdp_comm_findings: cannot read 'paddings = off'; expected '<code> = "
-            "error|warning|off' with a code of no-root-unit, ",
+            "error|warning|off' or '<threshold> = <bytes>', such as small_nbytes = 4096. "
+            "Codes: all, no-root-unit, ",
         ),
         ("padding", "fsdp_comm_findings: cannot read 'padding'; expected '<code> = "),
     ],
