@@ -73,9 +73,9 @@ def test_change_of_adapters_is_reported(comm_mode, device_mesh):
 
     assert comm_failure(reviewed, of(change=train_everything)) == [
         "gradients of (root) now reduced (reduce_scatter[dp]), gathers unchanged",
-        "gradients of a different set of parameters reduced, gathers unchanged: "
+        "gradients of different parameters are now reduced, gathers unchanged: "
         "base_model.model.model.layers.{0..1} 4.0 -> 164.5 KiB per call",
-        "likely: no longer frozen, as the tree shows",
+        "likely: parameters are no longer frozen, as the tree shows",
     ]
     assert comm_failure(reviewed, of(units=1))[0] == f"{MODEL}.layers.1 merged into unit (root)"
     # Adds a second head, which is gathered with the first; only the second is trained.

@@ -54,7 +54,7 @@ def replicas_reduced_for_each_micro_batch(changed):
 
 @reported(
     "huggingface/accelerate/pull/3762",
-    happened="The code called `no_sync` if the model has it. FSDP2 has "
+    happened="The code called `no_sync` only if the model had it. FSDP2 has "
     "`set_requires_gradient_sync` instead, so nothing was deferred.",
     first="gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter), gathers unchanged",
     likely="reduced in each micro-batch: call set_requires_gradient_sync(False), or enter no_sync() with FSDP1, for all micro-batches but the last",
@@ -91,7 +91,7 @@ def fsdp1_reduces_in_each_backward(changed):
     "huggingface/accelerate/pull/1153",
     "Lightning-AI/pytorch-lightning/issues/4092",
     happened="Gradient accumulation under DDP without `no_sync`, or with it in the wrong place.",
-    cost="2 s a batch instead of 0.91 s on two nodes, 0.5 s instead of 0.41 s on one.",
+    cost="2 s per batch instead of 0.91 s on two nodes, 0.5 s instead of 0.41 s on one.",
     first="gradients of (root) reduced 1 -> 2 times (all_reduce)",
     likely="2 steps instead of one, or reduced in each micro-batch: enter no_sync() for all micro-batches but the last",
     more={"all_reduce": 1},
@@ -137,7 +137,7 @@ def chunked(*, reduce_each, chunks=4):
     "its gradients.",
     cost="17 reduce-scatters instead of 1 in the last stage of a pipeline.",
     first="gradients of head reduced 1 -> 4 times (reduce_scatter), gathers unchanged",
-    likely="its backward runs several times, e.g. for a chunked loss: call set_requires_gradient_sync(False) on it for all but the last",
+    likely="the unit's backward runs several times, e.g. for a chunked loss: call set_requires_gradient_sync(False) on the unit for all backwards but the last",
     more={"reduce_scatter": 3},
     neighbour=lambda: chunked(reduce_each=False, chunks=8),
 )
@@ -194,7 +194,7 @@ def ignoring(*names):
     "pytorch/pytorch/issues/98281",
     "BrotherHappy/OSTQuant/issues/15",
     happened="Trained modules were listed in `ignored_modules`. FSDP1 does not reduce their "
-    "gradients, so each GPU used only its gradients.",
+    "gradients, so each GPU applied its local gradients.",
     first="parameter sizes changed: (root) 4.1 -> 2.1 KiB per gather",
     tree="head.head.weight: FlatShard() over world -> a plain tensor, no longer managed by a unit",
 )
@@ -206,7 +206,7 @@ def trained_modules_ignored(changed):
     "Tencent-Hunyuan/UniRL/pull/7",
     happened="Only the blocks were sharded. Each rank held the whole embedding, norm and head, "
     "and the code all-reduced their gradients.",
-    cost="About 6 GB a rank, of a model of 4B on 32 ranks.",
+    cost="About 6 GB per rank, for a 4B model on 32 ranks.",
     first="(root) no longer gathered or reduced, gathers of other units unchanged in forward",
     likely="fully_shard on the root is missing: its parameters are not sharded, FSDP does not reduce their gradients, and each unit below becomes a root",
     more={"all_gather": -4, "reduce_scatter": -1, "all_reduce": 3},

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     "Tencent-Hunyuan/UniRL/pull/410",
     happened="The code built the mesh for hybrid sharding before the process group existed. "
     "Without an error, parameters were sharded over all ranks.",
-    cost="Shards of 16 ranks on two nodes, where 8 on one were meant.",
+    cost="Shards over 16 ranks on two nodes instead of over 8 on one.",
     first="all collectives over shard moved to dp",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> dp=4 stride 1",
     more={"all_reduce": -4},
@@ -85,7 +85,7 @@ def on_all_heads():
     happened="The plan gathered all heads before the norms of queries and keys, although each "
     "norm needs only one head.",
     first="layers.{0..1}.attention.key_norm, layers.{0..1}.attention.query_norm in forward: now redistributed (Shard(dim=2)) -> (Replicate()) by all_gather[tp]: 4 calls, 4.0 KiB in total",
-    likely="its layouts in the parallelize_module plan no longer match those of the modules before or after it, or redistribute() or full_tensor() is called",
+    likely="the module's layouts in the parallelize_module plan no longer match those of the modules before or after it, or redistribute() or full_tensor() is called",
     more={"all_gather": 8},  # 2 norms of 2 layers, in forward and in backward
     neighbour=lambda: normed(BY_HEAD, nn.LayerNorm),
 )
@@ -131,7 +131,7 @@ def a_product_that_needs_no_gather(changed):
     happened="To compute the log-probabilities of a few tokens, each rank gathered the logits of "
     "the whole vocabulary.",
     first="head in forward: now redistributed (Shard(dim=2)) -> (Replicate()) by all_gather[tp]: 1 call of 2.0 KiB",
-    likely="its layouts in the parallelize_module plan no longer match those of the modules before or after it, or redistribute() or full_tensor() is called",
+    likely="the module's layouts in the parallelize_module plan no longer match those of the modules before or after it, or redistribute() or full_tensor() is called",
     more={"all_gather": 1, "all_reduce": -3},  # maximum, sum and loss were reduced
 )
 def logits_of_the_whole_vocabulary(changed):

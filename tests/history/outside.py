@@ -42,7 +42,7 @@ GATHERED = "full_tensor() or redistribute(), a full state dict (e.g. for a check
 @reported(
     "huggingface/transformers/pull/46113",
     happened="To clip gradients, each rank gathered all of them.",
-    cost="60 GB a rank for a model of 30B, and out of memory on 80 GB.",
+    cost="60 GB per rank for a 30B model, and out of memory on 80 GB.",
     first="embed, head, layers.{0..2}.attention.key and 9 more: full gradients gathered outside "
     "forward and backward: +30 calls, +34.4 KiB",
     likely=GATHERED,
@@ -114,7 +114,7 @@ def buffered(*, broadcasts, buffers=1):
     "ecmwf/anemoi-core/pull/1278",
     "ultralytics/ultralytics/issues/24410",
     happened="DDP broadcast all buffers in each forward, without need.",
-    cost="10 % of the forward, with 16 GPUs a model.",
+    cost="10 % of the forward, with 16 GPUs per model.",
     first="(root) in forward: broadcast[world] 0 -> 1 (+1), 0 -> 64 B per rank",
     more={"broadcast": 1},
     gloo=2,

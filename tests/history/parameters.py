@@ -53,7 +53,7 @@ def head_gathered_for_each_chunk(changed):
     "pytorch/pytorch/pull/137922",
     happened="The embedding was gathered in backward, which does not need its weight.",
     first="embed now gathered in backward: 1 call of 2.0 KiB",
-    likely="set_unshard_in_backward(False) is no longer called on it; the call saves this gather where backward does not need the weight, e.g. of an embedding",
+    likely="set_unshard_in_backward(False) is no longer called on the unit; the call saves this gather if backward does not need the weight, e.g. of an embedding",
     more={"all_gather": 1},
 )
 def embedding_gathered_in_backward(changed):
@@ -199,7 +199,7 @@ def frozen_backbone_gathered_for_each_micro_batch(changed):
 @reported(
     "sgl-project/SpecForge/pull/566",
     happened="The whole model was one unit, so no communication overlapped with computation.",
-    cost="0.99 s a step instead of 0.92 s, on 8 GPUs.",
+    cost="0.99 s per step instead of 0.92 s, on 8 GPUs.",
     first="layers.{0..2} merged into unit (root)",
     tree="layers.{0..2}: is no longer a unit (fsdp2)",
     more={"all_gather": -6, "reduce_scatter": -3},
@@ -212,7 +212,7 @@ def one_unit_for_all(changed):
     "NVIDIA-NeMo/Automodel/pull/3708",
     happened="The root unit contained embedding and head, and its gradients are reduced in one "
     "call.",
-    cost="A buffer of 9.5 GiB for a model of 27B, whose backward failed on 64 H100.",
+    cost="A buffer of 9.5 GiB for a 27B model, whose backward failed on 64 H100.",
     first="embed, head merged into unit (root)",
     tree="embed: is no longer a unit (fsdp2)",
     more={"all_gather": -4, "reduce_scatter": -2},

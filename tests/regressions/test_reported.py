@@ -165,10 +165,12 @@ def test_embedding_gathered_in_backward_is_explained(record, device_mesh):
     assert count(regressed, "all_gather") == count(reviewed, "all_gather") + 1
     told, likely = said(reviewed, regressed)
     assert told.startswith("embed now gathered in backward: 1 call of ")
-    assert likely.startswith("likely: set_unshard_in_backward(False) is no longer called on it")
+    assert likely.startswith(
+        "likely: set_unshard_in_backward(False) is no longer called on the unit"
+    )
     assert said(regressed, reviewed) == [
         "embed no longer gathered in backward",
-        "likely: set_unshard_in_backward(False) is now called on it",
+        "likely: set_unshard_in_backward(False) is now called on the unit",
     ]
 
 
@@ -341,8 +343,8 @@ def test_a_needless_gather_of_a_dtensor_is_explained(record, device_mesh):
         "all_gather[tp]: 2 calls, 256 B in total, at tests/models.py:N",
         "{0..1}.down in backward: now redistributed (Shard(dim=1)) -> (Replicate()) by "
         "all_gather[tp]: 2 calls, 256 B in total",
-        "likely: its layouts in the parallelize_module plan no longer match those of the modules "
-        "before or after it, or redistribute() or full_tensor() is called",
+        "likely: the module's layouts in the parallelize_module plan no longer match those of the "
+        "modules before or after it, or redistribute() or full_tensor() is called",
     ]
 
 

@@ -31,6 +31,8 @@ _MISSING_ROOT: Final = (
 _NORM_NBYTES: Final = 8  # a float64
 NO_BACKWARD: Final = "forwards without a backward, such as an evaluation"
 _MODEL_DTYPE: Final = "the dtype of the model's parameters"
+_FROZEN: Final = "frozen, as the tree shows"
+_THAWED: Final = f"parameters are no longer {_FROZEN}"
 _REDUCES_IN_FLOAT32: Final = (2, 15)
 """The first torch whose FSDP2 reduces in the parameter's dtype if ``reduce_dtype`` is unset, and
 casts partial gradients before DTensor reduces them. Older ones, and FSDP1 in all versions, use
@@ -121,7 +123,7 @@ def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
     lost_roots = [step for step in lost_roots if step.owners == (ROOT_FQN,)]
     trees = inputs.trees
     if trees is not None and trees.lost_root:
-        # Units of one tree only were added or removed with the root.
+        # Units that only one of the trees has were added or removed with the root.
         units, roots = trees.units, trees.new_roots
         unresharded = [step for step in unresharded if units.intersection(step.owners) <= roots]
         # Without a backward, the snapshot has no reductions to lose.
@@ -207,7 +209,7 @@ def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]
 
 
 def _evaluations(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect evaluations: forward gathers all units more often, or all that it reshards."""
+    """Detect evaluations: forward gathers all units more often, or all units that it reshards."""
     phases = {row.phase for row in {*explanation.before} ^ {*explanation.after}}
     freed, units = (_acts(inputs.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
     more = _more_acts(inputs, Phase.FORWARD, "unshard").keys()
@@ -242,7 +244,7 @@ def _prefetching(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
 
 # Rules for one step.
 def _cause(step: Step, inputs: Inputs) -> str:
-    """Return the cause of a step; empty if none is known, or its sentence names it."""
+    """Return the cause of a step; empty if it is unknown, or if the sentence already names it."""
     match step:
         case Counts():
             return _of_counts(step, inputs)
@@ -313,16 +315,14 @@ def _of_counts(step: Counts, inputs: Inputs) -> str:
     if not is_of_passes or step.reductions == step.factor:
         return ""
     if step.reductions != 1:
-        return (
-            f"{often} micro-batches, and {step.reductions} times as many of them reduce gradients"
-        )
+        return f"{often} micro-batches, with {step.reductions} times as many gradient reductions"
     alternative = "" if step.has_activations else ", or parameters resharded after each backward"
     return f"gradients accumulated over {often} micro-batches{alternative}"
 
 
 def _of_sizes(step: Sizes, inputs: Inputs) -> str:
     if step.axis:
-        return ""  # gradients follow their parameters, or the mesh
+        return ""  # sizes of gradients follow from their parameters or from the mesh
     kinds = {row.what for row in inputs.old.collectives if role_of((row,)) == Role.ACTIVATIONS}
     sizes = ["batch size", "sequence length"]
     if kinds == {"all_to_all"}:
@@ -381,7 +381,7 @@ def _change_of_torch(step: Dtype, inputs: Inputs) -> str:
     if gathered and axes.isdisjoint(gathered):
         return (
             "since torch 2.15, FSDP2 casts partial gradients to reduce_dtype or the parameter "
-            f"dtype before DTensor reduces them over {', '.join(sorted(axes))}: in float32, not "
+            f"dtype first, so DTensor reduces them over {', '.join(sorted(axes))} in float32, not "
             f"{low}"
         )
     if evidence is None:
@@ -428,14 +428,14 @@ def _of_passes(step: Replaced) -> str:
                 )
             text = "norms of gradients or weights are no longer computed"
             if facts["is_elsewhere"]:
-                return f"{text}, or no longer the way clip_grad_norm_ does"
+                return f"{text}, or not in the way clip_grad_norm_ computes them"
             return f"{text}: is clip_grad_norm_ still called in each step?"
         case "redistributed", is_added:
             if not is_added or facts["phase"] is not Phase.FORWARD or None in step.owners:
                 return ""
             return (
-                "its layouts in the parallelize_module plan no longer match those of the modules "
-                "before or after it, or redistribute() or full_tensor() is called"
+                "the module's layouts in the parallelize_module plan no longer match those of the "
+                "modules before or after it, or redistribute() or full_tensor() is called"
             )
     where = "a full state dict (e.g. for a checkpoint), or a DTensor that is printed or logged"
     sent = {key.what for rows in step.rows.values() for key in rows if key.subject == "collective"}
@@ -464,17 +464,17 @@ def _of_units(step: Replaced, inputs: Inputs) -> str:
             return _frozen_or_thawed(step, trees)
         case "gathered in backward", is_added if facts["is_reduced"]:
             if not is_added:
-                return "set_unshard_in_backward(False) is now called on it"
+                return "set_unshard_in_backward(False) is now called on the unit"
             return (
-                "set_unshard_in_backward(False) is no longer called on it; the call saves this "
-                "gather where backward does not need the weight, e.g. of an embedding"
+                "set_unshard_in_backward(False) is no longer called on the unit; the call saves "
+                "this gather if backward does not need the weight, e.g. of an embedding"
             )
         case "split off" | "called", _ if facts["times"] and facts.get("is_called", True):
             return _of_called(step, inputs)
         case "reduced times", _ if facts["times"] > 1:
             return _of_reduced_times(step, inputs)
         case "reduced", is_added:
-            lost = "frozen, detached, or gradient synchronization is switched off"
+            lost = "parameters are frozen or detached, or gradient synchronization is switched off"
             return _frozen_or_thawed(step, trees) or ("" if is_added else lost)
         case "part reduced", is_added:
             owners = _units_in(step, trees)
@@ -482,9 +482,9 @@ def _of_units(step: Replaced, inputs: Inputs) -> str:
             if not owners or trees is None:
                 return "" if is_added else lost.format("are frozen, or ")
             if owners <= trees.frozen | trees.partly_frozen:
-                return "some parameters are frozen, as the tree shows"
+                return f"some parameters are {_FROZEN}"
             if is_added or trees.is_other_shape or owners & (trees.frozen | trees.partly_frozen):
-                return "no longer frozen, as the tree shows" if owners <= trees.thawed else ""
+                return _THAWED if owners <= trees.thawed else ""
             return f"{lost.format('')}: nothing was frozen, as the tree shows"
     return ""
 
@@ -497,13 +497,13 @@ def _of_called(step: Replaced, inputs: Inputs) -> str:
         for act in ("reduce_scatter", "reshard")
     )
     if is_reduced:
-        return "runs several times, each time with a backward that reduces its gradients"
+        return "the unit runs several times, each time with a backward that reduces its gradients"
     if is_resharded:
         return (
             "called several times in one forward, e.g. by a chunked loss: call unshard() once "
             "before, or leave it in its parent's unit"
         )
-    again = "runs again without a backward, e.g. under no_grad()"
+    again = "the unit runs again without a backward, e.g. under no_grad()"
     # All layers of a list but the first get inputs that need gradients.
     lists = Counter(template(owner) for owner in step.owners if owner is not None)
     if any("*" in name and number > 1 for name, number in lists.items()):
@@ -518,8 +518,8 @@ def _of_reduced_times(step: Replaced, inputs: Inputs) -> str:
     # Other units show that only the backward of this one runs several times.
     if step.facts["is_alone"] or (not is_sharded and _gathered_axes(inputs.new)):
         return (
-            "its backward runs several times, e.g. for a chunked loss: "
-            f"call {call} on it for all but the last"
+            "the unit's backward runs several times, e.g. for a chunked loss: "
+            f"call {call} on the unit for all backwards but the last"
         )
     switch, steps, each = f"call {call}", "", "in each micro-batch"
     if not is_sharded:
@@ -559,10 +559,10 @@ def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
     if not owners or trees is None:
         return ""
     if not step.is_added and owners <= trees.frozen:
-        added = "; trained parameters inside have gradients that no unit reduces"
-        return f"frozen, as the tree shows{added if owners & trees.trainable else ''}"
+        added = "; no unit reduces the gradients of the trained parameters inside"
+        return f"parameters are {_FROZEN}{added if owners & trees.trainable else ''}"
     if not step.is_added and owners.isdisjoint(trees.frozen | trees.partly_frozen):
         is_unused = step.kind == "used in backward"
-        alternative = "its output no longer used" if is_unused else "not synchronized"
-        return f"detached, or {alternative}: nothing was frozen, as the tree shows"
-    return "no longer frozen, as the tree shows" if step.is_added and owners <= trees.thawed else ""
+        alternative = "its output is no longer used" if is_unused else "not synchronized"
+        return f"the unit is detached, or {alternative}: nothing was frozen, as the tree shows"
+    return _THAWED if step.is_added and owners <= trees.thawed else ""

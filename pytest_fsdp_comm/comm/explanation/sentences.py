@@ -131,7 +131,7 @@ def _of_replaced(step: Replaced) -> str:
     match step.kind:
         case "reduced times":
             counts = [{row.count for row in sent_rows(side)} for side in (step.was, step.rows)]
-            often = f"{facts['times']}{' times' * (facts['times'] > 1)} as often"
+            often = f"{facts['times']} times as often"
             if all(len(side) == 1 for side in counts):
                 often = "{} -> {} times".format(*chain(*counts))
             kinds = ", ".join(sorted({row.what for row in sent_rows(step.rows)}))
@@ -145,7 +145,7 @@ def _of_replaced(step: Replaced) -> str:
         case "part reduced" | "gradient sizes":
             gradients = "gradients of"
             if step.kind == "part reduced":
-                gradients = "gradients of a different set of parameters reduced, gathers unchanged:"
+                gradients = "gradients of different parameters are now reduced, gathers unchanged:"
             sizes = {
                 owner: max((largest(was[key]), largest(now[key])) for key in now if key.axis)
                 for (owner, now), was in zip(step.rows.items(), step.was.values(), strict=True)
@@ -271,7 +271,7 @@ def _of_sequence_parallel(step: Replaced) -> str:
     old, new = kinds if step.is_added else kinds[::-1]
     became = f"forward {old} became {new} of the same size"
     if facts["is_whole"]:
-        is_on = "on" if step.is_added else "off"
+        is_on = "switched on" if step.is_added else "switched off"
         return f"sequence parallelism over {facts['axis']} {is_on}: {became}"
     sums = {sum_in_forward(kind, facts["axis"]) for kind in ("all_reduce", "reduce_scatter")}
     owners = [owner for owner, rows in step.rows.items() if not sums.isdisjoint(rows)]

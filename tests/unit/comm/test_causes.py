@@ -84,18 +84,22 @@ def texts(change, new_tree):
 @pytest.mark.parametrize(
     ("change", "new_tree", "text"),
     [
-        (frozen, tree(layers_1_weight={"trainable": False}), "frozen, as the tree shows"),
+        (
+            frozen,
+            tree(layers_1_weight={"trainable": False}),
+            "parameters are frozen, as the tree shows",
+        ),
         (
             frozen,
             tree(),
-            "detached, or not synchronized: nothing was frozen, as the tree shows",
+            "the unit is detached, or not synchronized: nothing was frozen, as the tree shows",
         ),
         # Adapters that were attached after fully_shard.
         (
             frozen,
             with_adapter(tree(layers_1_weight={"trainable": False})),
-            "frozen, as the tree shows; trained parameters inside have gradients that no unit "
-            "reduces",
+            "parameters are frozen, as the tree shows; no unit reduces the gradients of the "
+            "trained parameters inside",
         ),
         (
             part_reduced,
@@ -161,7 +165,11 @@ def forward_alone(one):
     ("change", "new_tree", "beginning"),
     [
         # Other layers were frozen than those whose gradients are gone.
-        (frozen, tree(layers_2_weight={"trainable": False}), "detached, or not synchronized"),
+        (
+            frozen,
+            tree(layers_2_weight={"trainable": False}),
+            "the unit is detached, or not synchronized",
+        ),
         # A tree that changed in nothing says nothing of a policy.
         (kept, tree(), "reshard_after_forward became False"),
         (in_bfloat16, tree(), "an fsdp_pre_all_gather hook of the weights"),
@@ -203,8 +211,8 @@ def test_a_tree_with_other_units_says_nothing():
     old = profile(tensor_parallel=True)
     other = replace(tree(), units={1: {}}, parameters={})
     evidence = tree_evidence(other, other)
-    assert [cause.text[:20] for cause in compare(old, frozen(old), evidence=evidence).causes] == [
-        "frozen, detached, or"
+    assert [cause.text[:31] for cause in compare(old, frozen(old), evidence=evidence).causes] == [
+        "parameters are frozen or detach"
     ]
 
 
@@ -340,7 +348,7 @@ def test_partial_gradients_ignore_reduce_dtype():
     new = replace(made([*HALF.rows, *wide]), torch_version="2.15.0")
     text = (
         "since torch 2.15, FSDP2 casts partial gradients to reduce_dtype or the parameter dtype "
-        "before DTensor reduces them over tp: in float32, not bfloat16"
+        "first, so DTensor reduces them over tp in float32, not bfloat16"
     )
     for evidence in (None, tree_evidence(SET_TREE, SET_TREE)):
         assert [cause.text for cause in compare(old, new, evidence=evidence).causes] == [text]
@@ -387,8 +395,8 @@ def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):
 
 GATHERED = "full_tensor() or redistribute()"
 OTHERWISE = (
-    "norms of gradients or weights are no longer computed, or no longer the way clip_grad_norm_ "
-    "does"
+    "norms of gradients or weights are no longer computed, or not in the way clip_grad_norm_ "
+    "computes them"
 )
 
 
