@@ -44,7 +44,7 @@ class NewCalls:
     sites: tuple[tuple[str | None, Site], ...] = ()
     """Owner and site of each call that may be new."""
     is_certain: bool = True
-    """Whether each of these sites issued new calls; False if perhaps only some of them did."""
+    """Whether all of these sites issued new calls; False if some of them may not have."""
 
     @classmethod
     def join(cls, parts: Iterable[NewCalls]) -> NewCalls:
@@ -285,7 +285,7 @@ def _new_calls(
                     if is_sender and _untimed(site.calls, call) == kind:
                         candidates.append(site)
                         counts[site.call_site] += site.calls.count
-                # A line that issues more calls than there are old ones must issue a new one.
+                # A line that issued more calls than can be old ones issued at least one new call.
                 num_old = counts.total() - num_new
                 certain = {line for line, count in counts.items() if count > num_old}
                 is_certain &= bool(certain) or not candidates

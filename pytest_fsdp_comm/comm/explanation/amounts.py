@@ -31,7 +31,7 @@ from pytest_fsdp_comm.text.words import itemsize
 
 # Each proposal guesses its factor from the ratios of most rows; applying it shows whether the other
 # rows agree. Fractions are proposed only if all products are whole numbers: a later step that
-# writes the same rows could hide a rounded one.
+# writes the same rows could hide a rounded product.
 
 
 _ONE: Final = Fraction(1)
@@ -48,7 +48,7 @@ class Scope(Enum):
     PASSES = auto()
     """Forward, backward and recomputation; gradient reductions have a separate factor."""
     PASSES_AND_OUTSIDE = auto()
-    """The same, and the outside phase."""
+    """As `PASSES`, and the outside phase."""
     FORWARD = auto()
     ACTIVATIONS = auto()
     OPTIMIZER = auto()

@@ -79,7 +79,7 @@ def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fract
 
 def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[Step]:
     is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
-    # If these are gathered once in forward, the step has no micro-batches.
+    # If forward gathers each of these units once, the step has no micro-batches.
     other_units = [
         content
         for owner, content in between.state.items()

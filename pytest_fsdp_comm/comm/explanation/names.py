@@ -118,7 +118,7 @@ def _without_common_end(old: str, new: str) -> tuple[str, str]:
 
 
 def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
-    """Whether renamed modules are recognized: by modules below them, or by equal rows."""
+    """Whether modules below the renamed ones, or equal rows, show that this is a rename."""
     old, new = step.old, step.new
     below = {template(owner or "") for owner in changes} - {old}
     if not old or not new:

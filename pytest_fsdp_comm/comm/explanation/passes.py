@@ -154,8 +154,8 @@ def _phases(between: Between, *, is_added: bool) -> Iterator[Step]:
 
 def _rows_of_phases(phases: Container[Phase], less: Content, more: Content) -> Iterator[RowKey]:
     for key in keys_that_differ(less, more):
-        # Without a backward, no unit is resharded after it, and one that stays unsharded after
-        # forward is not gathered again.
+        # Without a backward, nothing reshards a unit that stays unsharded after forward, so the
+        # next forward does not gather it again.
         is_for_backward = key.phase is Phase.FORWARD and (
             key.subject == "reshard"
             or (more.stays_unsharded and role_of(more.row(key) or less.row(key)) == Role.PARAMETERS)

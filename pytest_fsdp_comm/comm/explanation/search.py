@@ -196,14 +196,14 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
 # Note [Exactness]: users can rely on each sentence, even if other rows are left over, because steps
 # are reported only if:
 # 1. Rows that a step changed equal those of the new profile in the end.
-# 2. So do all rows that a step claims.
+# 2. All rows that a step claims equal those of the new profile, too.
 # 3. No two steps write the counts, or the sizes, of one row.
 # 4. No step changes only rows that another step wrote.
 # 5. A step about all modules changes at least two rows.
 # 6. No step reports other units as unchanged if another step changes them.
 
 _NAMES: Final = 1
-"""Steps up to this order rename, which changes every row."""
+"""Steps up to this order only rename, which changes every row."""
 _OF_UNITS: Final = frozenset({"called", "unit", "unit sizes", "split off", "regrouped"})
 
 

@@ -224,7 +224,7 @@ def is_of_whole_unit(key: RowKey, call: Calls) -> bool:
 
 
 def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
-    """Whether a call, or the phase of a redistribution, sends gradients and no activations."""
+    """Whether a call sends gradients; for redistributions, whether their phase sends only those."""
     if key.subject != "redistribution" or key.phase is Phase.FORWARD:
         return call.role == Role.GRADIENTS
     roles = {sent.role for sent_key, sent in content.calls() if sent_key.phase is key.phase}
@@ -345,7 +345,7 @@ def template(fqn: str) -> str:
 def replace_prefix(fqn: str, old: str, new: str) -> str:
     """Replace the prefix `old` of a name, in each module of a unit that has it.
 
-    Prefixes are whole segments, with ``*`` for numbers in order. An empty `old` matches all names.
+    A prefix is whole segments, with ``*`` for each number. An empty `old` matches all names.
     """
     if "+" in fqn:
         return "+".join(replace_prefix(part, old, new) for part in fqn.split("+"))
@@ -360,6 +360,6 @@ def replace_prefix(fqn: str, old: str, new: str) -> str:
             numbers.append(segment)
         elif segment != expected:
             return fqn
-    rest_of_numbers = iter(numbers)
-    prefix = [next(rest_of_numbers) if part == "*" else part for part in new.split(".") if part]
+    remaining = iter(numbers)
+    prefix = [next(remaining) if part == "*" else part for part in new.split(".") if part]
     return ".".join((*prefix, *segments[len(pattern) :]))

@@ -1,4 +1,4 @@
-"""Steps: changes that explain a diff, as data."""
+"""Define steps, the changes that explain a diff."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Step:
         raise NotImplementedError
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Whether the step's sentence covers a call after it, or a call of the new profile."""
+        """Whether the sentence also describes a call, of the state after the step or the target."""
         return False
 
     def includes(self, owner: Owner) -> bool:
@@ -132,7 +132,7 @@ class Replaced(Step):
     @cached_property
     def description_cost(self) -> float:
         kinds = {(template(owner or ""), *rows) for owner, rows in self.rows.items()}
-        # These two kinds report least, so any other is preferred.
+        # These two kinds report least, so the search prefers all others.
         return 1.5 + 0.5 * len(kinds) + 0.5 * (self.kind in {"regrouped", "unit"})
 
     def apply(self, state: State, pool: Pool) -> State:
@@ -147,7 +147,7 @@ class Replaced(Step):
         return after
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # These two sentences report that forward, or gathers of other units in it, are unchanged.
+        # "phase" reports that forward is unchanged; "unit", that its gathers of other units are.
         is_covered = self.kind == "phase" or (self.kind == "unit" and is_gather(key, call))
         return is_covered and key.phase is Phase.FORWARD
 

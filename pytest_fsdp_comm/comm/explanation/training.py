@@ -309,7 +309,7 @@ class _Training:
     def _is_harmless(self, owner: Owner, was: set[str], now: set[str]) -> bool:
         """Whether another change may explain that a module reduces over fewer ranks."""
         old, new, trees = self.old, self.new, self.trees
-        # More ranks may share one batch, where each had a batch before.
+        # Ranks that had separate batches may now share one.
         before, after = (
             side.num_ranks(axes) * side.num_ranks_besides(was | now)
             for side, axes in ((old, was), (new, now))
@@ -351,7 +351,7 @@ class _Training:
             was, now = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
             runs = {(count, after.get(place, 0)) for place, count in before.items()}
             acts = {key.what for key, _ in before}
-            # Reshards count backwards. Only units resharded after forward also count forwards.
+            # Each backward reshards a unit; each forward gathers only units that forward reshards.
             if len(runs) == 1 and "reshard" in acts:
                 units_by_runs[runs.pop()][owner] = "unshard" in acts and was == now
         for (runs_before, runs_now), owners in units_by_runs.items():
@@ -373,7 +373,7 @@ class _Training:
 
 
 def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
-    """Return the ratios of counts of rows that both sides have, up to backward."""
+    """Return the ratios of counts before backward, for rows that both sides have."""
     before = {(row.owner, row.key, row.ranks): row.count for row in old}
     return {
         Fraction(row.count, before[place])
