@@ -105,7 +105,7 @@ def _collect_parameters(
 def _slots(
     visit: Visit, managers: dict[Slot, tuple[int, ReadParameter]]
 ) -> Iterator[tuple[Slot, Any]]:
-    """Yield each slot in registration order with its tensor, None if only the unit has it."""
+    """Yield each slot, in registration order, with its tensor; None if only the unit has one."""
     unregistered: dict[int, list[str]] = {}
     for index, name in managers:
         if name not in visit.modules[index]._parameters:  # FSDP1 without use_orig_params removes it
@@ -128,8 +128,8 @@ def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> ReadP
             f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
         )
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
-    # FSDP2 marks original tensors (in torch 2.13, not 2.7). So we recognise a tied parameter's
-    # original at a place where it is still registered.
+    # FSDP2 marks the tensors that it shards (in torch 2.13, not in 2.7), so we recognise the
+    # original of a tied parameter where it is still registered.
     return describe(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
 
 
@@ -162,7 +162,7 @@ class WrapExpectation:
     expected: tuple[str, ...]
     """FQNs of the modules that the policy would wrap, in registration order."""
     wrapped: tuple[str, ...]
-    """FQNs of the units, in the same order."""
+    """FQNs of the units, in registration order."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -205,8 +205,8 @@ def _chosen(
 ) -> set[int]:
     if isinstance(policy, (set, frozenset)):
         policy = ModuleWrapPolicy(policy)
-    # All policy objects have this method (torch.distributed.fsdp.wrap._Policy, the same in torch
-    # 2.7, 2.13 and 2.15).
+    # All of torch's policy objects have this method (torch.distributed.fsdp.wrap._Policy, the same
+    # in torch 2.7, 2.13 and 2.15).
     run = getattr(policy, "_run_policy", None)
     if run is not None:
         parts = model if isinstance(model, Sequence) else [model]
@@ -225,7 +225,7 @@ def _chosen(
 
 
 def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
-    """Choose like ``torch.distributed.fsdp.wrap._recursive_wrap``, but without recursion."""
+    """Choose the modules that torch's ``fsdp.wrap._recursive_wrap`` would, without recursion."""
     numels = [0] * len(visit.nodes)
     for parameter in parameters:
         numels[parameter.module] += parameter.numel
@@ -239,7 +239,7 @@ def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) ->
             entered[index] = None
     wrapped_inside = [0] * len(visit.nodes)
     chosen: set[int] = set()
-    # Reversed, because children come after their parents.
+    # In reverse, so that each module is handled before its parent.
     for index in reversed(entered):
         unwrapped = numels[index] - wrapped_inside[index]
         module = visit.modules[index]

@@ -1,7 +1,7 @@
-"""Read the units of FSDP2, of FSDP1, and of DDP with its ``replicate``."""
+"""Read the units of FSDP2, FSDP1 and DDP, including ``replicate``."""
 
 # FSDP2 sets some properties only in the first forward: parameter FQNs, which unit is the root, and
-# that the root keeps its parameters after forward. This module applies the same rules itself,
+# whether the root keeps its parameters after forward. This module applies the same rules itself,
 # because triggering torch's lazy initialisation would change a later recording.
 
 # Private names of FSDP2, checked in torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py
@@ -13,7 +13,7 @@
 # sharded_param, sharded_state, _orig_size, padded_sharded_param_size, _orig_param_uid (not in
 # 2.7).
 
-# Private names of FSDP1, checked and tested likewise.
+# Private names of FSDP1, checked in the same torch versions and covered by the same test.
 # FullyShardedDataParallel: _handle, _is_root, _inter_node_pg, process_group; FlatParamHandle:
 # flat_param, uses_sharded_strategy, _fwd_bwd_param_dtype, _orig_param_dtype; FlatParameter:
 # _param_infos, _shared_param_infos, _shapes, _numels, _shard_param_infos, _sharded_size, _params.
@@ -110,7 +110,7 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
         for param in group.fsdp_params:
             itemsize = _gather_dtype(param, group).itemsize
             gathered += param.padded_sharded_param_size.numel() * ranks * itemsize
-            # The size passed to FSDP: under tensor parallelism, this rank's part of the tensor.
+            # This is the size passed to FSDP: under tensor parallelism, this rank's part.
             whole += param._orig_size.numel() * itemsize
     # torch 2.7 lacks these settings.
     divides = hasattr(FSDPModule, "set_gradient_divide_factor")
@@ -158,7 +158,7 @@ def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int 
 
 def _precision(group: Any) -> Precision:
     policies = [_policy(param, group) for param in group.fsdp_params]
-    # torch 2.15's param_dtype_override_fn may choose another param_dtype for each parameter.
+    # torch 2.15's param_dtype_override_fn may choose a different param_dtype for each parameter.
     policy = policies[0]
     dtype = dtype_name(policy.param_dtype)
     if any(other_policy.param_dtype != policy.param_dtype for other_policy in policies):
@@ -188,9 +188,9 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
         (info.module, info.param_name),
         *zip(info.shared_modules, info.shared_param_names, strict=True),
     ]
-    # While gathered, the module registers another tensor, so take the unit's. While sharded, the
-    # module's may be newer: after model.to(), the unit updates its reference only in the first
-    # forward. Not getattr(), which could run a property of user code.
+    # While a unit is gathered, its module registers a different tensor, so read the unit's. While
+    # it is sharded, the module's tensor may be newer: after model.to(), the unit updates its
+    # reference only in the first forward. Not getattr(), which could run a property of user code.
     registered = info.module._parameters.get(info.param_name)
     is_sharded = param.sharded_state.name == "SHARDED"
     tensor = registered if is_sharded and registered is not None else param.sharded_param
@@ -201,9 +201,9 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
 
 @private_names("FSDP1")
 def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
-    """Read the units, in registration order."""
+    """Read the units of FSDP1, in registration order."""
     states = [layer for layer in visit.layers() if isinstance(layer[1], FullyShardedDataParallel)]
-    # If one module has several wrappers, the outermost counts as the unit above.
+    # If a module has several wrappers, modules below it count as inside the outermost one.
     wrappers = dict(reversed(states))
     units: list[ReadUnit] = []
     for index, wrapper in states:
@@ -220,7 +220,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
     is_sharded = strategy is not ShardingStrategy.NO_SHARD
     shard_axis = axis if is_sharded else None
     replicate_axis = None if is_sharded else axis
-    # With NO_SHARD, FSDP1 reduces only over `process_group`, even if that has a single rank.
+    # With NO_SHARD, FSDP1 reduces only over `process_group`, even if that group has a single rank.
     if is_sharded and getattr(wrapper, "_inter_node_pg", None) is not None:
         replicate_axis = axes.of_group(wrapper._inter_node_pg)
     placements = [] if replicate_axis is None else [replicate(replicate_axis)]
@@ -246,7 +246,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
         is_root=is_root,
         shard_axis=shard_axis,
         replicate_axis=replicate_axis,
-        # FSDP1's root keeps its parameters with any strategy, as its backward follows at once.
+        # FSDP1's root always keeps its parameters, because its backward follows at once.
         reshard_after_forward=(strategy in _RESHARDING and not is_root) if is_sharded else None,
         precision=Precision(
             param_dtype=dtype_name(policy.param_dtype),
@@ -265,14 +265,14 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
 
 
 def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
-    """Return the class that auto-wrap excluded from mixed precision by making it a unit, if any."""
+    """Return the module's class if auto-wrap made it a unit to exclude it from mixed precision."""
     # Batch norms do not count, because torch excludes them by default.
     if above is None or wrapper.mixed_precision.param_dtype is not None:
         return ()
     policy = above.mixed_precision
     if policy.param_dtype is None:
         return ()
-    # Documented in MixedPrecision's docstring.
+    # The attribute looks private, but MixedPrecision's docstring documents it.
     ignored = tuple(policy._module_classes_to_ignore)
     by_default = tuple(MixedPrecision()._module_classes_to_ignore)
     is_chosen = isinstance(wrapper.module, ignored) and not isinstance(wrapper.module, by_default)
@@ -308,7 +308,7 @@ def _read_params(
 
 
 def read_ddp(visit: Visit, axes: AxisNames, managed: set[Slot]) -> Iterator[ReadUnit]:
-    """Read replicated modules, in registration order, without parameters `managed` by others."""
+    """Read replicated modules, in registration order, without the parameters in `managed`."""
     for index, layer in visit.layers():
         group = replicated_over(layer)
         if group is not None:

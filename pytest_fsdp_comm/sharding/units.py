@@ -1,4 +1,4 @@
-"""Shared parts of the readers of FSDP2, FSDP1 and DDP: modules, axes, placements, parameters."""
+"""Read modules, axes, placements and parameters; shared by the FSDP2, FSDP1 and DDP readers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import (
-    # Private: FSDP over a dimension that tensor parallelism splits too (the same in torch 2.7, 2.13
-    # and 2.15).
+    # Private: the placement of FSDP over a dimension that tensor parallelism also splits (the same
+    # in torch 2.7, 2.13 and 2.15).
     _StridedShard,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -56,7 +56,7 @@ class Visit:
                     yield index, layer
 
     def slots(self, registrations: Iterable[tuple[nn.Module, str]]) -> tuple[Slot, ...]:
-        """Return registrations as slots, without those outside the tree."""
+        """Convert registrations to slots; leave out modules outside the tree."""
         return tuple(
             (self.index_of[id(module)], name)
             for module, name in registrations
@@ -72,8 +72,8 @@ class Visit:
 
 def visit_modules(model: object) -> Visit:
     """Return the modules of `model`, or of its parts, in registration order, parents first."""
-    # As in `named_modules`, a module registered several times has its children at the first place;
-    # the other places are aliases.
+    # As in `named_modules`, a module that is registered several times has its children only at its
+    # first place; the other places are aliases.
     roots = parts_of(model, given_to="fsdp_tree")
     nodes: list[ModuleNode] = []
     modules: list[nn.Module] = []
@@ -134,7 +134,7 @@ def _unwrap(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    # Not named_children(): it skips a child that is registered twice.
+    # Not named_children(), which skips the second place of a child that is registered twice.
     children = module.__dict__.get("_modules", {})
     return [(name, child) for name, child in children.items() if child is not None]
 
@@ -170,7 +170,8 @@ class AxisNames:
 
 
 def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
-    # RuntimeError: this rank is outside the mesh. Other errors: its groups were destroyed.
+    # If torch raises, compute the ranks from the mesh: a RuntimeError means that this rank is
+    # outside the mesh, any other error that the groups of the mesh were destroyed.
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         return dist.get_process_group_ranks(mesh.get_group(dim))
     # Sorted, because groups have their ranks in ascending order, whatever the order in the mesh.
@@ -204,7 +205,7 @@ def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlac
     # Not str(placement), which differs between versions of torch ("Shard(dim=0)", "S(0)").
     kind: Literal["shard", "strided_shard", "partial", "other"]
     dim = None
-    if isinstance(placement, _StridedShard):  # first: a subclass of Shard in torch 2.7
+    if isinstance(placement, _StridedShard):  # check first: a Shard in torch 2.7
         kind, dim = "strided_shard", placement.dim % ndim
         text = f"StridedShard({dim},{placement.split_factor})"
     elif isinstance(placement, Shard):
@@ -224,19 +225,19 @@ class ReadParameter:
     """One original parameter, managed by a unit or not."""
 
     node: ParameterNode
-    """Its place and its unit are not set yet."""
+    """Its module, name and unit are placeholders, which `capture.py` replaces."""
     slots: tuple[Slot, ...] = ()
-    """Its places, first the one that its unit uses; empty if no unit manages it."""
+    """Its places, starting with the one that its unit uses; empty if no unit manages it."""
     origin: object = None
-    """Equal for parameters that were one tensor before sharding; None if unknown to torch."""
+    """Equal if two parameters were one tensor before sharding; None if torch does not record it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadUnit:
-    """One unit, with torch's objects in place of the indices of the tree."""
+    """One unit, which refers to torch's objects where the tree has indices."""
 
     unit: ShardUnit
-    """Its parameters and prefetched units are not set yet."""
+    """Its parameters and prefetched units are still empty; `capture.py` sets them."""
     managed: tuple[ReadParameter, ...]
     state: object
     """Identifies the unit in the lists of prefetched units."""
@@ -268,8 +269,8 @@ def describe(
     origin: object = None,
 ) -> ReadParameter:
     """Describe a parameter that is a plain tensor or a DTensor."""
-    # Not the public to_local(), whose view a running recording would see. The private attribute is
-    # the same in torch 2.7, 2.13 and 2.15.
+    # Do not call the public to_local(): it creates a view, which a running recording would see. The
+    # private attribute is the same in torch 2.7, 2.13 and 2.15.
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     node = ParameterNode(
         module=0,

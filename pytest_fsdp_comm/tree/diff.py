@@ -44,7 +44,8 @@ class TreeChange:
 _NEW_ROOT: Final = "becomes a root"
 _NOT_MANAGED: Final = "no longer managed by a unit"
 _TRAINED: Final = " trained, but no unit manages it or reduces its gradients"
-# Changes that make training wrong: lost management, another divisor or dtype of reductions.
+# Changes that make training wrong: a parameter without a unit, or gradients that are reduced with
+# a different divisor or dtype.
 _TRAINING: Final = (_NOT_MANAGED, "gradient_divide_factor ", "reduce_dtype ")
 _Fact = TypeVar("_Fact")
 
@@ -85,7 +86,7 @@ def _differing(profile: TreeProfile) -> set[str]:
 
 
 def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
-    """Yield the changes of ranks in both profiles, each with its ranks."""
+    """Compare the ranks that both profiles have; yield each change with the affected ranks."""
     # In an irregular mesh, a rank knows only its groups, so join the axes of all ranks.
     was, now = (
         merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
@@ -155,7 +156,7 @@ def _differences(
     new: Mapping[str, _Fact],
     describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
 ) -> Iterator[TreeChange]:
-    """Yield the changes of facts by name; names with equal changes become one pattern."""
+    """Compare facts by name and yield the changes; names with equal changes share a pattern."""
     names_of: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)
@@ -211,7 +212,7 @@ def _axes(unit: UnitFacts) -> str:
 def _parameter_changes(
     old: ParameterFacts | None, new: ParameterFacts | None, *, has_units: bool
 ) -> Iterator[str]:
-    # A DTensor outside all units is not reported: its layout decides where it is reduced.
+    # Do not report DTensors outside all units: their layout decides where gradients are reduced.
     is_loose = has_units and new is not None and not (new.managed or new.placements)
     if old is None or new is None:
         if new is not None:

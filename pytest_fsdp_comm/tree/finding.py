@@ -13,9 +13,9 @@ from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
 Level = Literal["error", "warning"]
 RuleLevel = Literal["error", "warning", "off"]
 
-# The space in an 80-column line of pytest's report of a failed test method.
+# The width that pytest's report of a failed test method leaves in an 80-column line.
 _WIDTH: Final = 66
-# The space in an 80-column line after `E assert not`.
+# The width that is left in an 80-column line after `E assert not`.
 _MAX_REPR: Final = 61
 
 
@@ -31,11 +31,12 @@ class Finding:
     reason: str
     """The problem and its cost."""
     cure: str
-    """The change of code that fixes it."""
+    """The code change that fixes it."""
     nbytes: int | None = None
-    """Its bytes on each rank, of memory or of traffic per step (see `reason`); None if unknown."""
+    """Its cost in bytes on each rank, in memory or in traffic per step (as `reason` says); None if
+    unknown."""
     count: int = 1
-    """The number of cases that it combines, which differ only in names, such as equal layers:
+    """The number of cases that it combines; they differ only in names, as equal layers do.
     `reason` describes one case, `nbytes` is the sum."""
 
     @property
@@ -98,15 +99,15 @@ class FindingSettings:
     """The cost of a collective in bytes: its latency times the bandwidth of the link.
 
     A unit is too small if it gathers less than this, and less than a sixteenth of the largest unit.
-    A change that adds collectives pays if it saves more bytes than this for each. 1 MiB is our
+    A change that adds collectives pays off if it saves more than this for each one. 1 MiB is our
     choice, not a measurement: 20 us at 50 GB/s. Measure with nccl-tests on your machines.
     """
     large_nbytes: int = 4 << 30
-    """A larger unit is too large. 4 GiB is our choice, as prefetching gathers two units at once."""
+    """A unit that gathers more is too large. 4 GiB is our choice: prefetch gathers two at once."""
     replicated_nbytes: int = 16 << 20
-    """From this size on, a parameter should be sharded."""
+    """A parameter of at least this size should be sharded."""
     padding_nbytes: int = 64 << 10
-    """Less padding is ignored, whatever its share. 64 KiB is our choice."""
+    """Less padding than this is ignored, however large its share. 64 KiB is our choice."""
 
 
 # The fields that ini files set by name, in bytes.

@@ -13,13 +13,13 @@ from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.tree.finding import Finding, Findings
 
-# Modules, parameters and units refer to each other by index. FQNs are built on request: those of
-# 100,000 nested modules would take gigabytes.
+# Modules, parameters and units refer to each other by index. FQNs are built only on request: those
+# of 100,000 nested modules would take gigabytes.
 
-# The depth up to which the outline is indented and prints FQNs; deeper modules print their name.
+# Up to this depth, the outline indents modules and prints FQNs; below, it prints only names.
 MAX_INDENT: Final = 40
 
-# Increase it when older versions would misread the JSON of a tree.
+# Increase this when a change would make older versions misread the JSON of a tree.
 JSON_VERSION: Final = 1
 
 UnitKind = Literal["fsdp2", "fsdp1", "replicate", "ddp"]
@@ -34,8 +34,8 @@ class AxisPlacement:
     size: int
     """Ranks along the axis."""
     kind: Literal["shard", "strided_shard", "flat_shard", "replicate", "partial", "other"]
-    """``strided_shard`` is FSDP over a dimension that tensor parallelism splits too: axes further
-    right split first. ``flat_shard`` is FSDP1: a range of the flattened unit."""
+    """``strided_shard``: FSDP over a dimension that tensor parallelism also splits; axes further
+    right split it first. ``flat_shard``: FSDP1's range of the flattened unit."""
     dim: int | None = None
     """The sharded dimension of the tensor; None for other kinds, and for ``flat_shard``."""
     text: str
@@ -64,7 +64,7 @@ class ModuleNode:
     """If the module was registered earlier at another place: the index of that node, which has its
     parameters and children. None otherwise."""
     has_forward: bool = True
-    """Whether it can run, and so be a unit: ``ModuleList`` and ``ModuleDict`` cannot."""
+    """Whether it can run, and therefore be a unit; ``ModuleList`` and ``ModuleDict`` cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Precision:
     """Mixed precision of a unit: dtypes without torch's prefix; None for the original dtype."""
 
     param_dtype: str | None = None
-    """Joined with ``+`` if ``param_dtype_override_fn`` sets several."""
+    """Several dtypes, set by ``param_dtype_override_fn``, are joined with ``+``."""
     reduce_dtype: str | None = None
     output_dtype: str | None = None
     """FSDP2 only."""
@@ -150,7 +150,7 @@ class ShardUnit:
     forward_prefetch: tuple[int, ...] = ()
     """Indices of the units that the user prefetches explicitly; empty if torch decides."""
     backward_prefetch: tuple[int, ...] = ()
-    """As `forward_prefetch`, in backward."""
+    """Like `forward_prefetch`, but for backward."""
     gradient_divide_factor: float | None = None
     """The divisor of gradients set by ``set_gradient_divide_factor``; None if torch averages over
     all ranks that reduce them."""
@@ -186,7 +186,7 @@ class ShardTree:
     backend: str
     """``gloo``, ``nccl``, ``fake``; empty without a process group. Printed, not compared."""
     torch_version: str
-    """``torch.__version__``. Printed, not compared."""
+    """The value of ``torch.__version__``. Printed, not compared."""
     mesh_axes: tuple[MeshAxis, ...]
     """The axes over which something is sharded or replicated, sorted by name."""
     modules: tuple[ModuleNode, ...]
@@ -246,7 +246,7 @@ class ShardTree:
             yield self.parameter_fqn(index), parameter
 
     def units_of(self) -> dict[int, tuple[ShardUnit, ...]]:
-        """Return units by the indices of their modules."""
+        """Return the units of each module, by the module's index."""
         units: dict[int, tuple[ShardUnit, ...]] = {}
         for unit in self.units:
             for module in unit.modules:
@@ -278,7 +278,7 @@ class ShardTree:
         return "\n".join([*self._outline(), *map(str, self.findings)])
 
     def __repr__(self) -> str:
-        """One line, since pytest truncates longer texts."""
+        """Return a single line, because pytest truncates longer ones."""
         return (
             f"<ShardTree of {self.modules[0].class_name}: {len(self.units)} units, "
             f"{len(self.parameters)} parameters>"

@@ -31,8 +31,8 @@ class UnitFacts:
 
 
 def policy_change(old: UnitFacts, new: UnitFacts) -> str:
-    """Describe the change of a unit's resharding after forward; empty without a change."""
-    # Use the terms of each API: in FSDP1, the sharding strategy sets it.
+    """Describe how a unit's resharding after forward changed; empty if it did not."""
+    # Use each API's term: in FSDP1, the sharding strategy determines the resharding.
     if old.reshard_after_forward == new.reshard_after_forward:
         return ""
     if "fsdp1" not in {old.kind, new.kind}:
@@ -145,7 +145,8 @@ class TreeProfile:
     """The compared facts of all ranks of a test, with backend and torch version for display."""
 
     trees: Mapping[tuple[int, ...], TreeFacts]
-    """By the ascending ranks that have the tree, lowest first; by ``()`` if all have the same."""
+    """By the ranks that have the tree, ascending, or by ``()`` if all ranks have the same tree. The
+    tree of the lowest rank comes first."""
     recorded_ranks: tuple[int, ...] = ()
     """The ranks that were recorded, ascending; empty for all ranks."""
     backend: str = field(default="", compare=False)
@@ -179,7 +180,7 @@ class TreeProfile:
 
 
 def comparable(old: TreeProfile, new: TreeProfile) -> TreeProfile:
-    """Reduce a snapshot of all ranks to those that this run recorded (the fake backend)."""
+    """Restrict a snapshot of all ranks to those that this run recorded (with the fake backend)."""
     is_part = new.recorded_ranks and not old.recorded_ranks
     return old.restricted(new.recorded_ranks) if is_part else old
 
@@ -195,7 +196,7 @@ def merge(
     trees: Mapping[int, TreeFacts], *, backend: str = "", torch_version: str = ""
 ) -> TreeProfile:
     """Merge the trees of the recorded ranks, which must ascend; equal trees become one."""
-    # Ranks with the same tree may share an object; compute its content once.
+    # Ranks with the same tree may share an object, so compute the content once per object.
     distinct = {id(facts): facts for facts in trees.values()}
     contents = {key: _content(facts) for key, facts in distinct.items()}
     groups: dict[Hashable, tuple[TreeFacts, list[int]]] = {}
@@ -210,7 +211,7 @@ def merge(
 
 
 def _content(facts: TreeFacts) -> Hashable:
-    """Return a hashable that is equal for equal trees, to group trees without comparing pairs."""
+    """Return a hashable value that is equal for equal trees, so that a dict can group them."""
     return (
         facts.world_size,
         facts.mesh_axes,

@@ -33,10 +33,10 @@ class Label:
 
 @dataclass(slots=True)
 class Carried:
-    """The tensors that a collective carries. A later use of its result may still set the label."""
+    """The tensors that a collective carries. The label may be set later, from the result's use."""
 
     label: Label | None = None
-    """None if neither parameter nor role is proven."""
+    """None as long as neither parameter nor role is proven."""
 
 
 @dataclass(slots=True)
@@ -50,11 +50,11 @@ class Attribution:
     phase: Phase
     source: Source
     lacks_forward: bool = False
-    """Whether it happened in backward, and the forward that names its module was not recorded."""
+    """Whether it happened in backward, and its module is unknown: its forward was not recorded."""
     adds_gradient: bool = False
-    """Whether it was issued while a parameter's gradient was added, and not by an FSDP unit."""
+    """Whether it was issued during gradient accumulation, by code other than an FSDP unit."""
     is_from_hook: bool = False
-    """For DDP: whether Python code, such as a communication hook, issued it, not the reducer."""
+    """For DDP: whether Python code (such as a communication hook), not the reducer, issued it."""
     gather: Gather | None = None
     carried: Carried | None = None
     """Set for a collective that no unit issued; None for other events."""
@@ -70,14 +70,14 @@ class Attribution:
 
 # Note [Backward map]
 # No module runs in backward. A collective there is attributed to the module whose forward created
-# the autograd node that runs. Autograd numbers the nodes of each thread from 0. Whenever a module
+# the running autograd node. Autograd numbers the nodes of each thread from 0. Whenever a module
 # call starts or ends, the map assigns the numbers since the last start or end to the module that
 # was running. This includes nodes created in a forward pre-hook, and those of an autograd.Function,
 # whose forward runs without grad mode. No forward creates AccumulateGrad nodes: they belong to the
 # module of their parameter. A node created in backward (create_graph=True) belongs to the module
 # that called that backward, if any.
 # A later block may run backward through a graph of an earlier block, so the map lives as long as
-# its comm_mode and refers to modules weakly. The makers of nodes between two blocks are unknown.
+# its comm_mode and refers to modules weakly. Nodes created between two blocks have no known maker.
 
 
 class Maker(Enum):
@@ -108,7 +108,7 @@ class BackwardMap:
         self._makers: list[weakref.ref[nn.Module] | Maker] = []
 
     def begin(self, roots: list[nn.Module]) -> None:
-        """Begin a block, whose `roots` may grow; nodes made since the last block are `UNSEEN`."""
+        """Begin a block, whose `roots` may grow; nodes created since the last one are `UNSEEN`."""
         self._roots, self._registering, self._holders = roots, {}, []
         thread = threading.get_ident()
         if thread != self._thread:
@@ -125,7 +125,7 @@ class BackwardMap:
 
     @property
     def innermost(self) -> nn.Module | None:
-        """The running module; in backward, a module runs only for recomputation. None if none."""
+        """The innermost running module, if any; in backward, modules run only for recomputation."""
         return self._running[-1] if self._running else None
 
     @property
@@ -143,11 +143,12 @@ class BackwardMap:
         return next(iter(self.modules), None)
 
     def enter(self, entered: nn.Module | None) -> int:
-        """Note that a module starts to run, or the engine (None); return the depth for `leave`."""
+        """Note that a module or the engine (None) starts to run; return the depth for `leave`."""
         self.note_nodes()
         depth = len(self._running)
         if not is_graph(entered):
-            # torch.compile's wrapper has bound the module's __call__, so no patch sees that call.
+            # torch.compile's wrapper calls the inner module through a bound method, which our patch
+            # does not see, so enter the inner module here.
             self._running.append(compiled_module(entered))
         return depth
 
@@ -157,7 +158,7 @@ class BackwardMap:
         del self._running[depth:]
 
     def leave_method(self, module: nn.Module) -> None:
-        """Leave a method other than forward that was registered with FSDP as a forward method."""
+        """Leave a method, other than forward, that `register_fsdp_forward_method` registered."""
         if self.innermost is module:
             self.leave(len(self._running) - 1)
 
@@ -177,7 +178,7 @@ class BackwardMap:
             self._makers.append(maker)
 
     def is_in_backward(self) -> bool:
-        """Whether the autograd engine runs a graph task on this thread."""
+        """Whether the autograd engine is running a graph task on this thread."""
         return self._current_task() != -1
 
     def adds_gradient(self) -> bool:
@@ -205,12 +206,12 @@ class BackwardMap:
         if id(parameter) not in self._registering:
             self._register()
         if id(parameter) not in self._registering:
-            # Listing the modules is slow, and units register new parameters when gathered, so keep
-            # the list and read their parameters again.
+            # Listing the modules is slow, so keep the list. Units register new parameters when they
+            # are gathered, so read the parameters of the listed modules again.
             modules = (module for root in self._roots for module in root.modules())
             self._holders = [module for module in modules if module._parameters]
             self._register()
-            # Search only once for a parameter of another model.
+            # For a parameter of a different model, store None, so that we search only once.
             self._registering.setdefault(id(parameter), None)
         return self._registering[id(parameter)]
 
@@ -224,10 +225,10 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
     """Return the ids of the tensors whose gradients a backward adds to: `inputs`, or all leaves."""
     if inputs:
         return set(map(id, inputs))
-    # Leaves inside a reentrant checkpoint are not reached; its nested backward adds them.
+    # Leaves inside a reentrant checkpoint are out of reach; its nested backward finds them.
     pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
     visited, leaves = {None, *pending}, set[int]()
-    # This takes a few hundred nanoseconds per node, and a backward has a few thousand nodes.
+    # Fast enough: a few hundred nanoseconds per node, for a few thousand nodes in a backward.
     while pending:
         node = pending.pop()
         inputs_of_node = node.next_functions if node is not None else ()
@@ -241,7 +242,7 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
 
 
 def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
-    """Attribute an event of the acting unit; None if this requires reading the stack."""
+    """Attribute the current event to the acting unit; None if we have to read the stack."""
     acting = units.acting[-1] if units.acting else None
     if acting is None or acting.thread != threading.get_ident():
         return None
@@ -264,7 +265,7 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
 def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
-    """Attribute the current event; `namespace` is empty if it is not an operation."""
+    """Attribute the current event; `namespace` is its operator's, or empty for other events."""
     in_backward = (
         scan.is_in_engine
         or backward.is_in_backward()
@@ -275,7 +276,7 @@ def attribute(
     maker: nn.Module | Maker | None = None
     adds_gradient = False
     if in_backward:
-        # FSDP's hooks run in nodes of other modules, or in none, so prefer the unit to the node.
+        # FSDP's hooks run in nodes of other modules or outside any node, so prefer the unit.
         running = running or units.issuer
         if not (running and units.owner):
             maker, adds_gradient = backward.maker_of_current_node()
@@ -323,7 +324,7 @@ def _source(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:
         return Source.OBJECT
     if scan.is_from_ddp:
         return Source.DDP
-    # DDP's reducer calls from C++, and only c10d; compiled code calls functional collectives.
+    # Only DDP's reducer calls c10d from C++: compiled code calls functional collectives.
     if in_backward and scan.is_from_cpp and namespace == "c10d":
         return Source.DDP
     return Source.USER

@@ -3,7 +3,7 @@
 # Note [Acting units]
 # While a recording runs, this module wraps the methods of FSDP that issue collectives. The units
 # whose wrapped methods are running form a stack. The innermost one that communicates for its
-# parameters owns the collective; the outermost one issued it; under prefetch, the two differ.
+# parameters owns the collective; the outermost one issued it. Under prefetch, the two differ.
 # torch's profiler labels name the owner too, but their FQNs are relative to the FSDP root, empty
 # with several roots or none, and missing before lazy initialisation. Names and arguments were
 # checked in torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one moves.
@@ -38,7 +38,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
 IS_WATCHED: Final = "_fsdp_comm_is_watched"
-"""An attribute that marks our wrappers of FSDP's methods."""
+"""The attribute that marks our wrappers around FSDP's methods."""
 
 ReshardAction = Literal["unshard", "reshard"]
 
@@ -55,13 +55,13 @@ class Gather:
 
     slot: int
     ahead: int | None = None
-    """How many slots later its unit was used; None until then."""
+    """How many slots after this gather the unit was used; None until it is used."""
     dtypes: list[list[Any]] = field(default_factory=list)
-    """The dtypes that FSDP2 gathers for each parameter, if they differ and travel as uint8."""
+    """The gathered dtypes of each parameter, if FSDP2 packed different dtypes into uint8."""
 
 
 class Prefetches:
-    """Count slots, and the distance of each gather from its use. See Note [Counting slots]."""
+    """Count slots, and how far ahead of its use each gather was issued. Note [Counting slots]."""
 
     def __init__(self) -> None:
         self._slot = 0
@@ -71,7 +71,7 @@ class Prefetches:
     def open_slot(self, phase: Any, user: Any) -> None:
         """Open the next slot, unless the current one has the same user and phase."""
         # The parameter groups of one module share a slot, and so do consecutive calls of one module
-        # (a loss computed in chunks). Compare identities: modules may define equality.
+        # (a loss computed in chunks). Compare with `is`: modules may define `__eq__`.
         last_phase, last_user = self._user
         if phase != last_phase or user is not last_user:
             self._slot += 1
@@ -103,16 +103,16 @@ class GatheredMemory:
         self.peak = 0
 
     def learn(self, unit: Any, get_nbytes: Callable[[Any], int]) -> None:
-        """Add an unknown unit, just before its first change or at the end of the block."""
-        # The unit has held these bytes since the block began, so add them to the peak as well. Then
-        # a step has the same peak whether it or an earlier forward has gathered the root.
+        """Start tracking a unit, just before its first change or at the end of the block."""
+        # The unit has held these bytes since the block began, so add them to the peak as well. A
+        # step then has the same peak whether the step or an earlier forward gathered the root.
         if unit not in self._nbytes:
             nbytes = self._nbytes[unit] = get_nbytes(unit)
             self._total += nbytes
             self.peak += nbytes
 
     def hold(self, unit: Any, nbytes: int) -> None:
-        """Set the bytes that a known unit holds beyond its shard from now on."""
+        """Set the bytes that a tracked unit holds beyond its shard from now on."""
         self._total += nbytes - self._nbytes[unit]
         self._nbytes[unit] = nbytes
         self.peak = max(self.peak, self._total)
@@ -120,13 +120,13 @@ class GatheredMemory:
 
 @dataclass(slots=True)
 class ActingUnit:
-    """A unit with a watched method that is running. See Note [Acting units]."""
+    """A unit whose watched method is running. See Note [Acting units]."""
 
     modules: tuple[nn.Module, ...]
     serves: bool = True
     """Whether the method communicates for this unit; False if it only prefetches other units."""
     is_in_backward: bool = False
-    """Whether the method belongs to backward. A pipeline schedule calls it outside of autograd."""
+    """True for a method of backward, even if a pipeline schedule calls it outside autograd."""
     gather: Gather | None = None
     attribution: Any = None
     """The `Attribution` of all events in the method; None until the first event."""
@@ -134,15 +134,16 @@ class ActingUnit:
 
 
 Arguments = tuple[Any, ...]
-"""The positional arguments of a method of FSDP, without `self`."""
+"""The positional arguments of an FSDP method, without `self`."""
 
 Around = Callable[["UnitWatch", Any, Arguments], "Iterator[ActingUnit | None]"]
-"""A method of `UnitWatch` that runs around a method of FSDP, with the same arguments. It yields the
-acting unit; the code after the yield runs while that unit still acts, unless the method raised."""
+"""A method of `UnitWatch` that runs around an FSDP method, with the same arguments. It yields the
+acting unit; the code after the yield runs while the unit is still acting, unless the method
+raised."""
 
 
 class UnitWatch:
-    """Track which FSDP units act. See Note [Acting units]."""
+    """Track which FSDP units are acting. See Note [Acting units]."""
 
     def __init__(
         self,
@@ -150,7 +151,8 @@ class UnitWatch:
         groups: GroupNames,
     ) -> None:
         """Call `on_reshard` when a unit unshards or reshards, and pass unit meshes to `groups`."""
-        # `on_reshard` gets the unit's modules and bytes, and the host seconds: 0.0 for an unshard.
+        # `on_reshard` gets the action, the unit's modules, its bytes, and the seconds that the host
+        # spent (0.0 for an unshard).
         self.acting: list[ActingUnit] = []
         """Outermost first."""
         self.running: set[tuple[str, int]] = set()
@@ -160,7 +162,7 @@ class UnitWatch:
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes: dict[Any, int] = {}
-        # For each FSDP2 unit that was gathered: the mesh over which forward reshards it.
+        # For each FSDP2 unit that was gathered: the mesh over which it is resharded after forward.
         self._meshes: dict[Any, Any] = {}
 
     @property
@@ -173,7 +175,7 @@ class UnitWatch:
 
     @property
     def issuer(self) -> tuple[nn.Module, ...]:
-        """The modules of the unit whose hook runs; under prefetch, this is not the owner."""
+        """The modules of the unit whose hook is running; under prefetch, it is not the owner."""
         return self.acting[0].modules if self.acting else ()
 
     @property
@@ -186,7 +188,7 @@ class UnitWatch:
 
     def peak_gathered_nbytes(self, groups: Iterable[Any], modules: Iterable[nn.Module]) -> int:
         """Return the peak of gathered parameter bytes, of FSDP2 `groups` and FSDP1 `modules`."""
-        # Include units that stayed gathered during the whole block.
+        # Units that stayed gathered during the whole block are not tracked yet, so add them now.
         for group in groups:
             self._memory.learn(group, self._gathered_nbytes)
         for handle in _handles_of(modules):
@@ -195,7 +197,7 @@ class UnitWatch:
 
     def _nbytes_of(self, group: Any) -> int:
         """Return the bytes of an FSDP2 unit when it is gathered."""
-        # Cached: each change needs it, and dtypes are final from the first gather on.
+        # Cache the result: every change needs it, and dtypes are final once the unit is gathered.
         nbytes = self._unsharded_nbytes.get(group)
         if nbytes is None:
             nbytes = self._unsharded_nbytes[group] = _gathered_nbytes_of(group.fsdp_params)
@@ -204,7 +206,8 @@ class UnitWatch:
     def _gathered_nbytes(self, group: Any) -> int:
         """Return the bytes that an FSDP2 unit holds beyond its shard."""
         used = self._used_nbytes(group)
-        # A unit that has never run may still change its dtypes, and `_nbytes_of` caches.
+        # Check `used` first: `_nbytes_of` caches its result, and a unit's dtypes can still change
+        # until it first runs.
         if used and used == self._nbytes_of(group):
             return used
         # From torch 2.15 on, a resharded parameter may keep its gathered storage for reuse.
@@ -216,17 +219,17 @@ class UnitWatch:
         )
 
     def _used_nbytes(self, group: Any) -> int:
-        """Return the bytes that are gathered already, so the next use need not gather them."""
+        """Return the bytes that are already gathered, so that the next use can skip the gather."""
         if group.is_unsharded or group._all_gather_result is not None:
             return self._nbytes_of(group)
         after = group.post_forward_mesh_info
         if group.is_sharded_post_forward and after is not None:
-            # Logical bytes, as everywhere: without padding.
+            # Like everywhere else, count logical bytes, without padding.
             return self._nbytes_of(group) // int(after.shard_mesh_size)
         return 0
 
     def forget(self) -> None:
-        """Drop all references to units: autograd graphs may keep this object alive."""
+        """Drop all references to units, because autograd graphs may keep this object alive."""
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes.clear()
@@ -252,13 +255,13 @@ class UnitWatch:
         yield
 
     def _use(self, state: enum.Enum, group: Any) -> None:
-        # If the states are equal, the unit is in use already, and the call is for another of its
-        # modules or outputs. Up to torch 2.11, only the first module gets here.
+        # If the unit is already in this state, it is already in use, and this call is for a further
+        # module or output. Up to torch 2.11, only the unit's first module triggers the call.
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
     def _unshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit | None]:
-        # A unit that was prefetched calls unshard again, which gathers nothing.
+        # A prefetched unit calls unshard again when it is used; this second call gathers nothing.
         prefetched = group._all_gather_result
         if prefetched is not None:
             yield None
@@ -271,10 +274,10 @@ class UnitWatch:
         modules, gather = tuple(group.modules), self._prefetches.begin()
         yield ActingUnit(modules, gather=gather)
         result = group._all_gather_result
-        # Only a gather that was really issued sets it.
+        # FSDP2 sets the result only if it really issued a gather.
         if result is not None:
             nbytes = self._nbytes_of(group)
-            # With any other dtype, all parameters have that dtype, so do not store the lists.
+            # With any dtype but uint8, all parameters share it, so do not store the lists.
             if result.all_gather_output.dtype is torch.uint8:
                 gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)
@@ -282,7 +285,7 @@ class UnitWatch:
             self._on_reshard("unshard", modules, nbytes, 0.0)
 
     def _wait(self, group: Any, _: Arguments) -> Iterator[None]:
-        # In other states, user code waits, and does not use the unit yet.
+        # In any other state, user code is waiting for the gather but not using the unit yet.
         if group._training_state in _states(_FSDP2_STATES):
             self._prefetches.used(group)
         yield
@@ -292,7 +295,8 @@ class UnitWatch:
             self._memory.learn(group, self._gathered_nbytes)
         yield
         self._memory.hold(group, self._gathered_nbytes(group))
-        # The unit may never be gathered again: set_unshard_in_backward(False) skips it in backward.
+        # Otherwise a later use could be matched with the freed gather: after
+        # set_unshard_in_backward(False), backward does not gather the unit again.
         if not self._used_nbytes(group):
             self._prefetches.freed(group)
 
@@ -331,7 +335,7 @@ class UnitWatch:
         return self._serve_handle(args[0], ())
 
     def _unshard_handle(self, _: Any, args: Arguments) -> Iterator[None]:
-        # If another unit acts, it is prefetching this one.
+        # If another unit is acting, it is prefetching this one, which is not in use yet.
         if not self.acting:
             self._open_slot_of_handle(args[0])
         yield
@@ -345,7 +349,7 @@ class UnitWatch:
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
         """Open a slot if a unit is in use; return whether it is."""
-        # It is not in use after its backward, or in summon_full_params.
+        # A unit is not in use after its backward, or while summon_full_params gathers it.
         if handle is None or handle._training_state not in _states(_FSDP1_STATES):
             return False
         self._prefetches.open_slot(handle._training_state, handle)
@@ -353,10 +357,10 @@ class UnitWatch:
 
 
 def watched_methods() -> Iterator[tuple[Any, str, Around]]:
-    """Yield FSDP's methods to wrap: class or module, name, and the `UnitWatch` method around it."""
+    """Yield each FSDP method to wrap: class or module, name, and the `UnitWatch` method to use."""
     for holder, name, around in [*_fsdp2(), *_fsdp1()]:
         if name not in vars(holder):
-            module = getattr(holder, "__module__", "")  # modules have no such attribute
+            module = getattr(holder, "__module__", "")  # modules lack this attribute
             moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
             raise upstream.moved_error("torch", moved)
         yield holder, name, around
@@ -382,7 +386,7 @@ def _fsdp2() -> list[tuple[Any, str, Around]]:
     )
 
     return [
-        # The state's method, because it prefetches explicitly after it has called the group's.
+        # Wrap the state's method: it issues explicit prefetches after it has called the group's.
         (FSDPState, "_pre_backward", UnitWatch._before_backward),
         (FSDPParamGroup, "pre_forward", UnitWatch._use_in_forward),
         (FSDPParamGroup, "unshard", UnitWatch._unshard),
@@ -390,10 +394,10 @@ def _fsdp2() -> list[tuple[Any, str, Around]]:
         (FSDPParamGroup, "reshard", UnitWatch._reshard),
         (FSDPParamGroup, "pre_backward", UnitWatch._trigger_in_backward),
         (FSDPParamGroup, "post_backward", UnitWatch._serve_in_backward),
-        # `reshard` calls these, but so do the hooks of state dicts.
+        # `reshard` calls these two methods, but so do state-dict hooks.
         (FSDPParamGroup, "_to_sharded", UnitWatch._free),
         (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free),
-        # It frees gathers that backward prefetched but did not use.
+        # This method frees the gathers that backward prefetched but did not use.
         (FSDPParamGroup, "finalize_backward", UnitWatch._free),
     ]
 
@@ -409,14 +413,14 @@ def _fsdp1() -> list[tuple[Any, str, Around]]:
         (handle, "reshard", UnitWatch._reshard_handle),
         (runtime, "_reduce_grad", UnitWatch._serve_second),
         (runtime, "_reduce_grad_no_shard", UnitWatch._serve_second),
-        # Not _pre_backward_hook: a graph made before the block has captured the original.
+        # Do not wrap _pre_backward_hook: graphs created before the block call the original.
         (runtime, "_unshard", UnitWatch._unshard_handle),
         (runtime, "_prefetch_handle", UnitWatch._prefetch_handle),
     ]
 
 
 def param_groups(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield each module passed to `fully_shard`, once with each of its parameter groups."""
+    """Yield each module passed to `fully_shard`, once for each of its parameter groups."""
     for module in modules:
         # Look at the class: on an nn.Module, a missing attribute is slow to look up.
         get_state = getattr(type(module), "_get_fsdp_state", None)
@@ -426,7 +430,7 @@ def param_groups(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]
 
 
 def registered_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[torch.Tensor, nn.Module]]:
-    """Yield each parameter with each module that registered it, sharded and unsharded."""
+    """Yield each parameter, sharded and unsharded, with each module that registered it."""
     modules = [module for root in roots for module in root.modules()]
     for module in modules:
         for parameter in direct_parameters(module):
@@ -441,7 +445,7 @@ def registered_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[torch.Te
 
 
 def unit_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each unit's modules with each parameter whose gradient its backward adds to."""
+    """Yield the unit's modules and the parameter, for each FSDP parameter that gets gradients."""
     for _, group in param_groups(modules):
         for managed in group.fsdp_params:
             if hasattr(managed, "_unsharded_param"):  # not before the first gather
@@ -503,7 +507,8 @@ def _gathered_nbytes_of(params: Iterable[Any]) -> int:
 
 
 def _gathered_nbytes_of_handle(handle: Any) -> int:
-    # FSDP1 gathers into one of these, in mixed or full precision; the first forward creates them.
+    # Depending on the precision, FSDP1 gathers into one of these two; both are created in the
+    # first forward.
     for name in ("_full_param_padded", "_full_prec_full_param_padded"):
         padded = getattr(handle.flat_param, name, None)
         if padded is not None and padded.untyped_storage().size():
@@ -513,7 +518,7 @@ def _gathered_nbytes_of_handle(handle: Any) -> int:
 
 @functools.cache
 def _states(names: str) -> list[enum.Enum]:
-    """Return members of an enum of torch. `names`: the enum's path, then the members."""
+    """Return members of a torch enum; `names` holds the path of the enum, then its members."""
     name, *members = names.split()
     module, _, kind = name.rpartition(".")
     states = upstream.look_up(module, kind)

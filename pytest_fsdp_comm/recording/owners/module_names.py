@@ -39,7 +39,7 @@ def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called, unlike a ModuleList."""
-    # A TorchScript module has its `forward` in the instance.
+    # A TorchScript module stores its `forward` on the instance, not on the class.
     forward = getattr(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in module.__dict__
 
@@ -54,11 +54,11 @@ class ModuleNames:
 
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
         """Name all modules; names below a second root start with ``@2``, unless roots are parts."""
-        # A number, not the root's class: renaming a class must not change snapshots.
+        # Use a number instead of the root's class: renaming a class must not change snapshots.
         self.by_id: dict[int, str] = {}
         """FQNs by the id of the module."""
         self.by_path: dict[str, str] = {}
-        """FQNs by the name that includes wrappers."""
+        """FQNs by the module's name with all wrapper segments."""
         self.modules: list[nn.Module] = []
         """All modules, once for each root that contains them; cached because listing is slow."""
         self.paths: list[tuple[str, str]] = []
@@ -73,7 +73,7 @@ class ModuleNames:
                     [f"{prefix}.{n}" if n else prefix for n in names] for names in (fqns, paths)
                 )
             ids = [id(module) for _, module in named]
-            # A module below two roots has its name below the first.
+            # A module below two roots gets its name from the first.
             self.by_id = {**dict(zip(ids, fqns, strict=True)), **self.by_id}
             self.modules += [module for _, module in named]
             self.by_path |= zip(paths, map(self.by_id.__getitem__, ids), strict=True)
@@ -87,12 +87,12 @@ class ModuleNames:
         if len(modules) == 1:
             return self.fqn(modules[0])
         names = [name for name in map(self.fqn, modules) if name is not None]
-        # Sorted, because the order in which the user lists them changes no communication.
+        # Sorted, because the order in which the user lists the modules does not matter.
         return "+".join(sorted(names, key=natural_key)) if names else None
 
 
 def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Module]:
-    """Return the modules that a user passed to the function `given_to`: one, or a model's parts."""
+    """Return the modules that a user passed to the function `given_to`: a model, or its parts."""
     # Errors end with `otherwise`, an alternative that begins with a comma.
     parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
     for part in parts:
@@ -143,7 +143,7 @@ def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
 
 def _without_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
     """Return the names without the segments that wrappers add."""
-    # DDP's segment is "module", which may also be a user's name, so look at the types.
+    # DDP's segment is "module", a name that users may also choose, so check the types.
     wrappers = [name for name, module in named if isinstance(module, DistributedDataParallel)]
     ddp = [f"{name}.module" if name else "module" for name in wrappers]
     return [clean_fqn(_outside(name, ddp)) for name, _ in named]

@@ -29,14 +29,14 @@ _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """torch wraps this code around every optimizer's step."""
 
 _DDP: Final = torch_files() + "nn/parallel/distributed.py"
-# torch's files that run between the dispatcher and a kernel or a mode.
+# Files of torch whose code runs between the dispatcher and a kernel or a mode.
 _BELOW_DISPATCHER: Final = tuple(
     torch_files() + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")
 )
 
 
 def called_module(frame: FrameType) -> nn.Module | None:
-    """Return the module that a frame calls; None if it calls none, or a compiled graph."""
+    """Return the module that a frame calls; None for other frames and compiled graphs."""
     return _module_of(frame) if _meaning_of(frame.f_code) == "module" else None
 
 
@@ -62,8 +62,9 @@ _MEANINGS: Final[dict[Whose, _Code]] = {
     "ours": "skipped",
 }
 
-# By id, because code objects hash slowly; `_codes` keeps them alive, so ids stay unique. Each
-# collective reads a stack of a hundred frames, so each frame must cost only one look-up.
+# Meanings by the id of the code, because code objects hash slowly; `_codes` keeps the objects
+# alive, so ids stay unique. Each collective reads a stack of a hundred frames, so each frame must
+# cost only one look-up.
 _meanings: dict[int, _Code] = {}
 _codes: list[CodeType] = []
 
@@ -105,24 +106,25 @@ class StackScan:
     """The result of one walk up the stack. Do not store it: its frames keep tensors alive."""
 
     innermost: nn.Module | None = None
-    """The running module; in backward, a module runs only for recomputation. None if none."""
+    """The innermost running module, if any; in backward, modules run only for recomputation."""
     outermost: nn.Module | None = None
     is_in_engine: bool = False
-    """Python called the autograd engine further up."""
+    """Whether Python code further up the stack called the autograd engine."""
     is_in_optimizer: bool = False
-    """An optimizer's step or gradient clipping runs, outside a closure's forward or backward."""
+    """Whether an optimizer step or gradient clipping is running, and not its closure's forward or
+    backward."""
     is_object: bool = False
-    """One of the ``*_object*`` collectives requested it."""
+    """Whether one of the ``*_object*`` collectives requested the call."""
     is_from_cpp: bool = True
-    """No Python code lies between the call and the autograd engine, or the start of its thread."""
+    """True if no Python code lies between the call and the engine, or its thread's start."""
     is_from_ddp: bool = False
-    """DDP, or a communication hook that DDP called, requested it."""
+    """Whether DDP, or a communication hook that DDP called, requested the call."""
     is_from_dtensor: bool = False
     redistribution: FrameType | None = None
     redistributing: dict[str, Any] | None = None
     """The locals of `redistribution`, read only once because reading them is slow."""
     caller: FrameType | None = None
-    """The innermost frame of user code; else of a library other than torch."""
+    """The innermost frame of user code; without one, that of a library other than torch."""
 
     @property
     def call_site(self) -> str:
@@ -135,7 +137,7 @@ class StackScan:
             caller_kind = self.caller and _meaning_of(self.caller.f_code)
             if caller_kind is None or (caller_kind == "library" and kind == "user"):
                 self.caller = frame
-        # See Note [No hooks].
+        # Frames further out did not request the call; see Note [No hooks].
         elif self.innermost is not None or self.is_in_engine:
             return
         elif kind == "step":
@@ -174,7 +176,7 @@ def scan_stack() -> StackScan:
             scan.is_in_engine = has_reason = True
         elif kind != "skipped":
             scan.is_from_cpp &= entry is not None
-            # One redistribution has many DTensor frames; the first is enough.
+            # DTensor code spans many frames per redistribution; reading the first is enough.
             if kind != "dtensor" or not (has_reason or scan.is_from_dtensor):
                 scan.pass_code(kind, frame)
         below, frame = frame, frame.f_back
@@ -183,7 +185,7 @@ def scan_stack() -> StackScan:
 
 
 def _has_bucket(entry: FrameType) -> bool:
-    """Whether a frame called from C++, or the first of a thread, is a DDP communication hook."""
+    """Whether `entry`, called from C++ or first in its thread, is a DDP communication hook."""
     if entry.f_code.co_name == "<module>":
         return False
     bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
@@ -205,14 +207,14 @@ def compiled_module(module: nn.Module | None) -> nn.Module | None:
 
 def is_graph(module: nn.Module | None) -> bool:
     """Whether a module is a compiled graph, or dynamo's wrapper around one."""
-    # Some backends run a graph directly; dynamo wraps backward's graph (checked in torch 2.13).
+    # Some backends call a graph directly; dynamo wraps the graph of backward (torch 2.13).
     called = compiled_module(module)
     if not isinstance(called, fx.GraphModule):
         return False
     if isinstance(called, graph_type()):
         return True
-    # A compiler pass may rebuild the graph as a plain GraphModule, the class of users' traces. But
-    # only AOTAutograd names inputs `tangents_`, in backward (checked in torch 2.13).
+    # A compiler pass may rebuild the graph as a plain GraphModule, which is also the class of
+    # users' traces. Only AOTAutograd names inputs `tangents_`, in backward (checked in torch 2.13).
     inputs = called.graph.find_nodes(op="placeholder")
     return any(str(node.target).startswith("tangents_") for node in inputs)
 
@@ -231,7 +233,7 @@ def graph_type() -> type[nn.Module]:
 
 @functools.cache
 def _forward_method_code() -> CodeType:
-    # The wrapper that FSDP2 puts around a method, other than forward, that unshards the unit.
+    # The wrapper that makes a method other than forward unshard its FSDP2 unit.
     name = "register_fsdp_forward_method"
     registering = code_of("torch.distributed.fsdp", name)
     for constant in registering.co_consts:
@@ -243,8 +245,8 @@ def _forward_method_code() -> CodeType:
 @functools.cache
 def _clipping_codes() -> list[CodeType]:
     """Return the code of the functions that clip gradients."""
-    # Look up the public names, which torch has had since 2.6. The functions are defined under
-    # private ones: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
+    # Look up the public names, which torch has had since 2.6, not the private ones under which the
+    # functions are defined: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
     fsdp1 = upstream.look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
     if not hasattr(fsdp1, "clip_grad_norm_"):

@@ -1,8 +1,8 @@
 """Find the parameter or gradient that a collective carries, by its storage or autograd graph."""
 
 # Note [Tensors of parameters]
-# A DTensor's collective shows neither unit nor module: a parameter that user code gathers looks
-# like an activation. Three kinds of proof tell them apart, tried in this order:
+# A DTensor's collective reveals neither unit nor module: a parameter that user code gathers looks
+# like an activation. Three kinds of proof tell the two apart, tried in this order:
 # - the autograd graph. In backward, a node that only passes on one parameter's gradient (through
 #   redistributions, casts and views) leads to its AccumulateGrad. So does the graph of a DTensor
 #   that forward redistributes, such as a cast copy of a parameter;
@@ -11,9 +11,9 @@
 #   the tensors that the model holds at that moment;
 # - the result. A parameter's gradient later uses the result's storage. This finds the gradients
 #   that compiled code reduces.
-# A tensor that could belong to several parameters is attributed to none. A tensor that is not found
-# keeps the owner and role of the sending code: activations of the running module. Copies without a
-# graph (a cast under no_grad, a step of Muon) are not found. FSDP's and DDP's collectives are
+# A tensor that could belong to several parameters is attributed to none. If no proof applies, the
+# collective counts as sending activations of the running module. Copies without a graph (a cast
+# under no_grad, a Muon step) cannot be traced to their parameters. FSDP's and DDP's collectives are
 # attributed through their units instead.
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _HAS_ALL: Final = frozenset({Phase.OPTIMIZER, Phase.OUTSIDE})
 """The phases in which gradients are complete."""
 _RUNS_MODULES: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE})
 
-# Nodes that pass a gradient on, with another placement, dtype, shape or memory. Checked in torch
-# 2.6 to 2.13.
+# Autograd nodes that pass a gradient on, and change only its placement, dtype, shape or memory.
+# Checked in torch 2.6 to 2.13.
 _PASSES_ON: Final = frozenset(
     {
         *("RedistributeBackward", "NestedRedistributeBackward"),
@@ -54,7 +54,7 @@ _PASSES_ON: Final = frozenset(
 
 
 class Extent(NamedTuple):
-    """The bytes that a tensor occupies in its storage, from `start` to before `end`."""
+    """The bytes that a tensor occupies in its storage, from `start` up to `end` (excluded)."""
 
     storage: int
     start: int
@@ -62,15 +62,15 @@ class Extent(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """The result of a collective that is not attributed to a parameter yet."""
+    """A collective's result, for which no parameter has been found yet."""
 
     carried: Carried
     reduces: bool
     storage: Any
-    """A `StorageWeakRef`, so that no other storage gets the same address."""
+    """A `StorageWeakRef`, which keeps a new storage from getting the same address."""
     extent: Extent
     version: int
-    """The tensor's version, which autograd increments at each change."""
+    """The tensor's version, which autograd increments at each in-place change."""
 
 
 class TensorOwners:
@@ -83,12 +83,12 @@ class TensorOwners:
         # Parameters and gradients by the address of their storage.
         self._table: dict[int, list[Label]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
-        # When the table was built: the ids of the roots, and the next autograd node's number. Since
-        # then: the number of tensors not found.
+        # When the table was built: the ids of the roots, and the number of the next autograd node.
+        # Since then: the number of tensors that were not found.
         self._table_roots: list[int] = []
         self._table_node = 0
         self._misses = 0
-        # By the address of the storage, which a `StorageWeakRef` reserves.
+        # Results by the address of their storage, which a `StorageWeakRef` reserves.
         self._results: dict[int, list[_Result]] = {}
         self._has_new_results = False
 
@@ -100,9 +100,9 @@ class TensorOwners:
         attribution: Attribution,
         dtensor: Any,
     ) -> Carried | None:
-        """Find the label of a call that is about to run; None if it is attributed to a unit."""
-        # `bound` has its arguments by name. `dtensor` is the DTensor that user code redistributes
-        # by this call; None if an operator redistributes, or if nothing does.
+        """Return the `Carried` of a call that is about to run; None for FSDP, DDP and objects."""
+        # `bound` maps argument names to values. `dtensor` is the DTensor that user code is
+        # redistributing through this call; None if an operator redistributes it, or nothing does.
         if attribution.source in _NAMED_BY_UNITS:
             return None
         node = self._current_node() if attribution.phase is Phase.BACKWARD else None
@@ -112,7 +112,7 @@ class TensorOwners:
             label = Label(parameter=dtensor, role=Role.PARAMETERS)
         else:
             label = _label_of_node(getattr(dtensor, "grad_fn", None), Role.PARAMETERS)
-        # A hook on a parameter may send its gradient, or anything else.
+        # In an AccumulateGrad, a hook on the parameter may send its gradient or any other tensor.
         if label is None or hasattr(node, "variable"):
             if dtensor is not None:
                 sent = dtensor
@@ -124,7 +124,8 @@ class TensorOwners:
                 sent = bound.get(operation.sent if has_sent else operation.received)
             label = self._label_of_tensors(_plain(sent), dtensor, attribution) or label
         if operation.kind == "all_gather" and dtensor is None:
-            # This rank's shard may belong to one parameter, and other ranks' shards to others.
+            # This rank's shard may belong to one parameter and other ranks' shards to different
+            # ones, so look at everything that is gathered.
             places = map(extent_of, _plain(bound.get(operation.received)))
             label = (
                 merged([self._label_at(at, whole=False) for at in places if at is not None])
@@ -135,7 +136,7 @@ class TensorOwners:
     def follow(self, operation: Operation, call: Attribution, received: Iterable[Any]) -> None:
         """Track the results of a call for which `carried` found no parameter."""
         unproven = call.carried
-        # In forward, results are activations: many, and freed soon.
+        # Do not track results in forward: they are activations, numerous and soon freed.
         if unproven is None or unproven.label is not None or call.phase in _RUNS_MODULES:
             return
         for tensor in received:
@@ -146,7 +147,7 @@ class TensorOwners:
                 earlier = self._results.setdefault(extent.storage, [])
                 for at, result in enumerate(earlier):
                     if result.version != version and _overlap(result.extent, extent):
-                        # A bucket is reused: its last content proves nothing about earlier calls.
+                        # A reused bucket: its final content proves nothing about earlier calls.
                         carried = Carried()
                         earlier[at] = result._replace(carried=carried)
                 reduces = operation.kind in REDUCING
@@ -154,12 +155,12 @@ class TensorOwners:
                 earlier.append(_Result(carried, reduces, reference, extent, version))
 
     def settle_new(self) -> None:
-        """Call `settle` if there are results since the last call."""
+        """Call `settle` if results were added since the last call."""
         if self._has_new_results:
             self.settle()
 
     def settle(self) -> None:
-        """Attribute the results that parameters or gradients of the model hold now."""
+        """Attribute each result whose storage a parameter or gradient of the model now uses."""
         results = chain(*self._results.values())
         live = [result for result in results if not result.storage.expired()]
         if live:
@@ -201,8 +202,8 @@ class TensorOwners:
         if label is None and attribution.phase in _HAS_ALL:
             self._misses += 1
             num_nodes = self._next_number() - self._table_node
-            # Gradients are freed and created again, so the table ages. Building it takes time in
-            # proportion to the parameters, so rebuild it only after many new nodes or misses.
+            # Gradients are freed and created again, so the table goes stale. Building it takes time
+            # proportional to the number of parameters, so wait for many new nodes or misses.
             if 4 * (num_nodes + self._misses) >= len(self._parameters):
                 self._make_table()
                 label = self._label_of_all(extents)
@@ -212,7 +213,7 @@ class TensorOwners:
         return merged([None if extent is None else self._label_at(extent) for extent in extents])
 
     def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
-        """Return the label at `extent`; with `whole`, an empty one if only a part is labelled."""
+        """Return the label at `extent`; with `whole`, an empty one if only part has a label."""
         candidates = self._table.get(extent.storage)
         if candidates is None:
             return None
@@ -258,7 +259,7 @@ def _now(label: Label) -> object:
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
-    """Return the parameter and role that all labels share; None for None, or for no labels."""
+    """Return the parameter and role that all labels share; None if one is None or none exist."""
     labelled = [label for label in labels if label is not None]
     if not labelled or len(labelled) < len(labels):
         return None
@@ -271,7 +272,7 @@ def merged(labels: Sequence[Label | None]) -> Label | None:
 
 
 def extent_of(tensor: Any) -> Extent | None:
-    """Return the bytes of a plain tensor; None if it is expanded, or has no storage."""
+    """Return the extent of a plain tensor; None if it is expanded or has no storage."""
     if not _has_bytes(tensor):
         return None
     itemsize, numel = tensor.element_size(), tensor.numel()
@@ -290,7 +291,7 @@ def _has_bytes(tensor: Any) -> bool:
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:
-    """Return a reference that lets the bytes be freed but reserves their address."""
+    """Return a weak reference: the bytes can be freed, but their address stays reserved."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 

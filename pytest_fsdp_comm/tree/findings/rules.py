@@ -64,7 +64,7 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
         module
         for stack in wrapping.stacks
         if len(modules.intersection(stack)) > 1
-        # Only a module that runs can be their root.
+        # Only a module that runs can be their common root.
         and any(tree.modules[at].has_forward for at in tree.around(stack[0]) if at != stack[0])
         for module in modules.intersection(stack)
     }
@@ -107,7 +107,7 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("wrapped-after-parent", "error", cure="wrap children before their parents")
 def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units whose parameters an earlier unit around them manages."""
+    """Find units whose parameters are managed by an enclosing unit that was wrapped earlier."""
     # Ignores a unit that has no parameters because its children are units.
     tree = wrapping.tree
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
@@ -200,7 +200,8 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
             nbytes[parent] += 0 if index in units_of else nbytes[index]
     for stack in wrapping.stacks:
         wrapped = [index for index in stack if index in units_of]
-        # FSDP2 mixes frozen and trainable parameters at no cost, so it may wrap any block.
+        # FSDP2 units can mix frozen and trainable parameters at no cost, so expect both kinds of
+        # block to be wrapped.
         comparable = {
             state
             for index in wrapped
@@ -232,7 +233,7 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
 )
 def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
     """Find large parameters that are replicated on all ranks."""
-    # Ignores models without shards, units that replicate (somebody chose that), and parameters that
+    # Ignores models without shards, units that replicate (a deliberate choice), and parameters that
     # `unmanaged-parameter` reports.
     tree, unmanaged = wrapping.tree, set(wrapping.unmanaged)
     for index, parameter in enumerate(tree.parameters if tree.is_sharded else ()):
@@ -245,7 +246,7 @@ def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("mixed-frozen", "warning", cure="wrap its large frozen modules as separate units")
 def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units with frozen and trainable parameters, where separate units would pay."""
+    """Find units with frozen and trainable parameters, where separate units would pay off."""
     # Only FSDP1 has this cost: it reduces one flat gradient, with zeros for frozen parameters.
     # FSDP2 reduces only existing gradients, and gathers the same bytes in one unit or two. Ignores
     # cases where the additional collectives cost more than the zeros, and modules that have both
@@ -271,7 +272,7 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units too small for a collective that the enclosing unit could manage as well."""
+    """Find units too small for separate collectives, if the enclosing unit could include them."""
     # Ignores units that cannot join the enclosing unit because it has another mesh, precision,
     # offload or divide factor, lacks a dtype, gathers more often, or would reduce frozen gradients.
     for index, unit in wrapping.sharded_units():
@@ -284,7 +285,8 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
         if around is not None and _can_join(wrapping, unit, around):
             trains, trains_around = wrapping.is_trainable(unit), wrapping.is_trainable(around)
             saved = gathers(unit) + (reductions(unit) if trains and trains_around else 0)
-            # The first trainable unit that joins a frozen one keeps its reduction; others share it.
+            # The first trainable unit that joins a frozen one keeps its reduction; later ones share
+            # that reduction.
             at_least = "at least " if trains and not trains_around else ""
             reason = (
                 "its all-gather costs latency, not bandwidth: without this unit, a step has "
@@ -380,7 +382,7 @@ def find(tree: ShardTree, settings: FindingSettings) -> tuple[Finding, ...]:
 
 
 def find_between_ranks(texts: Mapping[int, str], settings: FindingSettings) -> tuple[Finding, ...]:
-    """Compare the trees of all ranks, as `tree_text.format_profile` writes them."""
+    """Report trees that differ between ranks; `tree_text.format_profile` writes the `texts`."""
     return _apply(ranks_differ, texts, settings)
 
 
@@ -391,7 +393,7 @@ def _apply(declared: Rule, subject: object, settings: FindingSettings) -> tuple[
 
 def parse_settings(lines: Iterable[str]) -> FindingSettings:
     """Read the lines of ini ``fsdp_comm_findings``; raise ValueError for an invalid line."""
-    # A line sets the level of a code or of `all`, or a threshold; later lines override.
+    # A line sets the level of a code or of `all`, or a threshold; later lines win.
     codes = [declared.code for declared in RULES]
     levels: dict[str, RuleLevel] = {}
     thresholds: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The class of rules, and the view of a tree that they share: enclosing units, stacks, costs."""
+"""The class `Rule`, and the view of a tree that rules share: enclosing units, stacks, costs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Wrapping:
         """Numbered siblings of one class that contain parameters: the blocks of a model."""
         holding: set[int] = set()
         for parameter in self.tree.parameters:
-            # Stop where an earlier parameter has been: a model may be 100,000 modules deep.
+            # Stop at the first module that is already added: a model may be 100,000 modules deep.
             for module in self.tree.around(parameter.module):
                 if module in holding:
                     break
@@ -61,7 +61,7 @@ class Wrapping:
 
     @cached_property
     def unmanaged(self) -> list[int]:
-        """Trainable parameters outside all units, in a model with gathered units."""
+        """Trainable parameters outside all units; empty if the model has no FSDP units."""
         if not any(unit.kind in GATHERING for unit in self.tree.units):
             return []
         return [
@@ -86,7 +86,7 @@ class Wrapping:
         return islice(self.tree.around(unit.modules[0]), 1, None)
 
     def frozen_modules(self, unit: ShardUnit) -> Iterable[list[ParameterNode]]:
-        """Return the frozen parameters that separate units could have, by the modules to wrap."""
+        """Return the frozen parameters that separate units could manage, grouped by unit."""
         # Skips parameters whose module also has a trainable one.
         trainable: set[int] = set()
         for parameter in self.parameters(unit):
@@ -108,7 +108,7 @@ class Wrapping:
     def is_too_small(self, nbytes: int) -> bool:
         """Whether a unit that gathers `nbytes` costs more latency than transfer time."""
         # A collective costs at least its latency. In that time, the link could carry
-        # `FindingSettings.small_nbytes`. In a model of small units only, none is too small.
+        # `FindingSettings.small_nbytes`. If all units of a model are small, do not report any.
         is_small = nbytes < self.settings.small_nbytes
         return is_small and is_negligible(nbytes, self.largest_gather)
 
@@ -148,7 +148,7 @@ class Case(NamedTuple):
     reason: str
     nbytes: int | None = None
     cure: str = ""
-    """The cure for this case; empty for the rule's."""
+    """The cure for this case; empty to use the rule's."""
 
 
 class Rule(NamedTuple):
@@ -159,7 +159,7 @@ class Rule(NamedTuple):
     """The default. Errors make training wrong or defeat FSDP; warnings cost time or memory."""
     cure: str
     cases: Callable[[Any], Iterator[Case]]
-    """Yields the violations in a `Wrapping`, or in texts of ranks."""
+    """Yields the violations in a `Wrapping`, or in the snapshots of several ranks."""
 
     def findings(self, subject: object, level: Level) -> Iterator[Finding]:
         """Yield one finding for each group of cases that differ only in names."""
