@@ -34,28 +34,31 @@ PAGE: Final = HERE.parent / "docs" / "figures.md"
 RECORDING: Final = ("recording_overhead", "--layers", "8", "32", "--turns")
 SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "A test on 4 ranks": (
-        "Time of a trivial test, relative to four forked processes with a gloo group.",
+        "Time of a trivial test, divided by that of four forked processes with a gloo group.",
         ("ranks_overhead",),
     ),
     "A recorded step": (
-        "CPU time relative to a bare step. `block` includes entering and leaving the block.",
+        "CPU time of a step, divided by that of a bare step. `block` includes entry and exit.",
         (*RECORDING, "10", "--kept", "200"),
     ),
     "A recorded script": (
-        "CPU time of a step under `fsdp-comm record`, relative to a step of the bare script.",
+        "CPU time of a step under `fsdp-comm record`, divided by that of the bare script's step.",
         ("recorded_script", "--turns", "2"),
     ),
     "A simulated step": (
-        "CPU time of a step of Llama 3 (hsdp: 8B with HSDP), relative to one without a recording.",
+        "CPU time of a Llama 3 step (hsdp: 8B with HSDP), divided by that of an unrecorded step.",
         ("simulation", "--turns", "1"),
     ),
     "Folding and comparing": (
-        "Time relative to one pass of `collections.Counter` over 100,000 events.",
+        "Time, divided by that of one `collections.Counter` pass over 100,000 events.",
         ("fold_compare",),
     ),
-    "Explaining": ("Time relative to comparing the same profiles of 126 layers.", ("explain",)),
+    "Explaining": (
+        "CPU time to explain a diff of two 126-layer profiles, divided by that to compare them.",
+        ("explain",),
+    ),
     "Merging ranks": (
-        "CPU time of merging the profiles of all ranks, relative to half as many ranks.",
+        "CPU time to merge the profiles of all ranks, divided by the time for half as many ranks.",
         ("merge_ranks", "--ranks", "1024"),
     ),
 }
@@ -136,7 +139,7 @@ def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
     lines = [
         "# Figures",
         "",
-        "This page shows the cost of the plugin, mostly as ratios to a baseline of the same run.",
+        "This page shows what the plugin costs, mostly as ratios to a baseline from the same run.",
         "",
         f"Measured by `benchmarks/run.py` on {_machine()}.",
     ]
@@ -145,8 +148,9 @@ def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
         text, (script, *arguments) = SECTIONS[title]
         command = " ".join(("python", f"benchmarks/{script}.py", *arguments))
         counts = sorted({figure["values"] for figure in named.values()})
-        values = f"{' or '.join(map(str, counts))} value{'s' if counts[-1] > 1 else ''} per figure"
-        lines += ["", f"## {title}", "", f"{text} {values}:", "", f"`{command}`"]
+        number = " or ".join(map(str, counts))
+        values = f"{number} measurements" if counts[-1] > 1 else "one measurement"
+        lines += ["", f"## {title}", "", f"{text} Each row is from {values}:", "", f"`{command}`"]
         columns = ["", "median"]
         columns += ["quartiles"] if counts[-1] > 1 else []
         columns += ["limit"] if any(figure["most"] is not None for figure in named.values()) else []
