@@ -11,8 +11,8 @@ from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns, matcher
 
 # A name that no collective can have is an error. If it counted 0, a guard with a typo, such as
-# `counts(owner="layer.0") == 0`, would always pass. A block therefore stores all module and axis
-# names, and errors list them.
+# `counts(owner="layer.0") == 0`, would always pass. `comm_mode` therefore stores all module and
+# axis names, and errors list them.
 
 _MAX_LISTED: Final = 12
 _ELSEWHERE: Final = {

@@ -1,11 +1,11 @@
-"""Each change of the table: recorded, written, read again, and compared.
+"""Record, write, read and compare each change of the table.
 
 ``python tests/regressions/regenerate.py`` rewrites the expected first lines.
 
-``FSDP_COMM_TABLE=DIR pytest tests/regressions/test_table.py`` also leaves both sides of each case
-under ``DIR/<case>``: what they communicate in ``old.comm`` and ``new.comm``, how they are sharded
-in ``old.tree.comm`` and ``new.tree.comm``, the recording of the change in ``new.json``, what is
-known of the case in ``case.json``, and the first lines of its failures in ``first_lines.json``.
+``FSDP_COMM_TABLE=DIR pytest tests/regressions/test_table.py`` also writes both sides of each case
+to ``DIR/<case>``: the snapshots of communication (``old.comm``, ``new.comm``) and of trees
+(``old.tree.comm``, ``new.tree.comm``), the recording of the changed side (``new.json``), the
+attributes of the case (``case.json``) and the first lines of its failures (``first_lines.json``).
 """
 
 import json
@@ -25,7 +25,7 @@ from pytest_fsdp_comm.snapshots.documents import SnapshotText, differs
 DIRECTORY = os.environ.get("FSDP_COMM_TABLE")
 CASES = TABLE.cases
 
-# Of torch, about what the cases do.
+# Torch warns about some of these cases.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -61,7 +61,7 @@ def check(comm_mode, name):
 
 
 def directions(case, old, new):
-    """What has a first line: the change and, where it is a case too, the way back."""
+    """Yield the change and, if it is also a case, its reverse, each with a title."""
     if not case.is_silent:
         yield case.name, old, new
     if case.is_reversible:

@@ -23,10 +23,10 @@ from pytest_fsdp_comm.text.words import itemsize
 
 # Without a reduction of its gradients, a model trains wrongly and often sends less. Lost reductions
 # are read from both profiles, because a step of the search summarizes many rows and may hide one.
-# They are reported only if no harmless change has the same rows: another module
-# reduces as many gradients instead, other axes replace the axis, forward changed over the same
-# axis, the module was removed, or the tree shows frozen parameters. An evaluation in place of a
-# training step is reported too: a step with a detached loss sends the same.
+# They are not reported if a harmless change has the same rows: another module reduces as many
+# gradients instead, other axes replace the axis, forward changed over the same axis, the module was
+# removed, or the tree shows frozen parameters. An evaluation in place of a training step is
+# reported, because its rows equal those of a step with a detached loss.
 
 Problem: TypeAlias = Literal[
     "unsharded", "unreduced", "part", "backwards", "ranks", "times", "passes", "reduce_op", "dtype"
