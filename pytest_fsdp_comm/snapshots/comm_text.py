@@ -34,7 +34,7 @@ from pytest_fsdp_comm.snapshots.lines import (
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, expand, read_word, unescape, write_word
 from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 
-# The text of a recording:
+# The snapshot of a recording looks like this:
 #
 #     # pytest-fsdp-comm 2 comm | torch 2.13.0, gloo (not compared)
 #     world_size 4
@@ -46,16 +46,18 @@ from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 #     total all_gather[dp] x8 4_194_304 B
 #     end
 #
-# Siblings with equal content share a line, which counts one of them. ``of`` precedes the bytes of
-# each call; a total has the bytes of all calls. Columns are not aligned, so that a change touches
-# no other lines. A line that only some recorded ranks have ends with ``ranks 0,2-3``. If only some
-# ranks were recorded, a line below ``world_size`` lists them. If ranks differ, totals are sums over
-# ranks: ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``. ``answered 1.0 to train:step
-# (item)``: a simulated rank returned the assumed value 1.0 to ``item`` in ``step`` of ``train``.
+# Siblings with equal content share a line, whose count is that of each sibling. The bytes after
+# ``of`` are those of one call; a total has the bytes of all calls. Columns are not aligned, so that
+# a change to one line does not touch others. A line that applies to only some of the recorded ranks
+# ends with ``ranks 0,2-3``. If only some ranks were recorded, a line below ``world_size`` lists
+# them. If ranks differ, totals are sums over ranks: ``total all_gather[dp] x32 16_777_216 B, sum of
+# 4 ranks``. ``answered 1.0 to train:step (item)`` means that a simulated rank returned the assumed
+# value 1.0 to ``item`` in ``step`` of ``train``.
 
-# Marks a recording whose asynchronous calls are unknown, as torch does not report them.
+# Marks a recording made with a torch that does not report which calls are asynchronous.
 _ASYNC_UNKNOWN: Final = "async unknown"
-# Marks a recording without the bytes of calls that carry activations; totals count such calls.
+# Marks a recording that omits the bytes of calls that carry activations. Totals include the number
+# of such calls.
 _UNSIZED: Final = "activation sizes not compared"
 _PEAK: Final = "peak gathered "
 _ANSWER: Final = "answered "
@@ -85,17 +87,17 @@ _PEAK_LINE: Final = re.compile(rf"{_PEAK}{_NBYTES}{_OF_RANKS}")
 
 
 def format_profile(profile: CommProfile) -> str:
-    """Write a profile as the text of a snapshot, which `read_comm` reads."""
+    """Return a profile as the text of a snapshot, which `read_comm` can read."""
     first = header("comm", torch_version=profile.torch_version, backend=profile.backend)
     return "\n".join([first, *_comm_lines(profile)]) + "\n"
 
 
 def _comm_lines(profile: CommProfile) -> list[str]:
-    """Write all lines but the first."""
+    """Return all lines of a snapshot except the first."""
     names_of: defaultdict[tuple[Phase, Subject], defaultdict[str, list[str | None]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    written = cache(write_ranks)  # many rows have the same long list of ranks
+    written = cache(write_ranks)  # many rows share a long list of ranks
     for row in profile.rows:
         content = with_ranks(_row_content(row), written(row.ranks))
         names_of[row.phase, row.subject][content].append(row.owner)
@@ -111,7 +113,7 @@ def _comm_lines(profile: CommProfile) -> list[str]:
             for line in folded_lines(names_of[phase, subject])
         ),
         *map(_peak_line, profile.peaks),
-        # Totals reveal a line that was lost in a merge.
+        # Totals let `read_comm` notice if a merge lost a line.
         *map(_total_line, profile.totals()),
         END,
     ]
@@ -146,14 +148,15 @@ def _total_line(total: Total) -> str:
 
 
 def _kind_and_axis(kind: str, axis: str) -> str:
-    # Operations without a known group have no axis; `escape` would write "" as the root module.
+    # An operation whose process group is unknown has an empty axis. Do not escape it, because
+    # `escape` would write "" as the root module.
     return f"{escape(kind)}[{escape(axis) if axis else ''}]"
 
 
 def read_comm(lines: SnapshotLines) -> CommProfile:
     """Read the snapshot of a recording (see Note [Strict reading])."""
     world = read_world(lines)
-    ranks_of = cache(world.read_ranks)  # many rows have the same long list of ranks
+    ranks_of = cache(world.read_ranks)  # many rows share a long list of ranks
     axes, used = {axis.name for axis in world.mesh_axes}, set[str]()
     shows_async = sizes_activations = True
     answers: list[Answer] = []

@@ -37,9 +37,9 @@ class Difference:
 
     explanation: FailureText
     changes: tuple[Change, ...] | tuple[TreeChange, ...] = ()
-    """Empty if the compared facts are equal, or nothing was compared."""
+    """Empty if the compared facts are equal or nothing was compared."""
     text: str = ""
-    """The model-wide change, or why nothing was compared; empty if `changes` say enough."""
+    """The model-wide change, or why nothing was compared; empty if `changes` need no summary."""
 
 
 def explain_profiles(
@@ -65,7 +65,7 @@ def explain_profiles(
 
 
 def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
-    """Return only the first line of `explain_profiles`, from which ranks recognize a failure."""
+    """Return only the first line of `explain_profiles`, which is the same on all ranks."""
     old, new = sides
     compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
     head = FailureText(head=f"{compared} differs from {where}", compared=compared, snapshot=where)
@@ -73,12 +73,12 @@ def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
 
 
 def kind_of(profile: Profile) -> Literal["comm", "tree"]:
-    """Return the kind that the first line of a snapshot names."""
+    """Return the kind of a snapshot, as its first line names it."""
     return "comm" if isinstance(profile, CommProfile) else "tree"
 
 
 def headline_of_values(differences: Mapping[str, Difference]) -> str:
-    """Join the most important change and the reasons why values were not compared in one line."""
+    """Return one line: the most important change, and why any values were not compared."""
     # Changes that break training come first, then model-wide changes.
     for diff in sorted(differences.values(), key=lambda diff: not diff.text):
         if diff.explanation.training:
@@ -95,7 +95,7 @@ def headline_of_values(differences: Mapping[str, Difference]) -> str:
 
 
 def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
-    """Compare the first pair of trees among the compared values; return None without one."""
+    """Compare the first pair of trees among the compared values; return None if there is none."""
     for old, new in pairs:
         match old, new:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
@@ -104,7 +104,7 @@ def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
 
 
 def _within_scope(explanation: FailureText, was: Profile, now: Profile) -> FailureText:
-    """Add to the first line: another version of torch, or sizes that are not compared."""
+    """Mention in the first line that torch versions differ, or that sizes are not compared."""
     if kind_of(was) != kind_of(now):
         return explanation
     if isinstance(was, CommProfile) and isinstance(now, CommProfile):
@@ -187,7 +187,7 @@ def _trainable(units: set[str], parameters: Mapping[str, ParameterFacts]) -> Ite
 
 
 def _unit_around(name: str, unit_of: Mapping[str, str]) -> str | None:
-    """Return the unit of the nearest module around a parameter; None if there is none."""
+    """Return the innermost unit that contains a parameter; None if there is none."""
     while name and name not in unit_of:
         name = name.rpartition(".")[0]
     return unit_of.get(name)

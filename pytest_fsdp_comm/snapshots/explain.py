@@ -40,12 +40,12 @@ from pytest_fsdp_comm.snapshots.failed_comparison import (
 from pytest_fsdp_comm.snapshots.unused import describe_neighbour
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
-# Options that change the recording, so the command that accepts it repeats them.
+# Options that affect the recording, so the accept command has to repeat them.
 _OPTIONS: Final = ("--world-size", "--comm-backend")
 
 
 def explain_comparison(left: object, right: object) -> list[str] | None:
-    """Explain a failed assertion; return None if it passed or has no ``comm_snapshot``."""
+    """Explain a failed assertion; return None if it passed or does not use ``comm_snapshot``."""
     assertion = right if isinstance(right, CommSnapshot) else left
     if not isinstance(assertion, CommSnapshot):
         return None
@@ -79,7 +79,7 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
             summaries=summary_lines(texts.values()),
             sent=tuple(change for text in texts.values() for change in text.sent),
             cost=tuple(line for text in texts.values() for line in text.cost),
-            # If there is no snapshot yet, the lines contain the command.
+            # If there is no snapshot yet, the explanation already contains the command.
             accept="" if any(line.startswith(RECORD) for line in everything) else accept,
             test=_quoted_id(item),
         ),
@@ -89,8 +89,9 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
 
 def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:
     """Explain a failed comparison whose assertion pytest did not rewrite."""
-    # pytest rewrites only test modules and registered modules, nothing with --assert=plain, and
-    # does not see a comparison stored in a variable. An error with a message has another reason.
+    # pytest rewrites only test modules and registered modules, and none with --assert=plain. It
+    # also cannot explain a comparison whose result was first stored in a variable. An error with
+    # any other message is not about a comparison.
     bare = {"", "assert False", "False is not true"}
     if not isinstance(error, AssertionError) or str(error) not in bare:
         return
@@ -100,7 +101,7 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
 
 
 def fail_unasserted(item: pytest.Item) -> None:
-    """Fail a test that ignored a failed comparison, with the text of a failed assertion."""
+    """Fail a test that ignored a failed comparison, with the same text as a failed assertion."""
     assertion = item.stash[UNEXPLAINED]
     lines = explain_comparison(None, assertion) or []
     at = f"  compared at {assertion.compared_at}, where the test ignored the result: assert it"
@@ -111,7 +112,7 @@ def fail_unasserted(item: pytest.Item) -> None:
 def explain_result(
     assertion: CommSnapshot, name: str, result: AssertionResult
 ) -> tuple[FailureText, str, str]:
-    """Return the explanation of one value, the command that accepts it, and the headline."""
+    """Return a value's explanation, the command that accepts its change, and its headline."""
     difference = _explain(assertion, {name: result})[name]
     explanation = difference.explanation
     headline = "\n".join(explanation.summaries) or headline_of_values({name: difference})
@@ -121,7 +122,7 @@ def explain_result(
 def _explain(
     assertion: CommSnapshot, results: Mapping[str, AssertionResult]
 ) -> dict[str, Difference]:
-    """Return the differences of these values of the last comparison, by name."""
+    """Explain these results of the last comparison; all mappings are keyed by the value's name."""
     root = assertion.test_location.item.config.rootpath
     differences = {}
     for name, result in results.items():
@@ -132,7 +133,7 @@ def _explain(
             text = describe_problem(result.exception, where=where)
             differences[name] = Difference(explanation=explanation, text=text)
         elif result.recalled_data is None:
-            # Probably the test was renamed, or was recorded for another world size.
+            # The test was probably renamed, or its snapshot is for a different world size.
             neighbour = assertion.explains and describe_neighbour(
                 assertion.test_location.item,
                 Path(result.snapshot_location),
@@ -152,11 +153,11 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Explain a value of the last comparison once; ranks that explain nothing get a first line."""
+    """Explain a value once per comparison; ranks that do not explain only get the first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:
-        # Trees compared together with a recording help to explain it.
+        # Trees that were compared together with a recording help explain its changes.
         pairs = [
             pair for _, result in assertion.last_results for pair in _compared_profiles(result)
         ]
@@ -167,7 +168,7 @@ def _difference(
 
 
 def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
-    """Yield the diffs of the files, each below its name and path if there are several."""
+    """Yield the diff of each file; if there are several, below the value's name and the path."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
         if _compared_profiles(result):
@@ -180,10 +181,10 @@ def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult])
 
 
 def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str:
-    """Return the command that accepts failed comparisons; empty if an update would fail."""
+    """Return the command that accepts the failed comparisons; empty if an update would fail."""
     if any(result.exception is not None for result in failed):
         return ""
-    # An update refuses to replace a recording that has more ranks, so remove such files first.
+    # An update refuses to replace a recording that has more ranks, so the command first removes it.
     wider = [
         shlex.quote(show_path(Path(result.snapshot_location), item.config.rootpath))
         for result in failed
@@ -191,7 +192,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
         if has_further_ranks(old, new)
     ]
     options = {name: item.config.getoption(name) for name in _OPTIONS}
-    # Without the fake backend, the update records all ranks, so the file need not be removed.
+    # Without --comm-backend=fake, the update records all ranks, so it can replace the file.
     if wider and options["--comm-backend"] == "fake":
         wider, options["--comm-backend"] = [], None
     remove = f"rm {' '.join(wider)} && " if wider else ""
@@ -200,7 +201,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
 
 
 def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
-    """Return the profiles of snapshot and recording as one pair; empty if nothing was compared."""
+    """Return one pair, the profiles of snapshot and recording; empty if nothing was compared."""
     old, new = result.recalled_data, result.asserted_data
     if result.exception is not None or old is None or new is None:
         return []
@@ -208,11 +209,11 @@ def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]
 
 
 def describe_problem(error: BaseException, *, where: str) -> str:
-    """Shorten an error for the headline; `where` is the file's path in the error's text."""
+    """Shorten an error for the headline; `where` is the file's path as the error prints it."""
     lines = str(error).splitlines() or [type(error).__name__]
     if isinstance(error, SnapshotFormatError):
         return f"snapshot {lines[0].removeprefix(where).lstrip(', ').partition('; expected')[0]}"
-    # Line 1 lists the first gap; line 0 is the same for all gaps of its kind.
+    # Use line 1, which has the first gap: line 0 is the same for all gaps of a kind.
     return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
 
 
@@ -222,6 +223,6 @@ def _quoted_id(item: pytest.Item) -> str:
     module = f"./{module}" if module[0] in "-@" else module
     _, separator, names = item.nodeid.partition("::")
     name = f"{module}{separator}{names}"
-    # Double quotes need no escapes for brackets, which the ids of most parametrized tests have.
+    # Double quotes are enough for brackets, which occur in the ids of most parametrized tests.
     is_plain = name.isprintable() and not re.search(r'["$`\\!]', name)
     return f'"{name}"' if is_plain else shell_word(name)

@@ -50,14 +50,14 @@ from pytest_fsdp_comm.tree.profile import merge, tree_facts
 if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.differences import Difference
 
-# Sends a rank's text to all ranks of the test, and returns the texts of all ranks, in order.
+# Sends this rank's string to all ranks of the test, and returns the strings of all ranks in order.
 Gather: TypeAlias = Callable[[str], list[str]]
 
 UNWRITTEN: Final = pytest.StashKey["dict[str, AssertionResult]"]()
-"""Stash key of a test: by file, the results that an update writes once the test has passed."""
+"""Stash key of the results that an update writes once the test has passed, by file."""
 
 BOUND: Final = pytest.StashKey["CommSnapshot"]()
-"""Stash key of a test: its ``comm_snapshot``, from the fixture's set-up to the end of the test."""
+"""Stash key of a test's ``comm_snapshot``, from the fixture's setup to the end of the test."""
 
 UNUSED: Final = (
     "comm_snapshot was requested but never compared, so this test passes whatever is sent:\n"
@@ -68,10 +68,10 @@ UNUSED: Final = (
     "comm_snapshot(allow_unused=True)"
 )
 
-# Replaces the path in errors about a text that is not yet in a file.
+# Replaces the path in errors about a snapshot that has not been written to a file yet.
 _RECORDING: Final = "the recording"
 
-# The first and the last line of an error about gaps, by kind; a list of the gaps goes between.
+# By kind of gap: the first and last lines of the error. The list of gaps goes in between.
 _REFUSED: Final = {
     "unseen": (
         "comm_mode could not record everything that was sent, so nothing was compared or written:\n"
@@ -90,7 +90,7 @@ _REFUSED: Final = {
         "do not change what is sent, use comm_snapshot(allow_value_dependent=True)"
     ),
 }
-# The whole text has at most 8 lines: pytest truncates longer ones.
+# Limits the error to 8 lines, because pytest truncates longer messages.
 _MAX_GAPS: Final = 4
 
 
@@ -99,22 +99,22 @@ class _Comparison:
     """The value of one comparison, and the options that ``comm_snapshot(...)`` sets for it."""
 
     name: str = ""
-    """The ``name`` argument, a part of the file's name; empty without it."""
+    """The ``name`` argument, which becomes part of the file's name; empty if not passed."""
     allowed: frozenset[str] = frozenset()
-    """Kinds of gaps to accept; ``empty`` accepts an empty recording or an unsharded tree."""
+    """Kinds of gaps to accept, and ``empty`` to accept an empty recording or unsharded tree."""
     activation_nbytes: bool = True
     value: object = None
     location: str = ""
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
-    """Store each assertion in its own file; `bind_extension` passes the test's settings."""
+    """Store each assertion in a separate file; `bind_extension` creates it for a test."""
 
     _write_mode = WriteMode.TEXT
     file_extension = SUFFIX.removeprefix(".")
 
     def __init__(self, item: pytest.Item, gather: Gather | None) -> None:
-        """Read a test's settings; `gather` is None for a test in one process."""
+        """Read a test's settings; `gather` is None for a test that runs in one process."""
         super().__init__()
         settings = item.stash.get(SETTINGS, None)
         self._ranks: tuple[int, ...] = settings.ranks if settings else ()
@@ -123,11 +123,12 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         self._updates = bool(item.config.option.update_snapshots)
         self._options = item.config.stash[OPTIONS]
         self._rootdir = item.config.rootpath
-        # Text by file: an update must not overwrite a file that the same test has just updated.
+        # The text for each file. If two comparisons in a test use the same file, they must have
+        # equal texts; otherwise, an update would write only one of them.
         self._updated: dict[str, str] = {}
 
     def serialize(self, data: _Comparison, **_: Any) -> SnapshotText:
-        """Merge all ranks' values into one text; raise if they are empty or incomplete."""
+        """Merge all ranks' values into one snapshot; raise if they are empty or incomplete."""
         profile = self._profile(data)
         if isinstance(profile, CommProfile):
             check_completeness(profile, allowed=data.allowed)
@@ -136,7 +137,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         try:
             text = SnapshotText.of(profile, where=_RECORDING)
             if self._updates:
-                # Raise now if a later run could not read the file.
+                # Parse the text, to raise now if a later run could not read the file.
                 profile = SnapshotText(str(text), where=_RECORDING).profile
         except SnapshotFormatError as problem:
             raise FsdpCommError(
@@ -191,16 +192,16 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return isinstance(profile, CommProfile) and bool(profile.collectives)
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
-        """Return whether the compared facts are equal; in an update, whether the texts are."""
+        """Return whether the compared facts match; an update of all ranks compares the texts."""
         old: SnapshotText = snapshot_data
         if body(serialized_data) == body(old):
             return True
-        # Parse the file first: this raises if it is broken, so it is not overwritten.
+        # Parse the file first, so that a broken file raises and is not overwritten.
         reviewed = old.profile
         is_partial = len(self._ranks) not in {0, self._world_size}
         if self._updates and not is_partial:
             return False
-        # A replayed assertion passes plain text (see Note [Replay]).
+        # A replayed assertion passes a plain str (see Note [Replay]).
         new = serialized_data
         if not isinstance(new, SnapshotText):
             new = SnapshotText(new, where=_RECORDING)
@@ -219,7 +220,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
     ) -> SnapshotText | None:
-        """Read a file; an update, too, raises if it is broken, and does not overwrite it."""
+        """Read a file, or raise if it is broken, so that not even an update overwrites it."""
         del snapshot_name, session_id
         path = Path(snapshot_location)
         return read_snapshot(path, where=self._relative(snapshot_location))
@@ -246,25 +247,25 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     @classmethod
     def get_snapshot_name(cls, *, test_location: PyTestLocation, index: Any = 0) -> str:
-        """Return a name that begins with the test's, by which syrupy assigns it to the test."""
+        """Return a name that begins with the test's name, so that syrupy assigns it to the test."""
         file = cls.get_file_basename(test_location=test_location, index=index)
         return f"{test_location.snapshot_name}[{file}]"
 
     @classmethod
     def matches_test_location(cls, **_: Any) -> bool:
-        """Return True, as syrupy's check does not know these file names."""
+        """Return True, because syrupy's check does not understand these file names."""
         return True
 
     def discover_snapshots(self, **_: Any) -> SnapshotCollections:
-        """Return no snapshots: the module `unused` finds unused ones, so syrupy must not."""
+        """Return none: the module `unused` reports unused files, which syrupy would delete."""
         return SnapshotCollections()
 
     def keep_artifacts(self, location: str, *, received: str | None, expected: str | None) -> None:
-        """Save the texts of a comparison for ``--comm-artifacts``; None deletes the text's file."""
+        """Save both sides of a comparison for ``--comm-artifacts``; None deletes a side's file."""
         if (directory := self._options.artifacts_dir) is None:
             return
         try:
-            # In this order, so that a received file always has its complete expected file.
+            # Write in this order, so that a received file always has its complete expected file.
             for side, text in ((EXPECTED, expected), (RECEIVED, received)):
                 path = directory / side / Path(location).relative_to(self._options.snapshot_dir)
                 if text is None:
@@ -273,7 +274,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     write_atomically(path, text)
         except OSError as problem:
-            # The failure is reported anyway.
+            # Only warn, since the failed comparison is reported anyway.
             warnings.warn(
                 f"--comm-artifacts: cannot write the recording ({problem}), so `fsdp-comm accept` "
                 "cannot accept it",
@@ -282,12 +283,12 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             )
 
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
-        """Yield the diff of two texts without their first lines, which are not compared."""
+        """Yield the diff of two snapshots without their first lines, which are not compared."""
         yield from super().diff_lines(body(serialized_data), body(snapshot_data))
 
 
 def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = frozenset()) -> None:
-    """Raise IncompleteRecordingError for a profile with gaps of kinds that are not allowed."""
+    """Raise IncompleteRecordingError if a profile has a gap of a kind that is not allowed."""
     for kind, text in _REFUSED.items():
         gaps = [gap for gap in profile.gaps if gap.kind == kind]
         if not gaps or kind in allowed:
@@ -302,13 +303,13 @@ def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = froz
 
 
 def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:
-    """Return a factory of extensions for a test; without `gather`, for a test in one process."""
-    # syrupy expects a class, but only calls it without arguments.
+    """Return a factory for a test's extension; omit `gather` if the test runs in one process."""
+    # syrupy's annotation asks for a class, but it only calls it, without arguments.
     return cast("type[CommSnapshotExtension]", partial(CommSnapshotExtension, item, gather))
 
 
 class CommSnapshot(SnapshotAssertion):
-    """syrupy's assertion, extended by options, and by comparisons of dicts."""
+    """syrupy's assertion with more options, which can also compare the values of a dict."""
 
     def __post_init__(self) -> None:
         self.last_results: tuple[tuple[str, AssertionResult], ...] = ()
@@ -336,20 +337,20 @@ class CommSnapshot(SnapshotAssertion):
         activation_nbytes: bool = True,
         **changes: Any,
     ) -> Self:
-        """Set options of the next comparison.
+        """Set options for the next comparison.
 
         Args:
             allow_empty: Accept a recording without collectives, or a tree without units and
                 DTensors.
-            allow_value_dependent: Accept a recording with the fake group although the recorded
+            allow_value_dependent: Accept a recording made with the fake group even if the recorded
                 code reads values of tensors, which may be wrong there.
             allow_idle_model: Accept a recording of ``comm_mode(model)`` in which no module of the
                 model ran, but another model sent something.
-            allow_unseen: Accept a recording that misses a part of the communication.
+            allow_unseen: Accept a recording in which a part of the communication is missing.
             allow_unused: Accept a test that compares nothing.
             activation_nbytes: Whether to compare the sizes of activations. If False, the snapshot
                 has a line that says so; count, kind, axis and dtype are still compared.
-            changes: Arguments of syrupy's ``snapshot``; ``name`` names a separate file.
+            changes: Arguments of syrupy's ``snapshot``; ``name`` selects a separate file.
         """
         __tracebackhide__ = True
         allowed = {
@@ -375,12 +376,13 @@ class CommSnapshot(SnapshotAssertion):
 
     @property
     def index(self) -> str | int:
-        """The part of the file's name that is unique among the test's files (see `basename`)."""
-        # Constant during a comparison; syrupy's index counts values, not comparisons.
+        """The part of the file's name that distinguishes the test's files (see `basename`)."""
+        # Unlike syrupy's index, this stays constant while a value is being compared, and it counts
+        # comparisons instead of values.
         return self._index
 
     def __eq__(self, other: object) -> bool:
-        """Compare one value, or every value of a dict, even if the first one differs.
+        """Compare one value, or all values of a dict; do not stop at the first difference.
 
         ``{"comm": comm_mode, "tree": fsdp_tree(model)}`` uses the same files as
         ``comm_mode == comm_snapshot`` and ``fsdp_tree(model) == comm_snapshot(name="tree")``.
@@ -392,7 +394,7 @@ class CommSnapshot(SnapshotAssertion):
                 "atexit handler or another test?), too late to fail the test: compare it in the "
                 "test, or in one of its fixtures"
             )
-        # `serialize` raises for an empty dict, and for keys that cannot be names.
+        # Pass on an empty dict and a dict with keys that cannot be names: `serialize` raises.
         values: Mapping[str, object] = {"": other}
         if isinstance(other, Mapping) and all(
             isinstance(key, str) and key and PART not in key for key in other
@@ -410,7 +412,7 @@ class CommSnapshot(SnapshotAssertion):
             is_same = all(result.success for _, result in self.last_results)
             if not is_same and UNEXPLAINED not in item.stash:
                 self.compared_at = find_call_site()
-                # A copy, as the next comparison replaces the results.
+                # Store a copy, because the next comparison replaces the results.
                 item.stash[UNEXPLAINED] = copy.copy(self)
             return is_same
         finally:
@@ -427,7 +429,7 @@ class CommSnapshot(SnapshotAssertion):
 
     def _compare(self, key: str, value: object) -> AssertionResult:
         first = self._changes.name or (str(self._comparisons) if self._comparisons else "")
-        # The value "comm" of a dict has the same file as a single value.
+        # The value "comm" of a dict uses the same file as a single value.
         self._index = PART.join(filter(None, (first, "" if key == "comm" else key))) or 0
         location = self.extension.get_location(test_location=self.test_location, index=self._index)
         super().__eq__(replace(self._changes, value=value, location=location))
@@ -436,19 +438,19 @@ class CommSnapshot(SnapshotAssertion):
         result = self.executions[self.num_executions - 1]
         note_update(item, result)
         if result.success:
-            # Otherwise, `fsdp-comm accept` would accept the text of an earlier, failed run.
+            # Delete what an earlier, failed run saved; otherwise, `fsdp-comm accept` would use it.
             self.extension.keep_artifacts(location, received=None, expected=None)
         return result
 
     def __repr__(self) -> str:
-        """Name the test only: pytest prints this in every failure."""
+        """Return only the test's name, since pytest prints this in every failure."""
         return f"<CommSnapshot of {self.test_location.testname}>"
 
     __hash__ = None  # type: ignore[assignment]  # as in syrupy: a comparison has side effects
 
 
 def note_update(item: pytest.Item, result: AssertionResult) -> None:
-    """Store a result that an update writes once the test has passed."""
+    """If an update changes the file, store the result, to write it once the test has passed."""
     if result.created or result.updated:
         item.stash.setdefault(UNWRITTEN, {})[result.snapshot_location] = result
 
@@ -470,7 +472,7 @@ def bind_snapshot(
 
 
 def end_comparisons(item: pytest.Item) -> bool:
-    """End a test's comparisons; return whether to fail it, as it compared nothing."""
+    """End a test's comparisons; return whether to fail the test because it compared nothing."""
     snapshot = item.stash.get(BOUND, None)
     if snapshot is None:
         return False

@@ -1,4 +1,4 @@
-"""Add headline, snapshot files and cost of a failed comparison to pytest's report."""
+"""Add the headline, snapshot files and cost of a failed comparison to pytest's report."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedComparison:
-    """A test's last failed comparison with an explanation."""
+    """A test's last failed comparison that was explained."""
 
     first_line: str
-    """The first line of the explanation, which identifies the report of the failure."""
+    """The first line of the explanation; pytest's report of the failure contains it."""
     comparisons: Comparisons
     """The differences; `files` stays empty until the test ends."""
     below: str
@@ -33,24 +33,25 @@ class FailedComparison:
 
 FAILED_COMPARISON: Final = pytest.StashKey[FailedComparison]()
 UNEXPLAINED: Final = pytest.StashKey[Any]()
-"""Stash key of a test: its first failed assertion, until a failed assertion is explained."""
+"""Stash key of a test's first failed assertion; removed once a failed assertion is explained."""
 COMPARED: Final = pytest.StashKey[dict[str, None]]()
-"""Stash key of a test with ``comm_snapshot``: the files that it compared, relative to pytest's
-root directory."""
+"""Stash key of the files that a test has compared with ``comm_snapshot``, relative to pytest's root
+directory."""
 
-# The following are attributes of reports, which pytest sends along from ranks and xdist workers.
+# The following are attributes of test reports, so ranks and xdist workers send them along.
 # The headline of a failed comparison, if it is the crash message.
 _HEADLINE: Final = "comm_headline"
 # The first line of a failed comparison, which is identical on all ranks.
 DIFFERS: Final = "comm_differs"
-# Whether this rank explains the failed comparison; only one does.
+# Whether this rank explains the failed comparison; only one rank does.
 EXPLAINS: Final = "comm_explains"
-# ``path:line`` in a hung test: where the rank is that others wait for, or else a waiting rank.
+# For a hung test, ``path:line`` of the rank that others are waiting for, or else of a waiting rank.
 HANGS_AT: Final = "comm_hangs_at"
 # The test's `Comparisons` as JSON.
 _COMPARISONS: Final = "comm_comparisons"
 
-# The first lines of a hang report: that the test hangs, who waits for whom, and where.
+# Number of lines of a hang report that say that the test hangs, which rank is waiting for which,
+# and where.
 _HANG_LINES: Final = 4
 # Print at most this many names of tests that have the same change.
 _MOST_TESTS: Final = 10
@@ -86,7 +87,7 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
         # `fail_unasserted` failed the test, without a traceback.
         vars(report)[DIFFERS] = failed.first_line
         return
-    # A message that the user wrote stays first. pytest usually omits "AssertionError: ".
+    # Keep a message that the user wrote first. pytest usually omits "AssertionError: ".
     leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(
         "assert "
     )
@@ -116,15 +117,15 @@ def _add_comparisons(
         *(("comm_change", line) for line in comparisons.summaries if line != comparisons.headline),
         *(("comm_cost", line) for line in comparisons.cost),
     ]
-    # JUnit XML reads the report of the teardown, which pytest creates from the item. If a test runs
-    # again, its item still has the properties of the previous run.
+    # JUnit XML reads the properties of the teardown's report, which pytest copies from the item, so
+    # set them on the item. If a test is rerun, its item still has those of the previous run.
     user_properties = [pair for pair in item.user_properties if pair[0] not in _PROPERTIES]
     item.user_properties[:] = [*user_properties, *properties]
     report.user_properties = list(item.user_properties)
 
 
 def comparisons_of(report: object) -> Comparisons | None:
-    """Return the comparisons of a report's test; None without any, or outside the call phase."""
+    """Return the comparisons that a report contains; only reports of the call phase have any."""
     data = getattr(report, _COMPARISONS, None)
     if data is None:
         return None
@@ -139,7 +140,7 @@ def has_headline(report: object) -> bool:
 
 
 def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
-    """Print each change that failed several tests once, with one command that accepts it."""
+    """Print, only once, each change that made several tests fail, and a command to accept it."""
     failed = {report.nodeid: comparisons_of(report) for report in reporter.stats.get("failed", ())}
     differing = {nodeid: tests for nodeid, tests in failed.items() if tests and tests.headline}
     if not differing:

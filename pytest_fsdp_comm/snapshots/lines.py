@@ -24,14 +24,15 @@ from pytest_fsdp_comm.text.fqn import (
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, read_ranks, write_ranks
 
 # Note [Strict reading]: a reader parses a file with few checks, writes the result again, and
-# compares the lines. So it accepts exactly the texts that the writer writes: no two texts have the
-# same meaning, and an error names the first line that differs. Only line 1 may end with any text.
+# compares the lines with the file. So it accepts exactly what the writer writes: no two files have
+# the same meaning, and an error names the first line that differs. Only line 1 may end with
+# arbitrary text.
 
 FORMAT_VERSION: Final = 2
 """Increase it if older readers would misread a new snapshot."""
 
 MAX_BYTES: Final = 4 << 20
-"""The largest snapshot file: eight times the limit of GitHub's diff of one file."""
+"""Size limit of a snapshot: eight times GitHub's limit for the diff of one file."""
 MAX_WORLD_SIZE: Final = 131_072
 """Equal to `pytest_fsdp_comm.options.MAX_SIMULATED`."""
 
@@ -47,7 +48,7 @@ REMEDY: Final = (
     "Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
     "again with --snapshot-update"
 )
-# If two lines share a longer beginning, an error prints only the last half of this many characters.
+# If two lines begin with more equal characters than this, an error prints only half as many.
 _MAX_COMMON: Final = 60
 
 _HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|(.*))?")
@@ -64,12 +65,12 @@ def header(kind: str, *, torch_version: str, backend: str) -> str:
 
 
 def line_error(where: str, number: int, problem: str, expected: str) -> SnapshotFormatError:
-    """Return the error about a line of a file, with the remedy."""
+    """Return an error about one line of a file, which also says what to do."""
     return SnapshotFormatError(f"{where}, line {number}: {problem}; expected {expected}. {REMEDY}")
 
 
 def too_large(where: str, nbytes: int) -> SnapshotFormatError:
-    """Return the error about a file that is larger than any snapshot."""
+    """Return an error about a file that is too large to be a snapshot."""
     expected = f"a snapshot of at most {MAX_BYTES} bytes"
     return line_error(where, 1, f"the file has {nbytes} bytes", expected)
 
@@ -78,10 +79,10 @@ class SnapshotLines:
     """The lines of one snapshot, and errors about them."""
 
     def __init__(self, text: str, *, where: str) -> None:
-        """Check a file's size, its first and last line, and that it has no merge conflict."""
+        """Check a file's size, its first and last lines, and that it has no merge conflict."""
         self.where = where
         self.before = 0
-        """Number of lines of the file above these."""
+        """Number of lines that precede these in the file."""
         if not text.strip():
             raise self.error(1, "the file is empty", "a snapshot")
         if len(text) > MAX_BYTES:
@@ -101,7 +102,7 @@ class SnapshotLines:
         self.lines: list[str] = text.split("\n")
         """All lines up to `END`; errors number them from 1."""
         self.torch_version = ""
-        """The ``torch.__version__`` that recorded it; empty if the first line does not name it."""
+        """The torch version that recorded the snapshot; empty if the first line has none."""
         self.kind = self._read_first(self.lines[0])
         if self.lines[-2:] != [END, ""]:
             last = len(self.lines) - (self.lines[-1] == "" and len(self.lines) > 1)
@@ -129,7 +130,7 @@ class SnapshotLines:
         return self.lines[number - 1] if number <= len(self.lines) else ""
 
     def section(self, first: int, last: int) -> SnapshotLines:
-        """Return indented lines and the line above them, without indents, as a snapshot."""
+        """Return the lines `first` to `last`, without indents, and the line above as a snapshot."""
         section = copy(self)
         section.lines = [line.removeprefix(INDENT) for line in self.lines[first - 2 : last]]
         section.before = self.before + first - 2
@@ -137,7 +138,7 @@ class SnapshotLines:
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Turn a ValueError ``[<problem>: ]expected <text>`` into a SnapshotFormatError."""
+        """Turn a ValueError with ``[<problem>: ]expected <text>`` into a SnapshotFormatError."""
         try:
             yield
         except ValueError as error:
@@ -152,7 +153,7 @@ class SnapshotLines:
         return line_error(self.where, self.before + number, problem, expected)
 
     def check(self, written: Sequence[str]) -> None:
-        """Raise if any line but the first differs from the written one."""
+        """Raise if any line but the first differs from what the writer writes."""
         if self.lines[1:] == [*written]:
             return
         pairs = enumerate(zip_longest(self.lines[1:], written, fillvalue=""), start=2)
@@ -176,16 +177,16 @@ class World:
     """The recorded ranks, ascending; empty for all ranks."""
     mesh_axes: tuple[MeshAxis, ...]
     end: int
-    """Number of the first line that follows."""
+    """Number of the first line after these."""
 
     def read_ranks(self, text: str) -> tuple[int, ...]:
-        """Read a list of recorded ranks; text and result are empty for all of them."""
+        """Parse a list of ranks; both `text` and the result are empty for all recorded ranks."""
         ranks = read_ranks(text, self.size) if text else ()
         return ranks_or_empty_if_all(ranks, len(self.ranks) or self.size)
 
 
 def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis]) -> list[str]:
-    """Write the first lines, from values as in `World`."""
+    """Return the lines below the header; the arguments have the meaning of `World`'s fields."""
     return [
         f"{_WORLD_SIZE}{world_size}",
         *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
@@ -194,7 +195,7 @@ def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis])
 
 
 def read_world(lines: SnapshotLines) -> World:
-    """Read the first lines (see Note [Strict reading])."""
+    """Read the lines that `world_lines` writes (see Note [Strict reading])."""
     text = lines.line(2).removeprefix(_WORLD_SIZE)
     size = int(text) if re.fullmatch(NUMBER, text) else 0
     with lines.at(2):
@@ -235,12 +236,12 @@ def _read_axis(text: str, world_size: int) -> tuple[MeshAxis, ...]:
 
 
 def with_ranks(content: str, ranks: str) -> str:
-    """Append a written list of ranks to a line's content; the list is empty for all ranks."""
+    """Append the list of ranks to a line's content, unless it is empty, which means all ranks."""
     return f"{content} {RANKS}{ranks}" if ranks else content
 
 
 def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Write a line for each content and pattern of names, in natural order, None as a name last."""
+    """Return one line per content and name pattern, in natural order; the name None comes last."""
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):

@@ -11,9 +11,10 @@ from typing import Final
 SUFFIX: Final = ".comm"
 
 PART: Final = "\x1f"
-"""Joins the parts of an assertion's name, which cannot contain this unit separator."""
+"""The ASCII unit separator, which joins the parts of an assertion's name; no part contains it."""
 
-# File systems allow 255 bytes for a name. Variant, suffix and temporary names need some of them.
+# File systems limit a name to 255 bytes. These limits leave room for variant, suffix and the longer
+# names of temporary files.
 _MAX_TEST: Final = 140
 _MAX_INDEX: Final = 60
 _DIGEST: Final = 16
@@ -24,7 +25,7 @@ ABOVE: Final = "%2E%2E"
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
-    """Return ``<test>.<variant>[.<index>]``; `PART` separates parts of the index, 0 is omitted."""
+    """Return ``<test>.<variant>[.<index>]``; `PART` separates the index's parts; 0 is omitted."""
     name = f"{written_test(test_name)}.{variant}"
     label = str(index) if index != 0 else ""
     if not label:
@@ -34,27 +35,27 @@ def basename(test_name: str, variant: str, index: str | int) -> str:
 
 def written_test(test_name: str) -> str:
     """Return the part of a file name that names the test, without the variant."""
-    # Dots separate the parts of a file name: escape those of parameters, not those of classes.
+    # Dots separate the parts of a file name: keep those after classes, escape those in parameters.
     head, bracket, params = test_name.partition("[")
     written = ".".join(map(_escape, head.split("."))) + _escape(bracket + params)
     return _bounded(written, _MAX_TEST)
 
 
 def read_basename(name: str) -> tuple[str, str] | None:
-    """Split a file name without suffix into `written_test` and variant; None if it has none."""
+    """Split a file's stem into `written_test` and variant; return None if it has no variant."""
     match = _VARIANT.search(name)
     return None if match is None else (name[: match.start()], match[1])
 
 
 def function_of(name: str) -> str:
-    """Return ``TestClass.test_name``, without parameters, of a name from `written_test`."""
+    """Return ``TestClass.test_name``: a name from `written_test` without its parameters."""
     return name.partition("[")[0]
 
 
 def written_module(module: Path, root: Path) -> Path:
     """Return a test module's directory in the snapshot directory; `root` is pytest's root."""
     if not module.is_relative_to(root):
-        # A symlink may lead to the project or its tests. Symlinks below `root` are not resolved.
+        # The project or its tests may be behind a symlink. Do not resolve symlinks below `root`.
         module, root = module.resolve(), root.resolve()
     plain = module.with_suffix("") if module.suffix == ".py" else module
     parts = Path(os.path.relpath(plain, root)).parts
@@ -62,7 +63,7 @@ def written_module(module: Path, root: Path) -> Path:
 
 
 def named_module(directory: Path, root: Path) -> Path:
-    """Return the test module of a directory from `written_module`."""
+    """Return the test module whose `written_module` is this directory."""
     parts = (os.pardir if part == ABOVE else part for part in directory.parts)
     path = Path(os.path.normpath(root.joinpath(*parts)))
     # A test file that is not Python, such as a notebook, keeps its suffix in the directory's name.

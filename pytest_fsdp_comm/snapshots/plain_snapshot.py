@@ -10,10 +10,10 @@ from syrupy.assertion import SnapshotAssertion
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# Search containers to this depth only, as they may contain themselves.
+# Search containers only to this depth, because they may contain themselves.
 _DEPTH: Final = 4
 
-# Refused classes, and how a test writes a value of each.
+# Refused classes, each with the expression that tests use for its values.
 _REFUSED: Final = {
     "pytest_fsdp_comm.recording.comm_mode.CommMode": "comm_mode",
     "pytest_fsdp_comm.tree.model.ShardTree": "fsdp_tree(model)",
@@ -22,10 +22,10 @@ _REFUSED: Final = {
 
 
 def refuse_recordings(config: pytest.Config) -> None:
-    """Make comparisons of this session with a plain ``snapshot`` raise for recordings and trees."""
-    # syrupy would write one line for a recording, and for a tree all fields of one rank, torch's
-    # version included. Users may override or wrap its fixture and use any extension, so patch the
-    # one method that compares for all of them.
+    """Make a plain ``snapshot`` raise if this session compares it with a recording or tree."""
+    # syrupy would write a recording as a single line, and a tree as all fields of one rank,
+    # including the torch version. Users may override or wrap syrupy's fixture and use any
+    # extension, so patch the method that all comparisons call.
     compare = SnapshotAssertion.__eq__
 
     def refuse_or_compare(snapshot: SnapshotAssertion, value: object) -> bool:
@@ -44,7 +44,7 @@ def refuse_recordings(config: pytest.Config) -> None:
 
 
 def _refused_in(value: object, depth: int = _DEPTH) -> str:
-    """Return how a test writes a refused value, also within dicts and lists; else empty."""
+    """Return the name of a refused value, even inside dicts and lists; empty if there is none."""
     # Use type(), since isinstance() runs the code of proxies.
     kind = type(value)
     if name := _REFUSED.get(f"{kind.__module__}.{kind.__qualname__}"):

@@ -1,4 +1,4 @@
-"""Repeat rank 0's snapshot assertions in the pytest process, the only one that writes."""
+"""Repeat rank 0's snapshot assertions in the pytest process, the only process that writes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pytest_fsdp_comm.snapshots.extension import (
 from pytest_fsdp_comm.text.words import show_path
 
 # Note [Replay]: one syrupy session must decide which files to write, count and remove. So the
-# session in a rank is read-only and remembers the extension and index of each assertion. The rank
-# sends the serialized values to the pytest process, which asserts them again on its session.
+# session in a rank is read-only, and only records the extension and index of each assertion. The
+# rank sends the serialized values to the pytest process, which repeats the assertions.
 # Only this module uses private names of syrupy 7.0: ``config._syrupy``,
 # ``SnapshotSession._assertions`` and ``_worker_reports``, and ``SnapshotAssertion._executions``;
 # tests/unit/snapshots/test_replay.py fails if one of them is renamed.
@@ -103,7 +103,7 @@ class RankSnapshots:
                         is_bytes=is_bytes,
                     )
                 )
-        # The rank may run another test next.
+        # Clear both, because the rank may run another test next.
         _get(session, "_assertions").clear()
         self._recalls.clear()
         return RankAssertions(assertions=tuple(assertions), is_unused=end_comparisons(item))
@@ -116,7 +116,7 @@ class RankSnapshots:
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Repeat the lowest rank's assertions; return why they fail, unless the ranks failed."""
+        """Repeat the lowest rank's assertions; return why the test fails, unless a rank failed."""
         # Update only the snapshots of a test that passed on all ranks.
         if not payloads or (item.config.option.update_snapshots and not has_passed):
             return []
@@ -139,13 +139,13 @@ def compared_files(config: pytest.Config) -> list[str]:
 
 
 def end_test(item: pytest.Item, *, has_passed: bool) -> list[str]:
-    """End a test without ranks: write its updates; return why the test fails, if it does."""
+    """Write the updates of a test without ranks; return why the test fails, if it does."""
     problems = settle_updates(item, has_passed=has_passed)
     return [*problems, UNUSED] if end_comparisons(item) and has_passed else problems
 
 
 def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
-    """Write a test's updates if it has passed; return an error for each file that cannot be."""
+    """Write a test's updates if it has passed; return an error for each unwritable file."""
     problems = []
     for location, result in item.stash.get(UNWRITTEN, {}).items():
         if has_passed:
@@ -160,7 +160,7 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
                     f"({error.strerror or error}); an existing file is unchanged. Make the "
                     "directory writable, or set another with the ini option fsdp_comm_snapshot_dir"
                 )
-        # syrupy must not count the file as written.
+        # The file was not written, so syrupy must not count it.
         result.created = result.updated = result.success = False
     item.stash[UNWRITTEN] = {}
     return problems
@@ -169,8 +169,8 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
 def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> None:
     """Keep an update from deleting plain ``snapshot`` files of tests that did not pass."""
     # syrupy 7.0 regards the snapshots of a test that failed early, or never ran, as unused, and
-    # --snapshot-update deletes them. It does not delete those of a skipped test. The session is
-    # that of xdist's controller, or of the only process.
+    # --snapshot-update deletes them. It does not delete those of a skipped test, so mark these
+    # tests as skipped. The session is that of xdist's controller, or of the only process.
     session = _session(config)
     for nodeid in nodeids:
         session.ran_item(nodeid, "skipped")
@@ -190,8 +190,8 @@ def _assert_again(item: pytest.Item, source: RankAssertion) -> str:
         update_snapshots=bool(config.option.update_snapshots),
         update_new_snapshots_only=bool(getattr(config.option, "update_new_snapshots_only", False)),
     )
-    # Patch this instance, not the class: syrupy identifies extensions by class, and batches the
-    # writes to one file by class.
+    # Patch this instance, not the class: syrupy identifies extensions by class, and also batches
+    # the writes to a file by class.
     assertion.extension.serialize = lambda data, **_: data  # type: ignore[method-assign]  # see above
     if isinstance(source.index, str):
         assertion(name=source.index)

@@ -25,7 +25,7 @@ from pytest_fsdp_comm.text.rank_lists import read_ranks, write_ranks
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
 from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, UnitFacts, merge
 
-# The text of a tree:
+# The snapshot of a tree looks like this:
 #
 #     # pytest-fsdp-comm 2 tree | torch 2.13.0, gloo (not compared)
 #     world_size 4
@@ -36,9 +36,10 @@ from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile
 #     total 5 units, 4 parameters
 #     end
 #
-# Siblings with equal content share a line. Bytes follow from shapes, dtypes and policies. If ranks
-# have different trees, each is indented below a line ``ranks 0,2-3``. Otherwise, if only some ranks
-# were recorded, a line below ``world_size`` lists them.
+# Siblings with equal content share a line. Bytes are omitted, because they follow from shapes,
+# dtypes and policies. If ranks have different trees, each tree is indented below a line
+# ``ranks 0,2-3``. Otherwise, if only some ranks were recorded, a line below ``world_size`` lists
+# the recorded ranks.
 
 _Facts = TypeVar("_Facts")
 
@@ -56,7 +57,7 @@ def _read_names(text: str) -> tuple[str, ...]:
 def _read_reshard(text: str) -> bool | int:
     if text in {"true", "false"}:
         return text == "true"
-    # One rank cannot form a group, and 1 would equal True.
+    # Reject 1, which would equal True; resharding to one rank has no meaning anyway.
     if not text.isdecimal() or int(text) <= 1:
         raise ValueError("expected reshard_after_forward=true, =false or =<number of ranks>")
     return int(text)
@@ -66,8 +67,9 @@ _PRECISION: Final[dict[str, Callable[[str], Any] | None]] = {
     **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), unescape),
     "cast_forward_inputs": lambda _: False,
 }
-# How to read each fact of a unit, in the order of writing: ``<word>=<value>`` if it is not the
-# default. None for a flag, which has no value.
+# For each fact of a unit, the function that reads its value, in the order in which snapshots write
+# the facts. A fact is written as ``<word>=<value>`` unless it is the default. None for a flag,
+# which has no value.
 _UNIT_WORDS: Final[dict[str, Callable[[str], Any] | None]] = {
     "group": int,
     "root": None,
@@ -147,13 +149,13 @@ def _read_parameter(content: str) -> ParameterFacts:
 
 
 def format_profile(profile: TreeProfile) -> str:
-    """Write a profile as the text of a snapshot, which `read_tree` reads."""
+    """Return a profile as the text of a snapshot, which `read_tree` can read."""
     first = header("tree", torch_version=profile.torch_version, backend=profile.backend)
     return "\n".join([first, *_lines(profile)]) + "\n"
 
 
 def _lines(profile: TreeProfile) -> list[str]:
-    """Write all lines but the first."""
+    """Return all lines of a snapshot except the first."""
     lines = []
     for ranks, facts in profile.trees.items():
         if not ranks:
@@ -164,14 +166,14 @@ def _lines(profile: TreeProfile) -> list[str]:
 
 
 def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
-    """Write all lines of one tree but the first; `recorded` is empty for a tree below its ranks."""
+    """Return all lines of one tree but the first; leave `recorded` empty below a line of ranks."""
     units = (
         line
         for group, units_of_group in sorted(facts.units.items())
         for line in _folded(units_of_group, partial(_unit_content, group=group))
     )
     parameters = _folded(facts.parameters, _parameter_content)
-    # Totals reveal a line that was lost in a merge.
+    # Totals let `read_tree` notice if a merge lost a line.
     totals = sum(map(len, facts.units.values())), len(facts.parameters)
     return [
         *world_lines(facts.world_size, recorded, facts.mesh_axes),

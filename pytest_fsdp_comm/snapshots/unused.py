@@ -1,4 +1,4 @@
-"""Find snapshot files that no test compared, and suggest them where a snapshot is missing."""
+"""Find snapshot files that no test compared, and suggest them if a test's snapshot is missing."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 # Note [Unused files]: a file is unused if no test compared it, all tests of its module were
-# collected, and either no test has the file's function, or all tests of that function passed, one
-# of them at the file's world size. The files of a deleted module are unused if the module was in a
-# directory that pytest's arguments name. A run that selects or deselects tests, or ends early,
-# reports no unused files. The plugin never deletes a file, and hides its files from syrupy, which
-# would (`discover_snapshots` returns none).
+# collected, and either the file's test function no longer exists, or all tests of that function
+# passed, at least one of them at the file's world size. The files of a deleted module are unused if
+# the module was in a directory that pytest's arguments name. A run that selects or deselects tests,
+# or ends early, reports no unused files. The plugin never deletes a file, and hides its files from
+# syrupy, which would delete them (`discover_snapshots` returns none).
 
 _HEADER: Final = "# pytest-fsdp-comm "
-# Imported by the first comparison. Do not import it before: that takes longer than a short session.
+# The first comparison imports this module. Do not import it earlier: the import takes longer than a
+# short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
 # Stash key of the config: whether the session runs all tests of the modules that it collected.
 _IS_COMPLETE: Final = pytest.StashKey[bool]()
@@ -58,7 +59,7 @@ class UnusedSnapshots:
         self._modules: dict[Path, bool] = {}
         self._num_collected = 0
         # All tests by their module's snapshot directory: function (`names.function_of`), variant
-        # (``ws4``) and node id. None if the session selects tests.
+        # (``ws4``) and node id. None if the session runs only selected tests.
         self._all_tests: dict[str, list[tuple[str, str, str]]] | None = None
         # The selected tests that run on ranks, or request a fixture of this plugin.
         self._selected: set[str] = set()
@@ -106,9 +107,9 @@ class UnusedSnapshots:
                 tests.append((function, snapshot_variant(item), item.nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record which tests passed; in xdist's controller, too."""
+        """Record which tests passed. pytest also calls this in xdist's controller."""
         if report.when == "setup":
-            # The test may run again: then the last run counts.
+            # If the test is rerun, only its last run counts.
             self._called.discard(report.nodeid)
             self._unpassed.discard(report.nodeid)
         # Not `report.failed`: a skipped subtest may be the part that compares.
@@ -121,7 +122,7 @@ class UnusedSnapshots:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Write the updates of a test without ranks if it passed, or fail it."""
+        """After a test without ranks, write its updates if it passed; fail it on problems."""
         report = yield
         # Not in `pytest_runtest_logreport`, which plugins that rerun tests call too late.
         self._phases = [*([] if report.when == "setup" else self._phases), report.passed]
@@ -150,7 +151,7 @@ class UnusedSnapshots:
     def pytest_sessionfinish(
         self, session: pytest.Session, exitstatus: int
     ) -> Generator[None, None, None]:
-        """Find unused files, and fail a session that has passed if there are some."""
+        """Find unused files; if there are any, fail a session that would otherwise pass."""
         if self._options.launched and not self._options.launched.is_leader:
             return (yield)
         passed = self._called - self._unpassed
@@ -166,7 +167,8 @@ class UnusedSnapshots:
             self._config.workeroutput[_OUTPUT] = output
             return (yield)
         for data in self._worker_outputs:
-            # All xdist workers collect the same tests, but each runs only some of them.
+            # All xdist workers collect the same tests, so keep the last worker's list. But each
+            # worker runs only some of the tests, so join the compared files.
             self._all_tests, self._selected = data["all"], {*data["selected"]}
             compared.update(data["compared"])
         has_lost = len(self._worker_outputs) < self._started_workers
@@ -176,11 +178,11 @@ class UnusedSnapshots:
             session.shouldstop or session.shouldfail or has_lost
         )
         option = self._config.option
-        # No test runs with an option such as --setup-plan.
+        # With an option such as --setup-plan, no test runs, so report nothing.
         is_reported = (passed or self._unpassed) and not option.disable_unused_snapshots
         if has_ended and is_reported and self._all_tests is not None:
             self.files = [*self._find(self._all_tests, passed, compared)]
-        # As in syrupy, unused files only fail a run without these options.
+        # As in syrupy, unused files fail the session, unless one of these options is set.
         if self.files and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
@@ -224,7 +226,7 @@ class UnusedSnapshots:
         for path in self.files:
             write(f"  {show_path(path, self._config.rootpath)}")
         paths = [_from(self._config, path) for path in self.files]
-        # git reads brackets, which ids of parametrized tests have, as patterns.
+        # git would read the brackets in ids of parametrized tests as patterns.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
         write(f"To remove them: git {literal}rm {' '.join(map(shell_word, paths))}")
 
@@ -256,8 +258,9 @@ def _from(config: pytest.Config, path: Path) -> str:
 
 
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
-    """Suggest a file instead of the missing one, which would have `text`; empty if none fits."""
-    # It is for another world size, or for a removed test, which was probably renamed.
+    """Suggest an existing file for a missing one that would contain `text`; empty if none fits."""
+    # The suggested file is for a different world size, or for a removed test, which was probably
+    # renamed.
     name, variant = read_basename(missing.stem) or ("", "")
     index = missing.stem.removeprefix(f"{name}.{variant}")
     orphans: list[Path] = []
@@ -270,7 +273,7 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
             return f"there is a snapshot for {ranks}: {show_path(path, item.config.rootpath)}"
         if size == variant and _is_gone(item, path, test):
             orphans.append(path)
-    # Prefer a test of the same name in another module, then a test of the same module.
+    # Prefer a test of the same name in a different module, then a test of the same module.
     orphans.sort(key=lambda path: (path.name != missing.name, path.parent != missing.parent))
     content = text.partition("\n")[2]
     same = [path for path in orphans if _text(path).partition("\n")[2] == content]
@@ -280,13 +283,13 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
     lead = "the snapshot of a removed test is identical:" if same else "was the test renamed?"
     paths = (missing.parent, (same or near)[0], missing)
     directory, old, new = (shell_word(_from(item.config, path)) for path in paths)
-    # git mv does not create directories.
+    # git mv does not create directories, so create a missing one first.
     mkdir = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
     return f"{lead} {mkdir}git mv {old} {new}"
 
 
 def _is_gone(item: pytest.Item, path: Path, name: str) -> bool:
-    """Whether a file's test no longer exists; a guess from the module's text if not collected."""
+    """Whether a file's test no longer exists; guess from the module's text if not collected."""
     directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
     module = named_module(directory, item.config.rootpath)
     if module == item.path and item.config.stash.get(_IS_COMPLETE, False):
