@@ -12,7 +12,7 @@ from pytest_fsdp_comm.comm.questions import Answer
 from pytest_fsdp_comm.text.fqn import NO_MODULE, NaturalKey, expand, fold_fqns, natural_key
 from pytest_fsdp_comm.tree.finding import Findings
 
-# One screen. pytest truncates an explanation at 8 lines, except in CI and with -vv.
+# Fits on one screen. Except in CI and with -vv, pytest truncates an explanation to 8 lines.
 _MAX_LINES: Final = 20
 _MAX_SIZES: Final = 3
 _PHASES: Final = tuple(Phase)
@@ -24,7 +24,7 @@ _Position: TypeAlias = "tuple[bool, NaturalKey]"
 
 
 def explain_answer(operator: str, left: object, right: object) -> list[str]:
-    """List the collectives that each `Answer` of the two sides counts, in at most 20 lines."""
+    """List the collectives that each `Answer` in a comparison counts, in up to 20 lines."""
     answers = [side for side in (left, right) if isinstance(side, Answer)]
     calls = " and ".join(f"{answer!r} is {answer.expression}" for answer in answers)
     lines = [f"{left!r} {operator} {right!r}, where {calls}"]
@@ -45,7 +45,7 @@ def explain_answer(operator: str, left: object, right: object) -> list[str]:
 
 
 def _grouped(events: Sequence[Collective]) -> list[str]:
-    """Write one line for all collectives that differ only in numbers in their owners' names."""
+    """Write one line for all collectives that differ only in the numbers in their owners' names."""
     calls: defaultdict[tuple[Phase, str, str], defaultdict[str | None, list[int]]]
     calls = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -82,15 +82,15 @@ def _patterns(owners: Sequence[str | None]) -> Iterator[tuple[_Position, str]]:
         yield (True, natural_key("")), NO_MODULE
 
 
-# A line of pytest 8.4 to 9.2 on the origin of a value in an assertion: " +  where 1 = f()". More
-# spaces mark the origin of a part of it.
+# pytest 8.4 to 9.2 explains where each asserted value came from: " +  where 1 = f()". Lines with
+# deeper indentation explain a subexpression.
 _ORIGIN: Final = re.compile(r" \+( +)(?:where|and  ) (.*)")
 
 
 def explain_findings(error: AssertionError) -> None:
-    """Add the text of findings to an assertion's message that contains their repr."""
+    """If an assertion's message contains the repr of findings, append their full text."""
     # pytest calls no hook for ``assert not tree.findings``, and shortens each value to one line of
-    # 240 characters. Its lines on the origin of the findings, tree and model, are removed.
+    # 240 characters. Remove pytest's lines that say where the findings, tree and model came from.
     if len(error.args) != 1 or not isinstance(error.args[0], str):
         return
     message: str = error.args[0]
@@ -102,7 +102,7 @@ def explain_findings(error: AssertionError) -> None:
 
 
 def _findings(error: AssertionError) -> Iterator[Findings]:
-    """Yield findings among the failing frame's variables, which include parts of the assertion."""
+    """Yield the findings in the failing frame's variables, where pytest stores asserted values."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -114,7 +114,7 @@ def _findings(error: AssertionError) -> Iterator[Findings]:
 
 
 def _without_origin(message: str, label: str) -> Iterator[str]:
-    """Yield the lines of a message, except those on the origin of a value with this repr."""
+    """Yield a message's lines, except those that say where the value with this repr came from."""
     above = 0
     for line in message.split("\n"):
         origin = _ORIGIN.fullmatch(line)

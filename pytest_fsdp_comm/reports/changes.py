@@ -1,4 +1,4 @@
-"""Write changes of recordings and trees, as a failure text and as a headline."""
+"""Describe the changes of recordings and trees, in a failure text or a headline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def render_comparison(
     steps = comparison.reported
     new_calls = [_new_calls_of(step, comparison) for step in steps]
     sentences = [*map(sentence, steps)]
-    # Timings come after the changes of units that they follow from.
+    # Changed timings follow from changes of units, so they are printed after those changes.
     timings = () if comparison.explanation is None else comparison.explanation.timings
     if len(steps) == 1 and isinstance(steps[0], Renamed) and not (comparison.remaining or timings):
         sentences[0] += "; all communication is unchanged"
@@ -50,7 +50,7 @@ def render_comparison(
     ]
     num_of_training = len(comparison.training)
     cost = cost_lines(comparison.cost)
-    # The cost has the peak already.
+    # Do not list the peak again if the cost lines already report it.
     repeated = "memory" if any("peak gathered" in line for line in cost) else ""
     rows = sorted(
         (change for change in comparison.remaining if change.subject != repeated), key=weight
@@ -105,7 +105,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the call sites and text of each change; if no change has a site, of the first row."""
+    """Yield each change's call sites and text; if no change has a site, those of the first row."""
     differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
     pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
@@ -120,7 +120,7 @@ def _sent(
             (calls, _with_lines([*summaries, headline(comparison.changes)][0], calls))
             for calls in new
         ]
-    # Missing calls have no call site; use that of the backward, if it sends other calls.
+    # Missing calls have no call site, so use that of other new calls in backward, if any.
     backward = [change.new_calls for change in differing if change.phase is Phase.BACKWARD]
     first = [(calls, line) for calls in backward[:1] for line in summaries[:num_of_training]]
     for calls, text in (*first, *pairs):
@@ -140,16 +140,16 @@ def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCal
 
 
 def _without_backward(calls: NewCalls) -> NewCalls:
-    """Remove the call sites at ``.backward()``, which do not locate a call."""
+    """Remove call sites that are a line with ``.backward()``, which does not locate a call."""
     return replace(calls, sites=tuple(site for site in calls.sites if not site[1].is_of_backward))
 
 
 def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
-    """Return a change's calls; if it adds forwards without backwards, without old call sites."""
+    """Return a change's new calls; if forwards without backward were added, drop old sites."""
     calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
     if all(cause.text != NO_BACKWARD for cause in comparison.causes):
         return calls
-    # A line that issued more calls than were added is an old one.
+    # A line that issued more calls than were added also issued old calls.
     return replace(calls, sites=tuple(site for site in calls.sites if site[1].calls.count <= more))
 
 
@@ -210,7 +210,7 @@ def _simple(before: Row | None, after: Row | None, times: str) -> str:
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _without(before, after), _without(after, before)
         if removed and added:
-            # The texts of both sides include the counts, unless some calls are equal.
+            # Both sides include the count, so drop it, unless some calls are equal.
             is_all = was == now and set(before.calls).isdisjoint(after.calls)
             parts = [*parts[is_all:], f"{removed} -> {added}"]
         elif removed or added:
@@ -233,7 +233,7 @@ def _listed(amounts: Sequence[Row]) -> str:
     listed = []
     for amount in amounts:
         calls = f"x{amount.count}, {show_nbytes(amount.nbytes, amount.unsized)} in total,"
-        # Name the calls if possible: ranks may differ in facts that a sum hides, such as peers.
+        # Write out the calls if possible: ranks may differ in facts that a sum hides, like peers.
         if len(amount.calls) == 1:
             calls = str(amount.calls[0])
         ranks = name_ranks(amount.ranks) if amount.ranks else "all ranks"
@@ -257,9 +257,10 @@ def _site(change: Change) -> str:
 
 def headline(changes: Sequence[Change | TreeChange]) -> str:
     """Summarize changes by the most important one: ``lm_head: +8 all_gather, 3 more``."""
-    # A changed frame, such as the world size, comes first; then the largest sum over all phases.
+    # A changed frame, such as the world size, comes first, then the most important row. Each line
+    # sums a change over all phases.
     sent = [change for change in changes if isinstance(change, Change)]
-    # Each unshard repeats an all-gather.
+    # Ignore unshards and reshards if anything else changed: each unshard repeats an all-gather.
     loud = [change for change in sent if change.subject != "reshard"] or sent
     groups: dict[object, list[Change]] = {}
     for change in sorted(loud, key=lambda change: (change.subject != "frame", weight(change))):
@@ -275,8 +276,8 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
 
 def headline_of_steps(comparison: Comparison) -> str:
     """Summarize a comparison by its first model-wide change; empty if `headline` is better."""
-    # `headline` is better if the explanation is not exact. For changes of some modules it has the
-    # same facts in fewer words, but does not name another torch version as the cause.
+    # `headline` is better if the explanation is not exact. For changes of some modules, it states
+    # the same facts in fewer words, but it does not name a different torch version as the cause.
     is_exact = comparison.explanation is not None and comparison.explanation.is_exact
     if not comparison.reported or not (comparison.training or is_exact):
         return ""
@@ -298,7 +299,7 @@ def _and_more(text: str, more: int) -> str:
 def weight(change: Change) -> tuple[bool, bool, int]:
     """Return the sort key that puts the most important change first."""
     # Collectives come before unshards, which repeat all-gathers, and before memory and assumed
-    # values. More bytes, and fewer gradients, come before other removed calls.
+    # values. More bytes, and fewer bytes of gradients, come before other removed calls.
     growth = (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
     is_late = change.subject in {"reshard", "memory", "answer"}
     calls = [call for row in change.before for call in row.calls] if change.after else []
@@ -308,7 +309,7 @@ def weight(change: Change) -> tuple[bool, bool, int]:
 
 
 def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
-    """Summarize a change by its count if that differs, otherwise as in the failure text."""
+    """Summarize a change by the difference in count; if there is none, as in the failure text."""
     first = phases[0]
     before = [row for change in phases for row in change.before]
     after = [row for change in phases for row in change.after]

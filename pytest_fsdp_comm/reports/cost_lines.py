@@ -15,7 +15,7 @@ _MAX_RANKS_TEXT: Final = 24
 
 
 def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
-    """Return the total cost, then that of each kind, largest change first; empty if unchanged."""
+    """Return the total cost, then the cost of each kind, largest first; empty if unchanged."""
     # Example: ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all,
     # peak gathered unchanged``.
     by_bytes = _changed(cost, lambda volume: volume.nbytes)
@@ -46,7 +46,7 @@ def _filled(statements: Iterable[str], width: int) -> list[str]:
 
 
 def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
-    """Return the kinds whose number differs, the largest difference first."""
+    """Return the kinds for which `number` changed, largest change first."""
 
     def growth(part: PartCost) -> int:
         return number(part.after) - number(part.before)
@@ -55,13 +55,13 @@ def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
 
 
 def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
-    """Return statements about all bytes, and about each kind."""
+    """Return statements about the total bytes, and about the bytes of each kind."""
     used = [part for part in cost.collectives if part.before.nbytes or part.after.nbytes]
     num_kinds = Counter(part.axis for part in used)
     axes = [
         f"{_growth(axis)} on {axis.axis}"
         for axis in cost.axes
-        # A single axis repeats the total, and an axis with one kind repeats that kind.
+        # A single axis would repeat the total, and an axis with one kind would repeat that kind.
         if len(num_kinds) > 1
         and num_kinds[axis.axis] > 1
         and axis.before.nbytes != axis.after.nbytes
@@ -90,7 +90,7 @@ def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
 
 
 def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
-    """Return statements about all calls, and about each kind."""
+    """Return statements about the total calls, and about the calls of each kind."""
 
     def statement(part: PartCost | Cost, where: str) -> str:
         was, now = part.before.count, part.after.count
@@ -110,7 +110,7 @@ def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
 def _peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     before, after = cost.peak_before, cost.peak_after
     if before == after:
-        # More all-gathers may or may not raise the peak, so report that they did not.
+        # Changed all-gathers may change the peak, so mention that they did not.
         has_gathers = before and any(part.kind == "all_gather" for part in changed)
         return ["peak gathered unchanged"] if has_gathers else []
     growth = f"{show_growth(before, after)} " if before else ""
@@ -144,7 +144,7 @@ def _growth(part: PartCost | Cost) -> str:
     if any(_unknown(part)):
         return "unknown"
     growth = show_growth(part.before.nbytes, part.after.nbytes)
-    # "fewer" would be read as fewer calls, but there are more.
+    # "fewer" would read as fewer calls, although there are more.
     is_more = growth.endswith("fewer") and part.after.count > part.before.count
     return "about as many" if is_more else growth
 
@@ -152,7 +152,8 @@ def _growth(part: PartCost | Cost) -> str:
 def _sides(part: PartCost | Cost) -> str:
     before, after = part.before, part.after
     sides = show_nbytes_change(before.nbytes, after.nbytes, _unknown(part))
-    # Print calls if bytes hide that there are more: bytes do not grow, or calls shrink to a half.
+    # Print the number of calls if bytes hide that it grew: if bytes did not grow, or if the average
+    # call is now less than half as large.
     is_split = after.count * before.nbytes > 2 * before.count * after.nbytes
     is_hidden = after.nbytes <= before.nbytes or (is_split and isinstance(part, PartCost))
     if is_hidden and after.count > before.count > 0:
@@ -161,7 +162,7 @@ def _sides(part: PartCost | Cost) -> str:
 
 
 def _unknown(part: PartCost | Cost) -> tuple[int, int]:
-    """Count the calls of unknown size of each side; 0 for a side that has other calls."""
+    """Count each side's calls of unknown size; 0 for a side that also has calls of known size."""
     before, after = (0 if side.nbytes else side.unsized for side in (part.before, part.after))
     return before, after
 

@@ -1,4 +1,4 @@
-"""Build the text of failed comparisons; no other module does."""
+"""Build the text of failed comparisons, which no other module does."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CURE: Final = "  fix: "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
 READ: Final = "  then read the file, and commit it with the test"
-"""Beginnings of the lines that do not name a change: causes, notes, cures and commands."""
+"""How the lines begin that do not describe a change: causes, notes, cures and commands."""
 
-# Outside CI, pytest truncates an explanation at 8 lines or 640 characters. It tolerates as much
-# more as its own notice would take: 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
+# Outside CI, pytest truncates an explanation to 8 lines or 640 characters, but only if it is longer
+# by more than the notice about it would be: 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
 MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
 # One line for the total, one for its parts.
@@ -41,16 +41,16 @@ class FailureText:
     snapshot: str = ""
     """The snapshot's path, relative to pytest's root; empty if nothing was compared."""
     scope: str = ""
-    """The part of `head` that limits the comparison, such as sizes not compared; else empty."""
+    """The part of `head` that says what the comparison ignored, such as sizes; usually empty."""
     training: tuple[str, ...] = ()
     """Changes that break training, the worst first."""
     cost: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     """All other changes, most important first."""
     summaries: tuple[str, ...] = ()
-    """Each of `training`, then each other model-wide change, in a line with its likely cause."""
+    """One line per change with its likely cause: `training`, then other model-wide changes."""
     sent: tuple[tuple[str, str], ...] = ()
-    """Each change whose call site is known: ``path:line`` and the text of the change."""
+    """For each change whose call site is known: ``path:line`` and the text of the change."""
     causes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     cures: tuple[str, ...] = ()
@@ -59,25 +59,25 @@ class FailureText:
     """Whether the snapshot does not exist yet."""
 
     def __post_init__(self) -> None:
-        # Names in a snapshot may have control characters.
+        # Names in a snapshot may contain control characters.
         object.__setattr__(self, "head", printable(self.head))
         for name in ("training", "cost", "changes", "causes", "notes"):
             object.__setattr__(self, name, tuple(map(printable, getattr(self, name))))
 
     @classmethod
     def of_text(cls, text: str) -> FailureText:
-        """Convert the text of an error that prevented the comparison."""
+        """Take the lines from the message of an error that prevented the comparison."""
         first, *further = text.splitlines()
         return cls(head=first, changes=tuple(further))
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """All changes and their cost, in the order of all reports."""
+        """All changes and their cost, in the order that all reports use."""
         return (*self.training, *self.cost, *self.changes)
 
     @property
     def body(self) -> tuple[str, ...]:
-        """All lines between `head` and `cures`, with their beginnings."""
+        """All lines between `head` and `cures`, as they are printed."""
         return (
             *_named("", self, self.differences),
             *(f"{LIKELY}{cause}" for cause in self.causes),
@@ -89,7 +89,7 @@ class FailureText:
         return (self.head, *self.body, *(f"{CURE}{cure}" for cure in self.cures))
 
     def within(self, scope: str, cure: str = "") -> FailureText:
-        """Add `scope` to the first line, and `cure`, unless it is empty."""
+        """Return a copy with `scope` in the first line and with the cure, if there is one."""
         return replace(
             self,
             head=f"{self.head}, {scope}",
@@ -140,10 +140,10 @@ def failure_lines(
     has_changes = any(text.compared for text in texts.values())
     least = min(len(texts), len(rows))
     lines: list[str] = []
-    # The command comes last, so pytest must not truncate: print as many rows as fit.
+    # pytest would cut off the command, which comes last, so print only as many rows as fit.
     for num_rows in range(len(rows), least - 1, -1):
         hidden = rows[num_rows:] and [*rows[num_rows:], *further]
-        # "... and 1 more" would take the line of the hidden row.
+        # Do not hide a single row: "... and 1 more" would need a line as well.
         if len(hidden) == 1 and num_rows > least:
             continue
         noun = "changes" if has_changes and not set(hidden) & set(costs) else "lines"
@@ -161,7 +161,7 @@ def failure_lines(
 
 
 def _fitted(lines: Sequence[str], room: int) -> Sequence[str]:
-    """Shorten the longest lines until all fit into `room`; none if they would get too short."""
+    """Shorten the longest lines until all fit into `room`, or none if they would get too short."""
     longest = max(map(len, lines), default=0)
     for most in range(longest, _SHORTEST_LINE - 1, -1):
         if sum(min(len(line), most) for line in lines) <= room:
@@ -178,7 +178,7 @@ def _cut_before_place(line: str, most: int) -> str:
 
 
 def summary_lines(texts: Iterable[FailureText]) -> tuple[str, ...]:
-    """Join the summaries of several comparisons, in the order of all reports."""
+    """Join the summaries of several comparisons, in the order that all reports use."""
     ordered = sorted(texts, key=_place)
     return (
         *(line for text in ordered for line in text.summaries[: len(text.training)]),
@@ -203,14 +203,14 @@ def _head(texts: Mapping[str, FailureText]) -> str:
 
 
 def _share_head(texts: Mapping[str, FailureText]) -> bool:
-    """Whether one first line can name all comparisons: each differs from a snapshot."""
+    """Whether one first line can cover all comparisons, because each differs from a snapshot."""
     return all(text.compared for text in texts.values())
 
 
 def _named(name: str, text: FailureText, lines: Iterable[str]) -> list[str]:
     if name:
         return [f"  {name}: {line.strip()}" for line in lines]
-    # The lines of an error have their own indents.
+    # The lines of an error are already indented.
     return [f"  {line}" if text.compared else line for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""Draw a sharded tree for the terminal, and compute its rows for all drawings."""
+"""Draw a sharded tree for the terminal, and compute the rows for this and other drawings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TreeRow:
     parameters: tuple[ParameterNode, ...]
     """Parameters of one of the modules, without those of its children."""
     same_as: str
-    """FQN under which the same module appears before; empty for most."""
+    """FQN under which this module has already appeared; empty for most modules."""
 
     @property
     def has_parameter_rows(self) -> bool:
@@ -83,7 +83,8 @@ def _content_numbers(
     """Return a number for each module, equal for modules whose subtrees look the same."""
     numbers: dict[Hashable, int] = {}
     content = [0] * len(tree.modules)
-    # Children come after their parents. Numbering them first avoids comparisons of subtrees.
+    # Iterate in reverse, so that children are numbered before their parents. Comparing the numbers
+    # of children replaces comparing subtrees.
     for index in reversed(range(len(tree.modules))):
         node = tree.modules[index]
         below = tuple(
@@ -114,7 +115,7 @@ def summary_words(tree: ShardTree) -> str:
 
 
 def relation_words(row: TreeRow) -> str:
-    """Return `` same as layers.0``, which follows the class; empty for most."""
+    """Return `` same as layers.0``, to print after the class; empty for most modules."""
     return f" same as {row.same_as}" if row.same_as else ""
 
 
@@ -159,7 +160,7 @@ def parameter_words(parameter: ParameterNode) -> str:
     return f"{escape(parameter.name)} {list(parameter.shape)} {parameter.dtype}{frozen}"
 
 
-# Columns as in `_HEADINGS`.
+# One string for each column of `_HEADINGS`.
 _Line = tuple[str, str, str, str]
 
 _HEADINGS: Final[_Line] = ("module", "policy or placement", "gathered", "kept")

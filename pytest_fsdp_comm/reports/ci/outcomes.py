@@ -22,13 +22,13 @@ class Comparisons:
     headline: str = ""
     """The difference in one line; empty if nothing differs."""
     explanation: tuple[str, ...] = ()
-    """All lines of the failure text but `accept`; empty if nothing differs."""
+    """All lines of the failure text except `accept`; empty if nothing differs."""
     summaries: tuple[str, ...] = ()
-    """Each model-wide change in a line, regressions first; empty without such changes."""
+    """The model-wide changes, one per line, regressions first; empty if there are none."""
     cost: tuple[str, ...] = ()
     """The cost of the difference, the total first; empty if it is unchanged or unknown."""
     sent: tuple[tuple[str, str], ...] = ()
-    """Each change whose call site is known: ``path:line`` and the text of the change."""
+    """For each change whose call site is known: ``path:line`` and the text of the change."""
     accept: str = ""
     test: str = ""
     """The last word of `accept`, which names the test."""
@@ -46,10 +46,10 @@ class Comparisons:
         return self.accept.removesuffix(self.test)
 
     def change(self, nodeid: str) -> tuple[str, ...]:
-        """Return a key that is equal for tests with the same change: no amounts, files or lines."""
+        """Return a key without amounts, files and lines, so that it is equal for equal changes."""
         module = re.escape(Path(nodeid.partition("::")[0]).name)
         lines = [line for line in self.explanation[1:] if not line.startswith((CURE, NOTE))]
-        # The cost is only amounts; compare it if there are no other lines.
+        # The cost consists of amounts, so use its lines only if there are no others.
         changes = [line for line in lines if not line.endswith(self.cost)] or lines
         site = rf"(?<![^ ,])[^ ,]*\b{module}:\d+"
         return (self.command, *(without_amounts(re.sub(site, "", line)) for line in changes))
@@ -92,7 +92,7 @@ class FailedTest:
     place: Place | None
     """The line that failed; None outside of the checkout."""
     sent: tuple[tuple[Place, str], ...] = ()
-    """The changes of `comparisons.sent`, or the line where a test hangs, within the checkout."""
+    """The changes in `comparisons.sent`, or where a test hangs; only lines in the checkout."""
     comparisons: Comparisons = Comparisons()
     """Empty if the test failed before its first comparison, or for another reason."""
 
@@ -111,7 +111,7 @@ class Outcomes:
     ended_early: str = ""
     """Why not all tests ran; empty if all did."""
     annotates_all: bool = True
-    """Whether to annotate failed comparisons without a known call site, too."""
+    """Whether to annotate failed comparisons even if their call sites are unknown."""
 
     @property
     def changes(self) -> list[list[FailedTest]]:
@@ -149,9 +149,9 @@ class Origin:
         return f"{self.address}/blob/{quote(self.commit)}/{quote(place.path)}#L{place.line}"
 
     def place(self, path: Path, line: int, *, root: Path) -> Place | None:
-        """Find a line in the checkout, or below `root` if its directory is unknown."""
+        """Find a line in the checkout, or below `root` if the checkout is unknown."""
         top = Path(self.top or root)
-        # Resolve symlinks only if the path is not in the checkout without that.
+        # Resolve symlinks only if the unresolved path is not in the checkout.
         for at, below in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above
             if at.is_relative_to(below):
                 return Place(path=at.relative_to(below).as_posix(), line=line)
@@ -159,7 +159,7 @@ class Origin:
 
 
 def read_origin(environment: Mapping[str, str]) -> Origin:
-    """Read the variables of GitHub or GitLab; empty in a session that a test starts."""
+    """Read the commit from variables of GitHub or GitLab; empty if a test started the session."""
     if "PYTEST_CURRENT_TEST" in environment:
         return Origin()
 
@@ -172,7 +172,7 @@ def read_origin(environment: Mapping[str, str]) -> Origin:
     return Origin(
         commit=commit,
         branch=first("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
-        # A link with another scheme, such as javascript:, could run code.
+        # A link with a different scheme, such as javascript:, could run code.
         address=address if commit and address.startswith(("https://", "http://")) else "",
         top=first("GITHUB_WORKSPACE", "CI_PROJECT_DIR"),
     )

@@ -18,7 +18,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
 )
 from pytest_fsdp_comm.text.words import counted, cut, first_of, shorten, without_amounts
 
-# GitHub drops all summaries of a step if they exceed 1 MiB together.
+# Limits of a summary: GitHub drops all summaries of a step if together they exceed 1 MiB.
 _MAX_ROWS: Final = 200
 _MAX_DETAILS: Final = 40
 _MAX_NAMES: Final = 3
@@ -26,16 +26,17 @@ _MAX_DETAIL_NAMES: Final = 100
 _MAX_CELL: Final = 400
 _MAX_DETAIL: Final = 8_000
 _MAX_UNUSED: Final = 50
-# GitHub shows 10 annotations of a step: the last one counts further ones.
+# GitHub shows 10 annotations per step, so the tenth says how many more there are.
 _MAX_ANNOTATIONS: Final = 9
 _MAX_MESSAGE: Final = 4_000
 _MAX_TITLE: Final = 200
-# Markdown, and GitHub's links, mentions, issues, emoji and math; "_" within a word is plain text.
+# What Markdown or GitHub would interpret: markup, links, mentions, issues, emoji and math. They
+# leave "_" within a word alone.
 _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
 )
 
-# A browser may break a long id after these characters.
+# Allow browsers to break a long id after these characters.
 _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
@@ -96,14 +97,14 @@ def _row(tests: Sequence[FailedTest], origin: Origin) -> str:
     names = []
     listed, more = first_of(tests, _MAX_NAMES)
     for test in listed:
-        # An id without line breaks would leave no room for the cost.
+        # If a long id could not be broken, it would leave no room for the cost.
         name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
         address = origin.line_address(test.place)
         names.append(f'<a href="{address}">{name}</a>' if address else name)
     names += [f"and {more} more"] * bool(more)
     comparisons = tests[0].comparisons
     costs = [*comparisons.cost, *([_AMOUNTS] if _has_other_amounts(tests) else [])]
-    # The headline in `reason` has only the first of several changes.
+    # Prefer the summaries: the headline in `reason` has only the first of several changes.
     lines = comparisons.summaries or tests[0].reason.splitlines()
     changes, cost = ("<br>".join(map(_cell, side)) for side in (lines, costs))
     return f"| {'<br>'.join(names)} | {changes} | {cost} |\n"
@@ -122,11 +123,11 @@ def _details(tests: Sequence[FailedTest]) -> str:
         listed, more = first_of(tests, _MAX_DETAIL_NAMES)
         names = "\n".join(test.nodeid for test in listed) + f"\nand {more} more" * bool(more)
         names = f"{fenced(cut(names, _MAX_DETAIL))}\n\n"
-        # Drop the first line, which names the snapshot of the first test.
+        # Drop the first line, which names only the first test's snapshot.
         lines = tuple(line.removeprefix("  ") for line in comparisons.explanation[1:])
         names += f"{_AMOUNTS}:\n\n" if _has_other_amounts(tests) else ""
     accept = accept_all([test.comparisons for test in tests])
-    # A truncated command would accept something else.
+    # A truncated command would accept something different.
     is_complete = comparisons.accept and len(accept) < _MAX_DETAIL
     accept = f"\n\nTo accept it:\n\n{fenced(accept)}" if is_complete else ""
     # GitHub only renders Markdown inside HTML after a blank line.
@@ -141,13 +142,13 @@ def _cell(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape a text so that Markdown, in tables too, and HTML show it literally, in one line."""
+    """Escape text so that Markdown (including tables) and HTML show it literally on one line."""
     line = printable(" ".join(text.split()))
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line)
 
 
 def fenced(text: str) -> str:
-    """Write a text, which may contain backticks, as a block of code."""
+    """Format text as a code block, even if it contains backticks."""
     content = printable(text, "\n\t")
     longest = max(map(len, re.findall(r"`+", content)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -155,8 +156,8 @@ def fenced(text: str) -> str:
 
 
 def annotate(outcomes: Outcomes) -> list[str]:
-    """Annotate each cause once, at its call site, or at an assertion if that is unknown."""
-    # The text is that of the first test.
+    """Annotate each cause once, at its call site or, if that is unknown, at a failed assertion."""
+    # Tests may differ in amounts, so store the text of the first test for each cause.
     causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
     for test in outcomes.failed:
         for place, text in test.sent:

@@ -43,12 +43,12 @@ from pytest_fsdp_comm.tree.profile import TreeProfile
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# Limits of one page, which prints how many elements it omits.
+# Limits of a page. The page says how many elements it omits.
 _MAX_CHARTS: Final = 4
 _MAX_SECTIONS: Final = 12
 _MAX_TESTS: Final = 1_500
 _MAX_TREE_ROWS: Final = 2_500
-_MAX_SECTION_ROWS: Final = 600  # of a tree on a page with recordings
+_MAX_SECTION_ROWS: Final = 600  # of a tree on a page that also has recordings
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
 _MAX_HEADLINES: Final = 6
@@ -57,7 +57,7 @@ _NAMES: Final = r"[^\s,]+(?:, [^\s,]+)+(?: and \d+ more)?"
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
-# Deepest indented level: the style sheet has no class for deeper ones.
+# The deepest indented level; the style sheet has no classes for deeper levels.
 _MAX_DEPTH: Final = 12
 
 
@@ -66,7 +66,7 @@ class Status:
     """The result of a test, as the report shows it."""
 
     rank: int
-    """Position in the index; the worst result has the lowest."""
+    """Sort key in the index, which lists the worst results first."""
     sign: str
     word: str
     tone: str
@@ -90,7 +90,7 @@ _STATUS: Final = {
 
 
 def status_of(result: Result) -> Status:
-    """Return the status of a test's worst comparison, or of its failure for another reason."""
+    """Return the worst status of a test's comparisons and outcome; ``xfailed`` hides the others."""
     if result.outcome == "xfailed":
         return _STATUS["xfailed"]
     statuses = [_STATUS[compared.verdict] for compared in result.record.compared]
@@ -107,7 +107,7 @@ class _TestRow:
     path: str
     headline: str
     site: str
-    """The call sites of new calls; empty if unknown."""
+    """Where the new calls were issued; empty if unknown."""
     costs: list[CostRow]
     """Total bytes, and the peak; empty if nothing was recorded."""
 
@@ -115,7 +115,7 @@ class _TestRow:
 def render_pages(
     run: Run, read: Callable[[str], CommProfile | TreeProfile]
 ) -> Iterator[tuple[str, str]]:
-    """Yield path and text of each page: a page for each test, then the index."""
+    """Yield the path and content of each page: one page per test, then the index."""
     rows = []
     for result in run.tests:
         sections = [
@@ -165,7 +165,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
         sections=rendered,
         data=_data(rendered),
         left_out=len(sections) - len(rendered),
-        # Prefer the recorded world size, as a test without ranks may create a process group.
+        # Prefer the recorded world size: a test without ranks may create a process group itself.
         world_size=max((section["world_size"] for section in rendered), default=0)
         or result.record.world_size,
     )
@@ -174,7 +174,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
 def _section(
     prefix: str, value: Compared, read: Callable[[str], CommProfile | TreeProfile]
 ) -> dict[str, Any]:
-    """Return a value's section for the template; `prefix` begins the ids of its elements."""
+    """Return the template's data for a value; the ids of its elements begin with `prefix`."""
 
     def profile(text: str) -> CommProfile | TreeProfile | None:
         try:
@@ -202,7 +202,7 @@ def _section(
         "undrawn": [rank for timeline in timelines[_MAX_CHARTS:] for rank in timeline.ranks],
     }
     if isinstance(new, CommProfile):
-        # Without a snapshot, both sides are the recording.
+        # Without a snapshot, compare the recording with itself.
         sides = comparable(old if isinstance(old, CommProfile) else new, new)
         section |= {
             "rows": side_rows(*sides),
@@ -219,7 +219,7 @@ def tree_page(tree: ShardTree) -> str:
 
 
 def _tree_view(tree: ShardTree, most: int) -> dict[str, Any]:
-    """Return a tree with at most `most` rows for the template."""
+    """Return the template's data for a tree, with up to `most` rows."""
     rows = list(tree_rows(tree))
     return {
         "title": tree.modules[0].class_name,
@@ -241,13 +241,13 @@ def page_name(nodeid: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """Shorten a headline to the number and length of lines that fit into the table."""
+    """Limit the number and length of a headline's lines, so that it fits into the table."""
     first = text.splitlines()[:_MAX_HEADLINES]
     return "\n".join(shorten(_with_change_first(line), _MAX_HEADLINE) for line in first)
 
 
 def _with_change_first(line: str) -> str:
-    """In a long line, move the names of modules behind the change, or print only the first name."""
+    """In a long line, move the module names to the end, or print only the first of them."""
     if len(line) <= _MAX_HEADLINE:
         return line
     if match := re.fullmatch(
@@ -263,10 +263,10 @@ def _with_change_first(line: str) -> str:
 
 
 def _data(sections: Sequence[dict[str, Any]]) -> str:
-    """Write the JSON that `report.js` draws timelines from."""
-    # A step of 126 layers has thousands of entries, so the JSON has each different entry once, and
-    # a list of indices for each timeline. The script computes positions, intervals from unshard to
-    # reshard, and gathered bytes. Templates list the same entries for readers without scripts.
+    """Return the JSON from which `report.js` draws timelines."""
+    # A step of 126 layers has thousands of entries, so the JSON has each distinct entry once, and a
+    # list of indices for each timeline. The script computes positions, intervals from unshard to
+    # reshard, and gathered bytes. Templates also list the entries, for browsers without scripts.
     entries: dict[tuple[str | int | None, ...], int] = {}
 
     def place(entry: Entry) -> int:
@@ -289,10 +289,10 @@ def _data(sections: Sequence[dict[str, Any]]) -> str:
 
 # Note [Safe pages]
 # Names of tests, modules and axes are arbitrary text. jinja escapes them (`autoescape`),
-# `_printable` writes out control characters, and the JSON has no "<", which could end its element.
-# In addition, the page's content security policy allows only the style sheet and the script with
-# the given digests, and loads nothing. It forbids style attributes, so the script positions
-# elements through their style properties, which the policy allows.
+# `_printable` escapes control characters, and the JSON has no "<", which could end its element. In
+# addition, the page's content security policy forbids loading anything, and allows only the style
+# sheet and the script whose digests it lists. It also forbids style attributes, so the script
+# positions elements through their style properties, which the policy allows.
 
 
 def _render(template: str, **values: Any) -> str:
@@ -345,7 +345,7 @@ def breakable(text: str) -> Any:
 
 
 def _printable(value: Any) -> Any:
-    # Markup only comes from this module, so it is printable.
+    # Only this module creates Markup, and only from printable text.
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return printable(value, "\n\t") if is_text else value
 

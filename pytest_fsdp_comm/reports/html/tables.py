@@ -29,7 +29,7 @@ _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRow:
-    """The calls of one or more modules in the snapshot and in the recording; empty for no calls."""
+    """The calls of one or more modules in snapshot and recording; a side without calls is empty."""
 
     before: str
     after: str
@@ -48,7 +48,7 @@ def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
     """Pair the rows of two `comparable` profiles; within each phase, differing rows come first."""
     places: defaultdict[tuple[str | None, RowKey], tuple[list[str], list[str]]]
     places = defaultdict(lambda: ([], []))
-    # New rows first: removed rows come last among rows of their kind.
+    # Add new rows first, so that removed rows come last among the rows of their kind.
     for side, profile in ((1, new), (0, old)):
         for row in profile.rows:
             places[row.owner, row.key][side].append(_amount(row))
@@ -93,7 +93,7 @@ def show_calls(calls: Calls) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRow:
-    """One number before and after."""
+    """A number before and after the change, as text."""
 
     label: str
     before: str
@@ -131,7 +131,7 @@ Cell: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRow:
-    """The bytes of a module, or of several modules that send the same."""
+    """The bytes of a module, or of several modules with equal communication."""
 
     name: str
     """Pattern of the names within the parent row; ``(root)`` for the root."""
@@ -150,7 +150,7 @@ class ModuleTable:
     columns: tuple[Column, ...]
     rows: tuple[ModuleRow, ...]
     of_rank: str
-    """The rank with these numbers, ``rank 0``; empty if the numbers hold for all ranks."""
+    """The rank whose numbers these are, ``rank 0``; empty if all ranks have the same numbers."""
 
 
 def _cells() -> defaultdict[Column, list[int]]:
@@ -165,14 +165,14 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
     def key(self) -> object:
-        """Return a key that is equal for modules that send the same, submodules included."""
+        """Return a key that is equal for modules with equal communication, submodules included."""
         cells = sorted((column, *sides) for column, sides in self.direct.items())
         below = sorted((name, child.key()) for name, child in self.children.items())
         return tuple(cells), tuple(below)
 
 
 def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
-    """Add up the bytes of modules and submodules; pass `new` as `old` without a snapshot."""
+    """Sum the bytes of each module and its submodules; without a snapshot, pass `new` twice."""
     of_rank = ""
     if any(row.ranks for profile in (old, new) for row in profile.collectives):
         rank = (new.recorded_ranks or (0,))[0]
@@ -196,7 +196,7 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
 def _path(owner: str | None) -> list[str]:
     if owner is None:
         return [NO_MODULE]
-    # A unit of several modules has no single place in the hierarchy.
+    # A unit of several modules has no single place in the hierarchy, so put it below the root.
     return [owner] if "+" in owner else owner.split(".") if owner else []
 
 
@@ -205,7 +205,7 @@ def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow
     while pending:
         name, depth, count, node, is_part = pending.pop()
         groups = _groups(node.children)
-        # Merge a module without direct calls with its only child: ``layers.{0..3}``.
+        # Merge a module without direct calls into one row with its only child: ``layers.{0..3}``.
         while depth and not node.direct and len(groups) == 1:
             ((below, many, node),) = groups
             name, count = f"{name}.{below}", count * many
@@ -232,7 +232,7 @@ def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow
 
 
 def _groups(children: Mapping[str, _Node]) -> list[tuple[str, int, _Node]]:
-    """Return name pattern, number and node of children; equal numbered ones form one group."""
+    """Group equal numbered children; return each group's name pattern, size and node."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for name in sorted(children, key=lambda name: (name == NO_MODULE, natural_key(name))):
         groups[children[name].key() if name.isdecimal() else name].append(name)

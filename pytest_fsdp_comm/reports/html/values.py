@@ -15,13 +15,13 @@ from pytest_fsdp_comm.tree.model import ShardTree
 Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
 Outcome = Literal["failed", "error", "passed", "skipped", "xfailed", "unfinished"]
 
-# Limit of a rank's entries: 126 layers in two steps have about 6,000.
+# Limit of a rank's entries. Two steps of a model with 126 layers have about 6,000.
 MAX_ENTRIES: Final = 8_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A collective, an unshard or a reshard, without its position; unknown texts are empty."""
+    """A collective, unshard or reshard, without its position; unknown strings are empty."""
 
     operation: str
     """``unshard``, ``reshard``, or the kind of a collective."""
@@ -36,21 +36,21 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The collectives, unshards and reshards of ranks that recorded the same."""
+    """The collectives, unshards and reshards of one rank, or of ranks with equal recordings."""
 
     ranks: tuple[int, ...]
     entries: tuple[Entry, ...]
-    """The different entries, in the order of first appearance."""
+    """The distinct entries, in order of first appearance."""
     order: tuple[int, ...]
     """The recorded sequence, as indices into `entries`."""
     peak: int
-    """The `events.Recording.peak_gathered_nbytes`, which counts omitted entries too."""
+    """The `events.Recording.peak_gathered_nbytes`, which includes omitted entries."""
     left_out: int = 0
-    """Number of omitted later entries."""
+    """Number of entries that were omitted at the end."""
 
 
 def timeline_of(recording: Recording) -> Timeline:
-    """Return a rank's recorded entries in order, at most the first `MAX_ENTRIES`."""
+    """Return the first `MAX_ENTRIES` entries that a rank recorded, in order."""
     records: list[Collective | Reshard] = [*recording.collectives, *recording.reshards]
     records.sort(key=attrgetter("index"))
     entries: dict[Entry, int] = {}
@@ -90,7 +90,7 @@ def share_timelines(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A value that a test compared with a snapshot, or only recorded; missing texts are empty."""
+    """A value that a test compared with a snapshot, or only recorded; missing strings are empty."""
 
     name: str
     """The key, if a dict was compared; otherwise empty."""
