@@ -54,7 +54,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         ("fold_compare",),
     ),
     "Explaining": (
-        "CPU time to explain a diff of two 126-layer profiles, divided by that to compare them.",
+        "CPU time to explain the diff of two 126-layer profiles, relative to comparing them.",
         ("explain",),
     ),
     "Merging ranks": (
@@ -150,7 +150,7 @@ def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
         counts = sorted({figure["values"] for figure in named.values()})
         number = " or ".join(map(str, counts))
         values = f"{number} measurements" if counts[-1] > 1 else "one measurement"
-        lines += ["", f"## {title}", "", f"{text} Each row is from {values}:", "", f"`{command}`"]
+        lines += ["", f"## {title}", "", text, f"Each row is from {values}:", "", f"`{command}`"]
         columns = ["", "median"]
         columns += ["quartiles"] if counts[-1] > 1 else []
         columns += ["limit"] if any(figure["most"] is not None for figure in named.values()) else []
