@@ -1,15 +1,15 @@
-"""The running recordings of this process, and which of them records a thread's calls."""
+"""Track the running recordings of this process, and which of them record a thread's calls."""
 
 # The process has one set of kernels and patches for all recordings: with a set for each, recordings
 # that overlap would lose events. At each call, a kernel or patch looks up the recordings that the
 # thread has entered. They are stored in torch's thread-local state, because the autograd engine
-# copies that to its device threads; a plain threading.local would be missing there.
+# copies that state to its device threads, where a plain threading.local would be empty.
 
 # Note [Whose call]
-# A recording records the collectives of all threads. But a collective of a thread that has not
-# entered the recording is attributed to no module, since the recording knows only the units and
-# graphs of its thread. If a thread starts while recordings run, only those record its calls. If it
-# communicates in a later block, the later recording has a gap that names the thread.
+# A recording records the collectives of all threads. But if a thread has not entered the recording,
+# its collectives are attributed to no module, because the recording knows only the units and graphs
+# of the thread that entered it. If a thread starts while recordings run, only those record its
+# calls. If it communicates in a later block, the later recording has a gap that names the thread.
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Recorder(Protocol):
 
 _KEY: Final = "pytest_fsdp_comm.recordings"
 _STARTED_IN: Final = "_fsdp_comm_recordings"
-"""A thread's attribute: the numbers of the recordings that were running when it was started."""
+"""The attribute of a thread with the numbers of the recordings that were running at its start."""
 
 _lock = threading.Lock()
 _recorders: tuple[Recorder, ...] = ()
@@ -75,7 +75,7 @@ _is_stashed: Callable[[str], bool] = look_up("torch._C", "_is_key_in_tls")
 _stashed: Callable[[str], tuple[Recorder, ...]] = look_up("torch._C", "_get_obj_in_tls")
 _stash: Callable[[str, tuple[Recorder, ...]], None] = look_up("torch._C", "_stash_obj_in_tls")
 
-# A copy of torch's state by thread id, because a step looks it up a thousand times.
+# torch's thread-local state by thread id, copied because a step reads it a thousand times.
 _entered: Final[dict[int, tuple[Recorder, ...]]] = {}
 
 
@@ -108,11 +108,11 @@ def _enter(recorders: tuple[Recorder, ...]) -> None:
 
 @contextlib.contextmanager
 def under_way(recorder: Recorder) -> Iterator[None]:
-    """Add a recording to those of this thread and process while the block runs."""
+    """Make a recording active in this thread and process while the block runs."""
     global _recorders  # noqa: PLW0603  # kernels and patches serve all of the process
     with _lock:
         _recorders = (*_recorders, recorder)
-    # torch's state may still list a recording that another thread has ended.
+    # Drop recordings that another thread has ended: torch's state may still list them.
     _enter((*(active for active in entered() if active in _recorders), recorder))
     thread = threading.get_ident()
     try:
@@ -128,10 +128,10 @@ def under_way(recorder: Recorder) -> Iterator[None]:
 
 
 def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
-    """Return the recordings of this call, and those that only add a gap. See Note [Whose call]."""
+    """Return the recordings for this call, and those that only add a gap. See Note [Whose call]."""
     if entered():
         return _recorders, ()
-    # Not threading.current_thread(), which registers each C++ thread that calls it.
+    # Do not call threading.current_thread(), which registers each C++ thread that calls it.
     ident = threading.get_ident()
     thread = next((entry for entry in threading.enumerate() if entry.ident == ident), None)
     started_in = getattr(thread, _STARTED_IN, None)

@@ -2,7 +2,7 @@
 
 # Note [Answers of CommDebugMode]
 # We fill an instance of torch's class with recorded data, so that torch writes tables, JSON and the
-# tracker, but never enter it. Once entered, it counts by global module hooks, which raise an
+# tracker, but we never enter it. Once entered, it counts with global module hooks, which raise an
 # IndexError for a module that runs twice and a KeyError for a backward without its forward,
 # attribute prefetched gathers to the running module, list views that they create themselves, and
 # keep the model alive.
@@ -87,7 +87,7 @@ class ModuleTrace:
     """The modules in whose forward a block ran operations, and the operations."""
 
     modules: Callable[[], tuple[TracedModule, ...]]
-    """In the order of first operations, callers first; all callable ones if nothing was traced."""
+    """In the order of their first operations, callers first; without tracing, all that can run."""
     keys: Callable[[str], tuple[str, ...]]
     """Maps an owner's FQN to CommDebugMode's names of its enclosing modules and itself."""
     operations: Sequence[tuple[str, dict[str, Any]]] | None = None
@@ -153,7 +153,7 @@ class ModuleTracer:
 
     def _note_module(self, module: nn.Module) -> TracedModule:
         traced = self._traced.get(id(module))
-        # A module that no longer exists may have had this id.
+        # Compare the modules: one that no longer exists may have had this id.
         if traced is None or traced.module() is not module:
             traced = self._traced[id(module)] = _traced(module)
         return traced
@@ -179,7 +179,7 @@ class ModuleTracer:
 def untraced(roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
     """Return the trace of a block without a `ModuleTracer`."""
     return ModuleTrace(
-        # Lazily: every block has a trace, and few tests read it.
+        # Build the list lazily: every block has a trace, but few tests read it.
         modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
         keys=_keys_of(names),
     )
@@ -230,7 +230,8 @@ def _key(root: str, path: str) -> str:
 
 
 def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
-    # Store ids, not modules, so that no model is kept alive. Lazily, as few tests need them.
+    # Store ids, not modules, so that no model is kept alive. Few tests need the names, so compute
+    # them lazily.
     places = [(id(module), has_forward(module)) for module in names.modules]
     by_id, paths = names.by_id, names.paths
 
@@ -415,7 +416,7 @@ class CommDebugAnswers(ABC):
                 modules[module.name]["parameters"] = sharded
             parents[module.name] = {*callers, module.name}
             called.setdefault(callers[-1], []).append(module.name)
-        # Add modules whose forward did not run in the block, only their backward.
+        # Add the modules whose backward ran in the block, but not their forward.
         for name in (*mode.comm_module_counts, *mode.comm_module_operation_counts):
             if name not in modules:
                 above = name.rpartition(".")[0]

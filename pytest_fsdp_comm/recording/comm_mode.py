@@ -59,7 +59,7 @@ class CommMode(CommDebugAnswers):
         """Prepare a recorder; entering it starts a recording.
 
         Args:
-            gather: Exchanges texts between the ranks of the test; the default is for one process.
+            gather: Exchanges strings between the ranks of the test; the default is for one process.
             ranks: The ranks of the test, ascending; empty if this process is the only one.
             show: Formats the profile for ``str``; without it, ``str`` returns the ``repr``.
             trace_operations: Whether blocks trace operations by default. Tracing is slow.
@@ -134,7 +134,7 @@ class CommMode(CommDebugAnswers):
         estimated, self._estimated, self._estimate = self._estimated, False, None
         with contextlib.ExitStack() as block:
             block.enter_context(recorder.watching())
-            # After `watching`: FSDPMemTracker's wrappers of FSDP's methods must call ours.
+            # Enter this last, so that FSDPMemTracker's wrappers of FSDP's methods call ours.
             if estimated is not False:
                 optimizer = None if estimated is True else estimated
                 self._estimate = block.enter_context(estimating(models, optimizer))
@@ -163,7 +163,7 @@ class CommMode(CommDebugAnswers):
                 self._estimate = functools.partial(replace, self._estimate())
             self._block = recorder.finish()
             self._roots = self._block.roots or self._roots
-        # Do not warn after an exception: where warnings are errors, the warning would replace it.
+        # Do not warn after an exception: where warnings are errors, ours would replace it.
         unseen = [gap.text for gap in self._block.recording.gaps if gap.kind == "unseen"]
         if unseen and kind is None:
             warnings.warn(
@@ -180,7 +180,7 @@ class CommMode(CommDebugAnswers):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """One line, since pytest prints it in each failure of a test that uses the fixture."""
+        """Return a single line, because pytest prints it when a test with the fixture fails."""
         if self._running is not None:
             return "<CommMode: recording>"
         if self._block is None:
@@ -294,7 +294,7 @@ class CommMode(CommDebugAnswers):
                 "@pytest.mark.distributed(world_size=...), or call "
                 "torch.distributed.init_process_group() before the block"
             )
-        # Without the rank's number, so that ranks with equal recordings exchange equal texts.
+        # Drop the rank's number, so that ranks with equal recordings exchange equal strings.
         nameless = replace(self.profile, recorded_ranks=())
         profiles = gather_values(self._gather, "comm_mode", nameless)
         return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
@@ -336,7 +336,7 @@ class CommMode(CommDebugAnswers):
         the recorder becomes a warning, and does not stop the program.
 
         Args:
-            model: As in ``comm_mode(model)``.
+            model: The same as for ``comm_mode(model)``.
             path: A ``.json`` file on a file system that all machines share. Its format is that of
                 `save`, without host seconds; equal recordings are stored once.
             timeout_s: How long rank 0 waits for the other ranks after the block.

@@ -24,11 +24,11 @@ class Dispatch(IntEnum):
     """How a tensor class runs an operation. If classes are mixed, the highest value applies."""
 
     NONE = 0
-    """As a plain tensor does."""
+    """It runs the operation like a plain tensor."""
     OPAQUE = 1
-    """By other code, whose operations dispatch modes may not see."""
+    """It leaves the operation to other code, which dispatch modes may not see."""
     WRAPPER = 2
-    """On its inner tensors, where modes see the operations: DTensor, AsyncCollectiveTensor."""
+    """It runs the operation on inner tensors, where modes see it, as DTensor does."""
 
 
 @functools.cache
@@ -41,19 +41,19 @@ def dispatch_of(cls: type) -> Dispatch:
 
 
 def is_dtensor_class(cls: type) -> bool:
-    """Whether a class is DTensor itself, as CommDebugMode checks."""
+    """Whether a class is DTensor and not a subclass; CommDebugMode checks the same."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported: see `_stand_ins`
     return module is not None and cls is module.DTensor
 
 
 def is_dtensor(thing: object) -> bool:
-    """Whether an object is a DTensor, or of a subclass."""
+    """Whether an object is a DTensor or an instance of a subclass."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(thing, module.DTensor)
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the inner tensors of a wrapper, down to plain ones; any other tensor as it is."""
+    """Yield the plain tensors inside a wrapper, at any depth; yield any other tensor unchanged."""
     if type(tensor) is torch.Tensor or not _can_be_taken_apart(type(tensor)):
         yield tensor
         return
@@ -61,7 +61,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     try:
         names, _ = wrapper.__tensor_flatten__()
     except RuntimeError:
-        names = vars(wrapper)  # flattening reads a value, and simulated tensors have none
+        names = vars(wrapper)  # flattening reads a value, which simulated tensors lack
     for inner in (getattr(wrapper, name) for name in names):
         if isinstance(inner, torch.Tensor):  # torch 2.13 lists the mesh of a DTensor too
             yield from plain_tensors(inner)
@@ -74,7 +74,7 @@ def _can_be_taken_apart(cls: type) -> bool:
 
 def _stand_ins() -> tuple[type, ...]:
     """Return torch's fake tensor classes, whose operations fail unless their mode runs them."""
-    # From sys.modules: if the module is not imported, no such tensor exists.
+    # Look in sys.modules: if a module is not imported, none of its tensors exist.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
 
@@ -84,8 +84,9 @@ class RedistributionWatch:
 
     def __init__(self, groups: GroupNames) -> None:
         self._groups = groups
-        # torch's list of a redistribution's steps, and the current step. (Not the frame, whose
-        # address may be reused.) Equal redistributions share the list, but start at the first step.
+        # Identify a redistribution by torch's list of its steps, and note the current step. (A
+        # frame's address may be reused.) Equal redistributions share the list, but each starts at
+        # the first step.
         self.last: tuple[Any, int] | None = None
         """The redistribution that issued the last collective, if any."""
 
@@ -111,6 +112,6 @@ class RedistributionWatch:
             "source_placements": tuple(map(repr, current.placements)),
             "target_placements": tuple(map(repr, target.placements)),
             "mesh_axes": tuple(map(printable, names)),
-            # Sum over inner tensors: a wrapper may report another dtype.
+            # Sum over inner tensors: a wrapper may report a different dtype.
             "nbytes": sum(inner.numel() * inner.element_size() for inner in plain_tensors(local)),
         }

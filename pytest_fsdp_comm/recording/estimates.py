@@ -29,7 +29,7 @@ _TRACKED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A rank's memory at its peak, by torch's ``FSDPMemTracker``, and its operations.
+    """A rank's peak memory, computed by torch's ``FSDPMemTracker``, and its operations.
 
     Only tensors are counted, without the allocator's rounding.
     """
@@ -43,7 +43,7 @@ class Estimate:
     """Inputs, tensors saved by forward, and tensors of backward that are not gradients yet."""
     gathered_nbytes: int
     """Parameters of gathered units, and the buffers for gathering. `peak_gathered_nbytes` differs:
-    it is the peak of parameters alone, which may be at another time."""
+    it is the peak of parameters alone, which may occur at a different time."""
     flops: int
     """Floating-point operations of this rank in the block, by torch's ``flop_registry``."""
 
@@ -54,7 +54,7 @@ class Estimate:
 
 
 class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """A ``FlopCounterMode`` that counts this rank's share of operations on DTensors."""
+    """Count like ``FlopCounterMode``, but only this rank's share of operations on DTensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -68,7 +68,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         count = flop_registry.get(getattr(func, "overloadpacket", None))
-        # DTensor also runs operations on fake tensors, to infer the shapes of results.
+        # Skip the operations that DTensor runs on fake tensors to infer the shapes of results.
         if count is not None and self._fake_mode() is self._outer:
             self.total += count(*args, **(kwargs or {}), out_val=result)
         return result
@@ -76,7 +76,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
 @contextlib.contextmanager
 def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable[[], Estimate]]:
-    """Estimate while the block runs; yields a function that returns the estimate so far."""
+    """Estimate while the block runs; yield a function that returns the estimate so far."""
     model = models[0]
     if len(models) > 1 or not isinstance(model, FSDPModule):
         names = ", ".join(type(module).__name__ for module in models)

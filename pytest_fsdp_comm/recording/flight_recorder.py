@@ -8,11 +8,12 @@
 # it). A dump takes 10 us per entry, and always includes all entries.
 
 # Note [The witness]
-# The recording watches the dispatcher, the flight recorder the backend. A collective that only the
-# flight recorder has is a gap. The reverse is not, as the flight recorder lacks some backends and
-# kinds. gloo's entries are compared one by one. NCCL coalesces calls into other entries, so its
-# entries only reveal threads that were not recorded at all. Equal collectives are interchangeable:
-# those of recorded threads are matched first, so that the others are reported.
+# The recording watches the dispatcher; the flight recorder watches the backend. A collective that
+# only the flight recorder lists is a gap. One that only the recording lists is not, because the
+# flight recorder lacks some backends and kinds. gloo's entries are compared one by one. NCCL merges
+# calls into other entries, so its entries only reveal threads that were not recorded at all. Equal
+# collectives are interchangeable: those of recorded threads are matched first, so that those of
+# other threads are reported.
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ _SCALAR_TYPES: Final = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-"""ATen's names of dtypes and torch's; other names differ only in case."""
+"""ATen's names of dtypes, mapped to torch's. All others differ only in case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,9 @@ class Flight:
     """Dtype (torch's name) and number of elements of each input tensor."""
     received: tuple[tuple[str, int], ...]
     thread_id: int
-    """As ``threading.get_ident()``."""
+    """The value of ``threading.get_ident()`` on the thread that issued it."""
     is_done: bool
-    """Whether the backend has finished it, or gloo has failed in it."""
+    """Whether the backend has finished it, or gloo has failed while running it."""
     timeout_s: float = 0.0
 
     @property
@@ -123,7 +124,7 @@ def _flight(entry: dict[str, Any]) -> Flight:
         sent=_tensors(entry["input_sizes"], entry["input_dtypes"]),
         received=_tensors(entry["output_sizes"], entry["output_dtypes"]),
         thread_id=int(entry["thread_id"]),
-        # NCCL retires an entry some time after the GPU has finished it.
+        # Check both: NCCL retires an entry some time after the GPU has finished the collective.
         is_done=bool(entry["retired"]) or entry["state"] == "completed",
         timeout_s=entry["timeout_ms"] / 1000,
     )
@@ -137,7 +138,7 @@ def _tensors(sizes: list[list[int]], dtypes: list[str]) -> tuple[tuple[str, int]
 
 
 _RUN_AS: Final = {"reduce_scatter": "all_reduce", "sparse_all_reduce": "all_reduce"}
-"""Kinds that gloo lists under another name."""
+"""Kinds that gloo lists under a different name."""
 
 _SENT_AS: Final = {"complex64": "float32", "complex128": "float64"}
 """gloo sends a complex number as two real numbers."""
@@ -162,7 +163,7 @@ class Witness:
         self._begin_ns = time.time_ns()
         self._threads = {threading.get_ident()}
         self._running: set[int | None] = set()
-        # Collectives that only the flight recorder has.
+        # Collectives that only the flight recorder lists.
         self._unseen: list[Flight] = []
         self.notes: list[str] = []
 
@@ -170,7 +171,7 @@ class Witness:
         self._threads.add(threading.get_ident())
 
     def note_running_threads(self) -> None:
-        """Note the recorded threads that still run when the block ends."""
+        """Note the recorded threads that are still running when the block ends."""
         # Their collectives may return after the block, and are then not recorded.
         alive = {thread.ident for thread in threading.enumerate()}
         self._running = alive & self._threads - {threading.get_ident()}

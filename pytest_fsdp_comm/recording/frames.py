@@ -45,7 +45,7 @@ def is_outside_torch(frame: FrameType) -> bool:
     return whose(frame.f_code.co_filename) in {"user", "library"}
 
 
-# traceback.walk_stack() looks up the line of each frame, which is slow.
+# We do not use traceback.walk_stack(), because it looks up the line of each frame, which is slow.
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield a frame and its callers, innermost first."""
     while frame is not None:

@@ -1,17 +1,17 @@
 """Register kernels that call the recorder for each operation that communicates."""
 
-# We register a kernel for each operation that communicates at the dispatch key
-# BackendSelect; the kernel passes the call on to the keys below. torch has no kernels for these
-# operations there. The key lies below autograd and tensor subclasses, so collectives of DTensor and
-# other wrappers arrive with plain tensors. It is active on every thread, in inference_mode, and for
-# calls from C++, such as those of DDP's reducer. A functional collective calls one of c10d inside,
-# which is not recorded again. Calls that torch.compile only traces are not recorded.
-# The kernels are registered at the first recording and stay: torch removes a kernel even if a
-# thread is about to call it. Without a recording, they only pass calls on.
+# For each operation that communicates, we register a kernel at the dispatch key BackendSelect,
+# where torch has none for these operations; the kernel passes the call on to the keys below.
+# BackendSelect lies below autograd and tensor subclasses, so collectives of DTensor and other
+# wrappers arrive with plain tensors. It is active on every thread, in inference_mode, and for calls
+# from C++, such as those of DDP's reducer. A functional collective calls a c10d collective
+# internally, which is not recorded again. Calls that torch.compile only traces are not recorded.
+# The kernels are registered at the first recording and never removed, because torch would remove a
+# kernel even if a thread is about to call it. Without a recording, they only pass calls on.
 # We do not register through torch.library, because it would then reject another library's kernel.
-# Such a kernel shadows ours: if it is registered in a block, the recording has a gap. If it was
-# registered before, or torch lacks the private functions, a dispatch mode records the calls of the
-# block's thread instead. Private names of torch were checked in 2.6 to 2.15.
+# Another library's kernel shadows ours: if it is registered during a block, the recording has a
+# gap. If it was registered before, or torch lacks the private functions, a dispatch mode records
+# the calls of the block's thread instead. Private names of torch were checked in 2.6 to 2.15.
 
 # Note [Subclasses pass through]
 # A mode sees an operation before a tensor subclass does, and never sees the operations that the
@@ -62,7 +62,7 @@ _checked: tuple[int, ...] = ()
 
 class _Thread(threading.local):
     is_inside = False
-    """Whether a recorded operation runs; operations that it calls are not recorded again."""
+    """Whether a recorded operation is running; operations that it calls are not recorded again."""
 
 
 _thread = _Thread()
@@ -100,8 +100,8 @@ def communicating() -> Mapping[str, Call]:
 
 def _registrations() -> tuple[int, ...]:
     """Return counts that change when an operation or kernel is registered or removed."""
-    # Counts, because querying the dispatcher takes longer than the rest of a short block. A removed
-    # operation stays in torch.library._defs but disappears from its namespace.
+    # Compare counts, because querying the dispatcher takes longer than the rest of a short block.
+    # Include the namespaces: a removed operation disappears there, but not from _defs.
     listed = sys.modules, torch.ops.loaded_libraries, torch.library._defs, torch.library._impls
     spaces = (vars(getattr(torch.ops, name)) for name in NAMESPACES)
     return tuple(map(len, (*listed, *spaces)))
@@ -109,7 +109,7 @@ def _registrations() -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _communicating(*_registered: int) -> Mapping[str, Call]:
-    # The dispatcher still lists a removed operation, but without a schema.
+    # Skip removed operations: the dispatcher still lists them, but without a schema.
     names = [
         name
         for name in torch._C._dispatch_get_all_op_names()
@@ -165,7 +165,7 @@ def register_value_reads() -> None:
 def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
     """Register a kernel that passes calls on, through `run` during a recording."""
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
-    # The function that `func.redispatch` calls; saves a frame (the same in torch 2.7 to 2.15).
+    # Call the function behind `func.redispatch`, to save a frame (the same in torch 2.7 to 2.15).
     handle = getattr(func, "_handle", None)
     redispatch = getattr(handle, "redispatch_boxed", func.redispatch)
 
@@ -232,7 +232,7 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep torch.compile on under this mode (torch 2.9.1 and newer)."""
+        """Keep torch.compile enabled under this mode (torch 2.9.1 and newer)."""
         return True
 
     def __init__(self, tracer: ModuleTracer | None, calls: Iterable[Call] = ()) -> None:

@@ -29,20 +29,20 @@ class GroupNames:
     """Collect the axes of a recording's process groups. See Note [Names come last]."""
 
     def __init__(self) -> None:
-        # By torch's name of a group: its axis in a mesh.
+        # The axis of each group in a mesh, by torch's name of the group.
         self._axes: dict[str, str] = {}
-        # By the same name: torch's description of the group, and its ranks in the default group.
+        # torch's description of each group, and its ranks in the default group, by the same name.
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._wholes: dict[str, str] = {}  # for a post-forward group: the unit's shard group
         self._foreign_axes: set[str] = set()  # axes of meshes that this rank is not in
-        # By id. The values keep meshes alive: a slice of a mesh is often a temporary, and another
-        # mesh could get its id.
+        # By id. The values keep meshes alive: a slice of a mesh is often temporary, and a new mesh
+        # could get its id.
         self._meshes: dict[int, DeviceMesh] = {}
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Undo all changes of the block at its end, except for new groups."""
-        # Another thread may use a new group during the block.
+        # New groups stay, because another thread may use one during the block.
         saved = {name: copy.copy(value) for name, value in vars(self).items()}
         del saved["_groups"]
         try:
@@ -66,7 +66,7 @@ class GroupNames:
     def learn_parameters(self, modules: Iterable[nn.Module]) -> None:
         """Learn the meshes of the modules' DTensor parameters."""
         # Compiled code calls collectives without their mesh, and a mesh over all ranks uses the
-        # default group, whose description names no axis.
+        # default group, whose description names no axis. Parameters refer to their mesh.
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         if tensors is None:
             return
@@ -98,14 +98,14 @@ class GroupNames:
         return axis_of(self._axes.get(key) or _name_of(description, ranks), ranks)
 
     def is_shape(self, key: str) -> bool:
-        """Whether a group's axis is named by its shape, so other groups may have the same name."""
+        """Whether a group's axis is named after its shape; other groups may share the name."""
         description, _ = self._groups[key]
         return not (self._axes.get(key) or self._wholes.get(key) or _described(description))
 
     def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
         """Return the axes of groups by key; different axes of the same name get a suffix."""
-        # Computed from ranks, not from the mesh's layout: for a mesh made from a transposed tensor,
-        # torch 2.13 reports strides that its groups do not have.
+        # Compute them from ranks, not from the mesh's layout: for a mesh made from a transposed
+        # tensor, torch 2.13 reports strides that its groups do not have.
         by_key = {key: self.axis(key) for key in dict.fromkeys(keys)}
         layouts: defaultdict[str, set[MeshAxis]] = defaultdict(set)
         for axis in by_key.values():
@@ -126,7 +126,7 @@ class GroupNames:
         used = {key: axis.name for key, axis in self.axes(used_keys).items()}
         groups = {key: used.get(key) or self.axis(key).name for key in self._groups}
         names = {*groups.values(), *self._axes.values(), *self._foreign_axes}
-        # Leave out names that two axes share: each of these has a suffix instead.
+        # Leave out names that two axes share: each of the two has a suffix instead.
         shared = {self.axis(key).name for key, name in used.items()}.difference(used.values())
         return groups, frozenset(names.difference(shared))
 
@@ -140,7 +140,8 @@ def existing_axes() -> Iterator[tuple[str, str]]:
     for mesh in _existing_meshes():
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
             group = ""
-            # RuntimeError: this rank is outside the mesh. Other errors: its groups were destroyed.
+            # torch raises RuntimeError if this rank is outside the mesh, and other errors if the
+            # groups of the mesh were destroyed. In both cases, yield no group.
             with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
                 group = mesh.get_group(dim).group_name
             yield printable(name), group
@@ -149,7 +150,7 @@ def existing_axes() -> Iterator[tuple[str, str]]:
 def axes_of_groups() -> dict[str, tuple[str, bool]]:
     """Map the names of this rank's groups to their axes and to `GroupNames.is_shape`."""
     names = GroupNames()
-    # A group keeps its first name, which must not depend on the order of objects in memory.
+    # Sort, because a group keeps its first name, and gc lists meshes in any order.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
     # The class is private: if torch has moved it, no units are found.
@@ -167,8 +168,8 @@ def _existing_meshes() -> Iterator[DeviceMesh]:
 
 def _existing(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
     """Yield all objects of a class, if its module is loaded."""
-    # torch has no list of them. Going through all objects is slow, so this is only for errors and
-    # for tests that hang.
+    # torch has no list of them. Searching all objects is slow, so call this only for errors and for
+    # tests that hang.
     cls = getattr(sys.modules.get(module), name, None)
     if cls is None:
         return
@@ -188,7 +189,7 @@ def process_groups() -> list[dist.ProcessGroup]:
     if groups is None:
         moved = "torch.distributed.distributed_c10d._world.pg_group_ranks"
         raise upstream.moved_error("torch", moved)
-    # In this list, numbers represent the groups that this rank is not in.
+    # Skip the numbers in this list: they represent groups that this rank is not in.
     return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
@@ -202,7 +203,7 @@ def current_world() -> tuple[int, int, str]:
 def _name_of(description: str, ranks: Sequence[int]) -> str:
     if described := _described(description):
         return described
-    # Ranks whose groups are shifted copies of each other, as in a mesh, get the same name.
+    # Name the group after its shape, so that all groups along one axis of a mesh share a name.
     steps = {after - before for before, after in itertools.pairwise(ranks)}
     return f"size{len(ranks)}.stride{steps.pop()}" if len(steps) == 1 else f"size{len(ranks)}"
 

@@ -33,7 +33,7 @@ class Place(Enum):
     """Where an operation's tensors are, if not in one named argument."""
 
     NOWHERE = auto()
-    """It has no such tensors; for `received`, also if it overwrites the tensors that it sends."""
+    """There are none, or (for `received`) the operation overwrites the tensors that it sends."""
     RESULT = auto()
     ALL = auto()
     """In all arguments: the operation is not in the tables."""
@@ -107,7 +107,7 @@ _C10D: Final = {
     "monitored_barrier_": Operation("barrier", NOWHERE, NOWHERE),
 }
 
-# A separate table: both namespaces have a ``broadcast_``, with different arguments.
+# Two tables, because both namespaces have a ``broadcast_``, with different arguments.
 _FUNCTIONAL: Final = {
     "all_gather_into_tensor": Operation("all_gather"),
     "all_gather_into_tensor_out": Operation("all_gather"),
@@ -142,7 +142,7 @@ class Call:
     """An operation that communicates, and the names and defaults of its arguments."""
 
     def __init__(self, func: Any, operation: Operation) -> None:
-        """Read the schema of `func`: a private attribute, but the only list of its arguments."""
+        """Read the arguments of `func` from its schema, which is private but lists them all."""
         self.func = func
         self.operation = operation
         self.namespace: str = func.namespace
@@ -258,7 +258,7 @@ def reduce_op(argument: Any) -> str | None:
         return None
     if isinstance(argument, str):  # of a functional collective
         return argument.lower()
-    # c10d gets a boxed object whose only method returns a number. Some torch versions hide it.
+    # c10d gets a boxed object whose only method, which some torch versions hide, returns a number.
     number = getattr(argument, "op", None)
     return None if number is None else str(dist.ReduceOp.RedOpType(number()).name).lower()
 

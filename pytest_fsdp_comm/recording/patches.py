@@ -1,10 +1,10 @@
-"""Replace attributes of torch's classes and modules while recordings run; no other module does."""
+"""Replace attributes of torch's classes and modules while recordings run; done nowhere else."""
 
 # Note [Patches]: The attributes are replaced when the first recording of the process begins, and
 # restored when the last one ends. Each replacement looks up the current recordings
 # (`active.entered`), so a reference to it that outlives the block does no harm.
-# While the compiler traces, all originals are restored; otherwise it would have to compile again
-# after the block. It skips frames of this package around compiled code.
+# While the compiler is tracing, all originals are restored; otherwise it would have to recompile
+# after the block. We make it skip frames of this package around compiled code.
 # `nn.Module.__call__` is replaced because global module hooks would switch torch.compile off and
 # leak after an error. FSDPState's `_pre_forward` and `_post_forward` are replaced because methods
 # registered with register_fsdp_forward_method call them, not `__call__`.
@@ -55,7 +55,7 @@ class _Patch:
             setattr(self._holder, self._name, self._replacement)
 
     def take(self) -> None:
-        # If another library has replaced it since, leave that: it calls our replacement.
+        # If a library has since wrapped our replacement, leave its wrapper: it calls ours.
         if vars(self._holder).get(self._name) is self._replacement:
             if self._original is _INHERITED:
                 delattr(self._holder, self._name)
@@ -150,11 +150,11 @@ def _attributes() -> Iterator[Attribute]:
         ),
         # Patch the base class, because work.get_future() returns an instance of it.
         *((torch._C.Future, name, _registering) for name in ("then", "add_done_callback")),
-        # Executors and timers call it too.
+        # Executors and timers start their threads through this method too.
         (threading.Thread, "start", _start),
         *((torch.Tensor, name, _reading) for name in ("tolist", "numpy", "tensor_split")),
         (torch, "tensor_split", _reading),
-        # This mode runs above every kernel, and emulates collectives itself.
+        # This mode emulates collectives above every kernel, so all we can do is report a gap.
         *([] if modes is None else [(modes.LocalTensorMode, "__torch_dispatch__", _local_ranks)]),
         (handler, "clear", _clear),  # torch._dynamo.reset() would drop our callbacks
     ]
@@ -199,7 +199,7 @@ def _engine(original: Any) -> Any:
         finally:
             for recorder, depth in depths:
                 recorder.backward.leave(depth)
-                # Now, before user code zeroes the gradients.
+                # Do this now, before user code zeroes the gradients.
                 recorder.tensors.settle_new()
 
     return engine
@@ -230,7 +230,7 @@ def _post_forward(original: Any) -> Any:
 def _watched(name: str, around: Around, original: Any) -> Any:
     def watched(unit: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        # A call may get here twice: a library's wrapper may still call an earlier replacement.
+        # Watch a call only once; it gets here twice if a library wrapped an earlier replacement.
         call = name, id(unit)
         watches = [recorder.units for recorder in entered() if call not in recorder.units.running]
         if not watches:

@@ -50,11 +50,11 @@ class Pending(Generic[Event]):
     attribution: Attribution
     """For a `Reshard`, the owner is the unit that was unsharded or resharded."""
     fields: dict[str, Any]
-    """The fields of the record that were known at its call."""
+    """The fields of the record that were known at the time of the call."""
     group: str | None = None
     """The key of a collective's group in `GroupNames`; None if its arguments name no group."""
     parts: tuple[tuple[str, int], ...] = ()
-    """From `parts_sent`."""
+    """The result of `operations.parts_sent`."""
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
         """Create the record. `axes` maps keys of groups to axes."""
@@ -63,7 +63,7 @@ class Pending(Generic[Event]):
         values["issued_in"] = names.issued_in(call)
         values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
-        # Before its gather, an extension (float8) may send other kinds. A reshard has no kind.
+        # Skip other kinds, which an extension (float8) may send before its gather.
         gather = call.gather if record is Reshard or kind == "all_gather" else None
         if record is Reshard or record is Collective:
             values["ahead"] = gather and gather.ahead
@@ -102,20 +102,20 @@ class OwnerNames:
         return self.modules.joined(attribution.owner)
 
     def issued_in(self, attribution: Attribution) -> str | None:
-        """Return the FQN of the module that was running; None as in `owner`."""
+        """Return the FQN of the module that was running; None if it has none, or no module ran."""
         running = attribution.issued_in
         return self.modules.fqn(running[0]) if running else None
 
     def _replica_around(self, running: Modules) -> Modules:
-        """Return the DDP replica around `running`; else the model's first replica, or its root."""
+        """Return the DDP replica around `running`; without one, the first replica or root."""
         replicas = self._replica_of
         around = [replicas[id(module)] for module in running if id(module) in replicas]
         return tuple((around or [*replicas.values()] or self._roots)[:1])
 
     def place_of_backward(self, call: Attribution, after: int) -> tuple[int | None, int | None]:
-        """Return which backward pass a reduction follows, and the number of passes."""
-        # Count only passes that add to the gradients that it reduces; return None twice unless
-        # there are several. `after` is the number of all passes that began before the reduction.
+        """Return the number of the backward pass before a reduction, and how many there are."""
+        # Count only passes that add to the reduced gradients; return (None, None) unless there are
+        # several. `after` is the number of all passes that began before the reduction.
         if len(self._backwards) <= 1:
             return None, None
         source, modules = call.source, call.owner
@@ -129,7 +129,7 @@ class OwnerNames:
             if source is Source.FSDP:
                 leaves = self._leaves_of_units[ids]
             elif source is not Source.DDP:
-                # The parameters of all modules if the modules are unknown.
+                # If the modules are unknown, take the parameters of all modules.
                 leaves = {
                     parameter
                     for parameter, by in self._registering.items()
@@ -173,8 +173,8 @@ def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
         reduces = kind in REDUCING and attribution.gather is None
         return Role.GRADIENTS if reduces else Role.PARAMETERS
     if attribution.source is Source.DDP:
-        # Broadcasts carry buffers and the layout of rebuilt buckets. An int32 reduction is the
-        # reducer's map of used parameters: gradients are not integers.
+        # Broadcasts carry buffers and the layout of rebuilt buckets, so they have no role. An int32
+        # reduction is the reducer's map of used parameters: gradients are not integers.
         is_map = dtype == "int32" and not attribution.is_from_hook
         reduced = Role.UNUSED_PARAMETERS if is_map else Role.GRADIENTS
         return reduced if kind in REDUCING else None

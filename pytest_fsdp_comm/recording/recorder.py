@@ -79,7 +79,7 @@ _numbers = itertools.count()
 
 
 class Recorder:
-    """One recording: enter `watching`, run the code, leave, `finish`."""
+    """One recording. Enter `watching`, run the code, leave `watching`, and call `finish`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Recorder:
         self._has_models = bool(models)
         self.lacks_root = not models
         self.idle: list[nn.Module] = []
-        """Models that the user passed and of which no module has run yet."""
+        """Models that the user passed, as long as none of their modules has run."""
         # Each call takes its index before it runs, so events caused by the call come after it.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
@@ -119,7 +119,7 @@ class Recorder:
         self.number = next(_numbers)
         # Gaps for collectives that are not recorded, apart from those that the witness finds.
         self._unseen: dict[Gap, None] = {}
-        # `.attribution` is set while a thread runs a callback that was registered in the block.
+        # `.attribution` is set while a thread is running a callback that the block registered.
         self._here = threading.local()
         self._num_resumed = 0
         self._lock = threading.Lock()  # other threads record too
@@ -197,7 +197,7 @@ class Recorder:
         names = OwnerNames(self._roots, self._backwards, are_parts=self._has_models)
         units = [unit for _, unit in param_groups(names.modules.modules)]
         self._groups.learn_parameters(names.modules.modules)
-        if self._is_recording:  # at the end of the block, `_note_lost_owners` has done it
+        if self._is_recording:  # otherwise `_note_lost_owners` has done it
             self.tensors.settle()
         # Sort by index: events are appended when calls return, so nested events come first.
         pending = sorted(self._pending, key=attrgetter("index"))
@@ -263,7 +263,7 @@ class Recorder:
         ]
         if not foreign:
             return
-        # The module may be unknown if the collective carries a gradient that is being added.
+        # The module may be unknown if the collective sends a gradient that is being added.
         modules = next(filter(None, foreign), ())
         example = f" (for example, a {printable(type(modules[0]).__name__)})" if modules else ""
         for model in self.idle:
@@ -276,7 +276,7 @@ class Recorder:
     def _note_running(self, modules: Sequence[nn.Module]) -> None:
         ran = set(map(id, modules))
         if ran:
-            # `isdisjoint` stops at the model itself, which is nearly always the first to run.
+            # This is fast: `isdisjoint` stops at the model itself, which usually runs first.
             self.idle = [model for model in self.idle if ran.isdisjoint(map(id, model.modules()))]
 
     def _learn_roots(self) -> None:
@@ -321,7 +321,7 @@ class Recorder:
             has_model=self._has_models,
         )
 
-    # `patches` calls these two on a thread that has entered the recording.
+    # `patches` calls the next two methods, on a thread that has entered the recording.
 
     def enter_module(self, module: nn.Module) -> int:
         """Note that a module starts to run; return the depth to pass to `backward.leave`."""
@@ -339,7 +339,7 @@ class Recorder:
             self._backwards[-1] |= leaves_of(outputs, inputs)
         return self.backward.enter(None)
 
-    # `kernels` and `patches` call the following on any thread.
+    # `kernels` and `patches` call the following methods, on any thread.
 
     def run_collective(
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
@@ -385,7 +385,7 @@ class Recorder:
 
     def _append(self, entry: Pending[Any]) -> None:
         with self._lock:
-            if self._is_recording:  # the block may have ended while a callback's call ran
+            if self._is_recording:  # a callback's call may have outlasted the block
                 self._pending.append(entry)
                 if entry.group is not None:
                     self._witness.follow()
@@ -407,7 +407,7 @@ class Recorder:
         )
 
     def note_unseen(self, text: str) -> None:
-        """Add a gap: something was sent that is not recorded."""
+        """Add a gap for communication that is not recorded."""
         self._unseen[Gap(kind="unseen", text=text)] = None
 
     def _note_reshard(

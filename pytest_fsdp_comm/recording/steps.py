@@ -25,7 +25,7 @@ from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
 
 FIRST: Final = 3
-"""The first step that can be recorded; the earlier ones show where it begins."""
+"""The first step that can be recorded; the steps before it show where it begins."""
 
 
 def check_steps(first: int, last: int) -> None:
@@ -39,7 +39,7 @@ def check_steps(first: int, last: int) -> None:
 
 
 class StepRecorder:
-    """Record some steps; call it after each optimizer step. See Note [Steps of a program]."""
+    """Record training steps; call this after each optimizer step. See Note [Steps of a program]."""
 
     def __init__(self, mode: CommMode, first: int, last: int, *, ended: Callable[[], None]) -> None:
         """Prepare to record steps `first` to `last`, then call `ended`, which may raise."""
@@ -50,7 +50,7 @@ class StepRecorder:
         self.count = 0
         self.is_done = False
         self._is_recording = self._is_skipped = False
-        # By id: the optimizers that step together, and those that stepped in the current step.
+        # The optimizers that step together, and those that have stepped in this step, by id.
         self._together: dict[int, torch.optim.Optimizer] = {}
         self._stepped: dict[int, torch.optim.Optimizer] = {}
         self._num_calls = 0
@@ -110,7 +110,7 @@ class StepRecorder:
     def close(self) -> None:
         if self._is_recording:
             self._is_recording = False
-            # The recording has the gaps; where warnings are errors, the script must not stop.
+            # Warnings that are errors must not stop the script. The recording still has its gaps.
             with contextlib.suppress(UnseenCollectivesWarning):
                 self._mode.__exit__(None, None, None)
 
@@ -126,11 +126,11 @@ class StepRecorder:
 
 
 def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
-    """Return the outermost modules with parameters of the optimizers, in the optimizers' order."""
+    """Return the outermost modules that contain the optimizers' parameters, in the same order."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     parameters = (parameter for group in groups for parameter in group["params"])
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    # Not isinstance(): on a proxy, it may run code.
+    # Do not use isinstance(), which may run the code of a proxy.
     modules = [entry for entry in gc.get_objects() if issubclass(type(entry), nn.Module)]
     built = [module for module in modules if "_modules" in vars(module)]
     inner = {id(child) for module in built for child in module._modules.values()}

@@ -31,13 +31,13 @@ from pytest_fsdp_comm.recording.pending import IN_MODULES
 
 
 class ValueReads:
-    """The lines of one block in which user code reads values of tensors."""
+    """Collect the lines of user code in one block that read values of tensors."""
 
     def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
-        """Prepare; `attribute` returns the current phase and user line."""
+        """Prepare; `attribute` returns the current phase and the current line of user code."""
         self._attribute = attribute
         self.gaps: dict[Gap, None] = {}
-        """One for each line and kind of read, in the order of their first run."""
+        """One for each line and kind of read, in the order in which they first ran."""
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = func.overloadpacket.__name__
@@ -56,8 +56,8 @@ class ValueReads:
         frame = _requesting_frame()
         if frame is None:
             return
-        # ``one_hot`` checks the smallest value in C++, so the stack does not show it. If the number
-        # of classes is passed, its shape does not depend on values.
+        # ``one_hot`` reads the smallest value in C++, so only the source line shows the call. If it
+        # passes the number of classes, the shape does not depend on values, so add no gap.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if re.search(r"\bone_hot\(.*,", line):
             return
@@ -80,16 +80,17 @@ class ValueReads:
 
 
 class KeptAnswers:
-    """Assumed values that were returned outside of blocks, where most code asks for a device.
+    """Assumed values that were returned outside of blocks, mostly to code that asks for a device.
 
-    A test has those of its code and of its fixtures, even of fixtures set up by an earlier test.
+    A test's recordings list the values that its code and its fixtures received, even if an earlier
+    test set the fixture up.
     """
 
     def __init__(self) -> None:
         self._of_fixtures: dict[str, dict[Answer, None]] = {}
         self._used: Container[str] = ()
         self.current: dict[Answer, None] = {}
-        """Those of the running test, or of the fixture that is being set up."""
+        """The values returned to the running test, or to the fixture that is being set up."""
 
     def begin(self, used: Container[str]) -> None:
         """Begin a test; `used` are the names of its fixtures."""
@@ -132,7 +133,7 @@ _num_reporters = 0
 
 @contextlib.contextmanager
 def reporting_reads() -> Iterator[None]:
-    """Let the caller report reads of values; then kernels and patched methods do not."""
+    """While the block runs, let only the caller report value reads, not kernels or patches."""
     global _num_reporters  # noqa: PLW0603  # for the whole process, as the patches are
     _num_reporters += 1
     try:
@@ -162,7 +163,7 @@ def _requests(path: str) -> bool | None:
     if owner == "torch":
         return None if path.startswith(_PASSES_ON) else False
     if owner == "library":
-        # transformers reads masks and positions in files outside its models.
+        # Ignore files directly in transformers, outside its models: they read masks and positions.
         return None if "/numpy/" in path else Path(path).parent.name != "transformers"
     return True if owner == "user" else None
 
