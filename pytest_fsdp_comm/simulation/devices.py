@@ -1,11 +1,12 @@
-"""Runs code for "cuda" on the CPU, if no GPU is visible, and pretends that there is one."""
+"""Runs code for "cuda" on the CPU when no GPU is visible, and pretends that there is one."""
 
 # Note [Cuda without CUDA]
-# `values.SimulatedTensors` runs operations for cuda on the CPU, and marks the storages of their
-# results with the device. The results of operations on marked tensors are marked, too. User code
-# sees marked tensors on cuda, and an H100 in `torch.cuda`. torch's code sees the CPU, so that it
-# sends what it would send on the CPU. This module patches only calls that fail before any operation
-# runs, and attributes that user code reads. Checked in torch 2.7, 2.13 and 2.15.
+# `values.SimulatedTensors` runs operations for cuda on the CPU and marks the storages of their
+# results with the cuda device. The results of operations on marked tensors are marked, too. User
+# code sees marked tensors on cuda, and an H100 in `torch.cuda`. torch itself sees tensors on the
+# CPU, so it communicates exactly as it does on the CPU. This module only has to patch the calls
+# that fail before any operation is dispatched, and the attributes that user code reads. Checked in
+# torch 2.7, 2.13 and 2.15.
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ _NOTHING: Final = (
     *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
     *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "set_stream"),
 )
-"""Functions of torch.cuda that a simulated rank can ignore."""
+"""Functions of torch.cuda that do nothing on a simulated rank."""
 _ZERO: Final = (
     *("memory_allocated", "memory_reserved", "memory_cached"),
     *("max_memory_allocated", "max_memory_reserved", "max_memory_cached"),
@@ -70,7 +71,7 @@ _GENERATOR: Final = torch.Generator
 
 
 class _Idle:
-    """Replaces streams, events, and blocks that select a stream or device: they do nothing."""
+    """Replaces streams, events, and stream or device context managers; does nothing."""
 
     cuda_stream = 0
 
@@ -112,7 +113,7 @@ class _Generator(metaclass=_AnyGenerator):
 
 
 class _State:
-    """Whether GPU properties may be assumed, and the devices that this process uses."""
+    """Whether a simulated rank can assume GPU properties, and which devices it uses."""
 
     answers = True
     index = 0
@@ -161,8 +162,9 @@ def _current() -> torch.device:
 
 
 def _device(value: Any) -> Any:
-    """Return the device that `value` means, with its index; return other values unchanged."""
-    # A CPU build rejects an index alone, and cuda without one, before any operation runs.
+    """Convert `value` to a device, with an index if it is cuda; return other values unchanged."""
+    # Add the index here, because a CPU build of torch rejects a bare index, and "cuda" without an
+    # index, before any operation is dispatched.
     if isinstance(value, int) and not isinstance(value, bool):
         return torch.device("cuda", value)
     if isinstance(value, str):
@@ -172,7 +174,7 @@ def _device(value: Any) -> Any:
 
 
 def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Do what ``Tensor.to`` does, on the CPU, and mark the result with the device."""
+    """Run ``Tensor.to`` on the CPU, and mark the result with the requested device."""
     other = kwargs.pop("other", args[0] if args else None)
     if isinstance(other, torch.Tensor):
         args = (mark_of(other) or other.device, other.dtype, *args[1:])
@@ -180,8 +182,8 @@ def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(device, torch.device):
         return _TO(tensor, *args, **kwargs)
     is_to_cuda = device.type == "cuda"
-    # Copy only if the device changes: to copy a partial DTensor, torch would communicate. For
-    # torch's code, every tensor is on the CPU already.
+    # Copy only if the device changes, because copying a partial DTensor communicates. torch itself
+    # sees all tensors on the CPU, so do not copy when torch moves one to the CPU.
     frame, movers = sys._getframe(1), {__file__, nn.modules.module.__file__}
     if is_to_cuda != (mark_of(tensor) is not None) and (
         is_to_cuda or is_outside_torch(frame) or frame.f_code.co_filename in movers
@@ -244,7 +246,7 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
         SimulatedTensors.has_cuda |= device_type == "cuda"
         make(mesh, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    # An attribute before torch 2.10, then a property that returns `_device_type`.
+    # `device_type` is an attribute before torch 2.10, then a property that returns `_device_type`.
     def read(mesh: DeviceMesh) -> str:
         is_read_by_user = _state.has_mesh and is_outside_torch(sys._getframe(1))
         device_type = vars(mesh).get("device_type") or mesh._device_type
@@ -281,14 +283,14 @@ def _of_gpus_alone() -> Iterator[tuple[Any, str, Any]]:
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """Sends what torch's class sends, without its GPU kernels (checked in torch 2.7 to 2.15)."""
+    """Communicates as torch's class does, without GPU kernels (checked in torch 2.7 to 2.15)."""
 
     @staticmethod
     def forward(ctx: Any, batch: torch.Tensor, weight: torch.Tensor | None, *args: Any) -> Any:
         *_, group, size = args
         ctx.group = group
         ctx.save_for_backward(batch, weight)
-        # The mean and the inverse deviation of each channel, and a count.
+        # Each rank sends the mean and the inverse deviation of each channel, and a count.
         statistics = _sums(batch, 2 * batch.shape[1] + 1)
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13
         gather(statistics.new_empty(size * len(statistics)), statistics, group)
@@ -317,7 +319,8 @@ def _of_amp() -> Iterator[tuple[Any, str, Any]]:
     ) -> None:
         if device_type.partition(":")[0] == "cuda":
             device_type, dtype = "cpu", dtype or autocast_dtype("cuda")
-            # Record an assumption: autocast keeps different operations in float32 on the CPU.
+            # Record this as an assumption, because autocast on the CPU keeps a different set of
+            # operations in float32.
             if enabled:
                 _state.answer("cpu", "torch.autocast")
         cast_(block, device_type, dtype, enabled, **kwargs)
@@ -359,11 +362,11 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
         "can_device_access_peer": lambda *_: True,
         "is_current_stream_capturing": lambda: False,
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), lambda *_, **__: True),
-        # In `torch.accelerator` the names have a suffix.
+        # `torch.accelerator` has the same functions, with a suffix in their names.
         **{f"current_device{end}": lambda: _state.index for end in ("", "_index", "_idx")},
         **{f"set_device{end}": set_device for end in ("", "_index", "_idx")},
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        # The number of ranks that a launcher starts on one host.
+        # One GPU for each rank that a launcher starts on this host.
         "device_count": lambda: int(os.environ["LOCAL_WORLD_SIZE"]),
         "get_device_capability": answer((_H100.major, _H100.minor), "get_device_capability"),
         "get_device_name": answer(_H100.name, "get_device_name"),
@@ -379,7 +382,7 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
     }
     modules = (cuda, cuda.memory, cuda.profiler, torch.accelerator, dist, torch.backends.cuda)
     for module, name, function in _present(modules, replacements):
-        # torch's `fork_rng` reads the states of devices too, so replace these for all callers.
+        # Replace RNG functions for all callers, since torch's `fork_rng` calls them, too.
         is_for_all = "rng_state" in name
         yield module, name, function if is_for_all else _to_users(function, getattr(module, name))
     yield from _present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
@@ -401,7 +404,7 @@ def _present(modules: Iterable[Any], named: Mapping[str, Any]) -> Iterator[tuple
 
 
 def _to_users(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a function for callers outside torch."""
+    """Return a function that calls `answer` for callers outside torch, `original` for torch."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Replaces functions that fail on the CPU, or that use other kernels on a GPU."""
+"""Replaces functions that fail on the CPU, or that use different kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.utils._device import _device_constructors
 
 from pytest_fsdp_comm.simulation.values import CPU, mark_of
 
-# torch caches this set for `with torch.device(...)`, so look it up before any is replaced.
+# torch caches this set of functions for `with torch.device(...)`, so make torch fill the cache
+# before any of the functions is replaced.
 _constructors: Iterable[Callable[..., Any]] = _device_constructors()
 _CONSTRUCTORS: Final = tuple(
     make.__name__ for make in _constructors if vars(torch).get(make.__name__) is make
@@ -23,7 +24,7 @@ _EAGER_FLEX: Final = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # read in torch 2.
 
 
 def replaced_functions(device: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the object, name and replacement of each; `device` maps an index to a device."""
+    """Yield (holder, name, replacement) of each function; `device` maps an index to a device."""
     for name in _CONSTRUCTORS:
         yield torch, name, _on_device(getattr(torch, name), device)
     for holder in (torch, torch.Tensor):
@@ -37,12 +38,12 @@ def replaced_functions(device: Callable[[Any], Any]) -> Iterator[tuple[Any, str,
 
     yield flex_attention, "_validate_device", checked
     yield flex_attention, hop, _scored(getattr(flex_attention, hop))
-    if hasattr(flex_attention, _EAGER_FLEX):  # it would warn that flex_attention is not compiled
+    if hasattr(flex_attention, _EAGER_FLEX):  # or it warns that it is not compiled
         yield flex_attention, _EAGER_FLEX, True
 
 
 def _on_device(make: Callable[..., Any], device: Callable[[Any], Any]) -> Callable[..., Any]:
-    # A CPU build rejects device indices and pinned memory.
+    # Resolve device indices and ignore `pin_memory`, because a CPU build of torch rejects both.
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("device"), int):
@@ -54,7 +55,7 @@ def _on_device(make: Callable[..., Any], device: Callable[[Any], Any]) -> Callab
 
 
 def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Make ``histc`` count integers, which torch supports only on a GPU."""
+    """Make ``histc`` accept integers, which torch supports only on a GPU."""
 
     @functools.wraps(original)
     def histc(data: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002  # as torch names them
@@ -71,9 +72,9 @@ def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make attention run the kernel of a GPU, because DTensor cannot shard those of the CPU."""
+    """Make attention call a fused GPU kernel, because DTensor cannot shard the CPU kernels."""
 
-    # Context parallelism replaces this function by its name, which `wraps` keeps.
+    # Keep the name with `wraps`, because context parallelism replaces this function by its name.
     @functools.wraps(original)
     def attention(  # noqa: PLR0913, PLR0917  # torch's signature
         query: torch.Tensor,
@@ -107,7 +108,7 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scored(hop: Callable[..., Any]) -> Callable[..., Any]:
-    """Let gradients flow to the parameters of a score function, as they do when compiled."""
+    """Let gradients flow to the parameters of a score function, as in compiled code."""
 
     def run(query: torch.Tensor, key: Any, value: Any, score_mod: Any, *args: Any) -> Any:
         result, *sums = hop(query, key, value, score_mod, *args)

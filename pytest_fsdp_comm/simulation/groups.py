@@ -1,4 +1,4 @@
-"""The other ranks of a simulation: results of collectives, and ranks with other local shapes."""
+"""The other ranks of a simulation: what they send, and which have different local shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pytest_fsdp_comm.simulation.memory import SimulationError
 
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()
-"""The axes of all meshes that this process has created; None for a mesh without names."""
+"""Axis names of all meshes that this process has created, and None if a mesh has no names."""
 
 
 class RealGroups:
@@ -35,7 +35,7 @@ class RealGroups:
     def __init__(
         self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], texts: TextStore
     ) -> None:
-        """Begin a test on this rank and all `peers`; `axes` maps names to sizes and strides."""
+        """Begin a test on `peers` (this rank included); `axes` maps a name to size and stride."""
         self._axes = axes
         self._peers = frozenset(peers)
         self._texts = texts
@@ -43,11 +43,11 @@ class RealGroups:
         self._counts: Counter[str] = Counter()
 
     def has(self, group: dist.ProcessGroup) -> bool:
-        """Return whether all ranks of a group run, and there are several."""
+        """Return whether a group has several ranks and all of them run."""
         return group.size() > 1 and self._peers.issuperset(dist.get_process_group_ranks(group))
 
     def check(self, mesh: DeviceMesh) -> None:
-        """Raise SimulationError if a mesh has a real axis with another size or stride."""
+        """Raise SimulationError if a real axis of the mesh does not match ``real=``."""
         _meshes.update(mesh.mesh_dim_names or (None,))
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
             ranks = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])[0].tolist()
@@ -61,10 +61,11 @@ class RealGroups:
                 )
 
     def check_used(self) -> None:
-        """Raise FsdpCommError if there are meshes, but a real axis is on none of them."""
+        """Raise FsdpCommError if meshes were created, but none of them has one of the real axes."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
-        # A real axis may also be a group created without a mesh, or an axis without a name.
+        # Do not complain if there is no mesh, or one without axis names: a real axis can also be a
+        # process group created without a mesh, or an axis without a name.
         if unused and _meshes and None not in _meshes:
             raise FsdpCommError(
                 f"real= names {', '.join(unused)}, but the meshes have only "
@@ -80,8 +81,8 @@ class RealGroups:
     ) -> Callable[[], Sequence[torch.Tensor] | None] | None:
         """Send this rank's values (None if unknown) to its peers.
 
-        Return a function that waits for their values, and returns None if these are unknown; or
-        None if this rank receives nothing.
+        Return a function that waits for the peers' values and returns them, or None if they are
+        unknown. If this rank receives nothing, return None instead of a function.
         """
         rank, kind = group.rank(), operation.kind
         if kind in {"send", "recv"}:
@@ -130,7 +131,7 @@ def _received(
     kind: str, bound: Mapping[str, Any], rank: int, parts: Sequence[Sequence[torch.Tensor]]
 ) -> list[torch.Tensor] | None:
     if kind in {"all_gather", "gather", "broadcast"}:
-        # A coalesced call receives each tensor from all ranks, then the next tensor.
+        # The outputs of a coalesced call are ordered by tensor first, then by rank.
         rows = zip(*parts, strict=True) if "inputs" in bound else parts
         return [value for row in rows for value in row]
     if kind in {"all_to_all", "scatter"}:
@@ -158,18 +159,19 @@ _REDUCED: Final[Mapping[str | None, _Reduction]] = {
         lambda value, size: value * (size % 2),
     ),
 }
-"""By name: reduces the stacked values of all ranks, or the same value on `size` ranks."""
+"""For each reduction, two functions: one reduces the stacked values of all ranks, and one computes
+the result for `size` ranks that all send the same value."""
 
 
 def reduction(bound: Mapping[str, Any]) -> _Reduction | None:
-    """Return the reduction of a call; None if it is unknown, or the call reduces nothing."""
+    """Return the reduction of a call; None if it is unknown or the call does not reduce."""
     return _REDUCED.get(reduce_op(bound.get("reduce_op", bound.get("red_op"))))
 
 
 def parts_for_each(
     bound: Mapping[str, Any], sent: Sequence[torch.Tensor], size: int
 ) -> Sequence[torch.Tensor]:
-    """Return the parts that an all-to-all sends to the ranks of a group of `size`."""
+    """Split what an all-to-all sends into one part for each of the group's `size` ranks."""
     if len(sent) == size > 1:
         return sent
     return torch.split(sent[0], bound.get("input_split_sizes") or len(sent[0]) // size)
@@ -182,7 +184,7 @@ def mirrored(
     sent: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """Compute outputs as if all peers sent what this rank sends; None for unknown ones."""
+    """Compute outputs as if all peers sent what this rank sends; an unknown output is None."""
     parts = _parts(kind, group, bound, sent, len(outputs))
     if not parts:
         return [None] * len(outputs)
@@ -199,7 +201,7 @@ def _parts(
     sent: Sequence[torch.Tensor],
     num_outputs: int,
 ) -> Sequence[torch.Tensor]:
-    """Return the part that fills each output, perhaps repeated per rank; empty if unknown."""
+    """Return the parts that fill the outputs (`_filled` can repeat a part); empty if unknown."""
     rank, size = group.rank(), group.size()
     if kind in {"all_gather", "gather", "broadcast"}:
         return sent
@@ -207,7 +209,7 @@ def _parts(
         if len(sent) == size > 1:
             return [sent[rank]]
         part = parts_for_each(bound, sent, size)[rank]
-        # If this rank expects parts of other sizes, peers hold other values.
+        # If this rank expects parts of a different size, the peers' values differ from this rank's.
         expected = {*(bound.get("output_split_sizes") or [len(part)])}
         return [part.flatten().repeat(size)] if expected == {len(part)} else ()
     reduced = reduction(bound)
@@ -223,20 +225,22 @@ def _filled(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor
     for times in (1, size):
         if part.numel() * times == output.numel():
             return part.flatten().repeat(times).view(output.shape).to(output.dtype)
-    return None  # the parts have different sizes, so peers hold other values
+    return None  # the parts differ in size, so the peers' values differ from this rank's
 
 
-# FSDP pads its shards, so along its axis all ranks send the same, and one rank is enough. Tensor
-# and expert parallelism shard earlier, and register their shards as parameters, which FSDP does not
-# (torch 2.7 to 2.15). If a size is not divisible, some ranks keep less, and gather less.
+# FSDP pads its shards, so all ranks along its axis send the same number of bytes, and it is enough
+# to simulate one of them. Tensor and expert parallelism shard before FSDP does, and without
+# padding: if a dimension is not divisible, some ranks have smaller shards and gather less.
+# `DistinctRanks` finds such ranks when a module registers a parameter, because both register their
+# shards as parameters, which FSDP does not (torch 2.7 to 2.15).
 
 
 class DistinctRanks:
-    """Collects one rank for each local parameter shape that this rank does not have."""
+    """Finds one rank for each local parameter shape that this rank does not have."""
 
     def __init__(self) -> None:
         self.further: set[int] = set()
-        """The ranks with other shapes."""
+        """Ranks whose local shapes differ from this rank's."""
         self._parameters: set[Any] = set()
 
     @contextlib.contextmanager
@@ -270,10 +274,10 @@ def distinct_places(
     """Return coordinates on each mesh axis that together cover all local shapes.
 
     Args:
-        shape: Of the unsharded parameter.
-        sizes: Of the mesh axes.
-        dims: The dimension that each axis shards; None if it replicates.
-        this: The coordinates of this rank, always included.
+        shape: Shape of the unsharded parameter.
+        sizes: Size of each mesh axis.
+        dims: The dimension that each axis shards; None if the axis replicates.
+        this: Coordinates of this rank; they are always included.
     """
     lengths = [{length} for length in shape]
     places: list[list[int]] = []

@@ -1,9 +1,10 @@
-"""The known values of simulated tensors, stored per storage and computed when they are read."""
+"""The known values of simulated tensors, stored per storage and computed when read."""
 
-# A fake tensor knows its storage and its position there. So all views of a storage share one
-# `Values`, and a write through one view reaches the others. Operations on known values are recorded
-# and computed when a result is read. A write first computes all results that need the old values.
-# Small results are computed immediately, which costs less than recording them.
+# A fake tensor has no memory, but it has a storage and an offset into it. All views of a storage
+# share one `Values`, so that a write through one view is visible through the others. Operations on
+# known values are recorded, and run when a result is read. Before a write, all results that need
+# the old values are computed. Small results are computed immediately, because that costs less than
+# recording them.
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.operations import tensors_in
 
 MAX_NUMEL: Final = 2**24
-"""The largest tensor whose values are computed, in elements."""
+"""Number of elements of the largest tensor whose values are computed."""
 TOO_MANY: Final = (
     f"they depend on a tensor of more than {MAX_NUMEL:_} elements (2**24), the limit of a "
     "simulation. Use a smaller tensor in the test, use values from your configuration"
 )
 _SMALL: Final = 2**12
-"""The largest tensor that is computed immediately, in elements."""
+"""Number of elements of the largest tensor that is computed immediately."""
 _MAX_DEPTH: Final = 32
-"""The longest chain of recorded operations, since computing them recurses."""
+"""Maximum length of a chain of recorded operations, because computing a chain recurses."""
 _VALUES: Final = "_fsdp_comm_values"
 _REASON: Final = "_fsdp_comm_reason"
 
 
 class SimulationError(FsdpCommError):
-    """Code of a simulated rank needs an unknown value, or does what a simulation cannot do."""
+    """Code on a simulated rank reads an unknown value, or does what a simulation cannot do."""
 
 
 class Values:
@@ -47,11 +48,11 @@ class Values:
         self._compute = compute
         self._storage: torch.UntypedStorage | None = None
         self.readers: weakref.WeakSet[Values] | None = None
-        """Values that are computed from these later."""
+        """Recorded results that still have to be computed from these values."""
         self.is_large = False
-        """Whether there are too many to compute, or they depend on too many."""
+        """Whether the values, or others that they depend on, are too many to compute."""
         self.is_mirrored: bool = any(each.is_mirrored for each in inputs)
-        """Whether they assume that other ranks hold the same values as this rank."""
+        """Whether the values assume that other ranks hold the same values as this rank."""
         self.depth: int = 1 + max((each.depth for each in inputs), default=0)
         if not later or self.depth > _MAX_DEPTH:
             self.storage()
@@ -62,7 +63,7 @@ class Values:
 
     @classmethod
     def too_large(cls) -> Values:
-        """Create values that are too many to compute: reading them raises a SimulationError."""
+        """Create values that are too many to compute, so reading them raises SimulationError."""
         values = cls(_refuse_size, later=True)
         values.is_large, values.depth = True, 0
         return values
@@ -76,7 +77,7 @@ class Values:
         return self._storage
 
     def settle(self) -> None:
-        """Compute everything that needs these values, before they are overwritten."""
+        """Compute all results that need these values, before the values are overwritten."""
         self.storage()
         for reader in [*(self.readers or ())]:
             reader.storage()
@@ -99,7 +100,7 @@ class _Place(NamedTuple):
     offset: Any  # an int, which torch types as possibly symbolic
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor with this layout in a storage with memory."""
+        """Return a tensor with this layout that is a view of a storage with memory."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
@@ -109,7 +110,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes of a tensor's storage; a new dict for sparse tensors."""
+    """Return the attributes of a tensor's storage; a new dict for a tensor without a storage."""
     try:
         return vars(tensor.untyped_storage())
     except NotImplementedError:
@@ -130,12 +131,12 @@ def values_in(tensor: torch.Tensor) -> Values | None:
 
 
 def is_known(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are known, possibly too many to compute."""
+    """Return whether a tensor's values are known, even if they are too many to compute."""
     return values_in(tensor) is not None
 
 
 def is_mirrored(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values assume that other ranks hold the same as this one."""
+    """Return whether a tensor's values assume that other ranks hold the same values."""
     values = values_in(tensor)
     return values is not None and values.is_mirrored
 
@@ -157,7 +158,7 @@ def covers(tensor: torch.Tensor) -> bool:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with memory that shares the known values; an unknown tensor unchanged."""
+    """Return a tensor with memory that shares the known values; else return `tensor` itself."""
     values = values_in(tensor) if isinstance(tensor, FakeTensor) else None
     if values is None:
         return tensor
@@ -176,10 +177,10 @@ def keep(tensor: torch.Tensor, values: Values) -> None:
 
 
 def put(tensor: torch.Tensor, value: torch.Tensor | None, *, is_mirrored: bool = False) -> None:
-    """Copy a tensor with memory into a simulated one; None makes its values unknown."""
+    """Copy `value`, which has memory, into a simulated tensor; None makes the tensor unknown."""
     if not isinstance(tensor, FakeTensor):
         return
-    tensor.constant = None  # where torch stores a known value
+    tensor.constant = None  # torch stores a known value there, which is now outdated
     values = values_in(tensor)
     if value is None:
         _attributes(tensor).pop(_VALUES, None)
@@ -199,7 +200,7 @@ def explain(tensor: torch.Tensor, reason: str) -> None:
 
 
 def share(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Give a tensor the values of another one with the same layout, or why they are unknown."""
+    """Share the values of `source`, which has the same layout, or why they are unknown."""
     values = values_in(source)
     if values is not None:
         keep(tensor, values)
@@ -213,7 +214,7 @@ def reason_of(tensor: torch.Tensor) -> str | None:
 
 
 def are_too_many(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a tensor is too large to compute with, or depends on one that is."""
+    """Return whether any of the tensors is too large to compute, or depends on one that is."""
     return any(
         tensor.numel() > MAX_NUMEL
         or ((values := values_in(tensor)) is not None and values.is_large)
@@ -228,10 +229,10 @@ def note(
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[FakeTensor],
 ) -> None:
-    """Record how `func` computes the values of new tensors from known ones."""
+    """Record how `func` computes the values of its new outputs from known tensors."""
     new = []
     for index, tensor in enumerate(outputs):
-        if _may_hold(tensor) and not is_known(tensor):  # a known one is a view of an input
+        if _may_hold(tensor) and not is_known(tensor):  # a known output is a view of an input
             tensor.constant = None
             new.append((index, tensor))
     if are_too_many([*tensors, *(tensor for _, tensor in new)]):
@@ -276,14 +277,14 @@ def read(
     kwargs: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
 ) -> Any:
-    """Run an operation on known tensors; return its result, with memory."""
+    """Run an operation on the memory of known tensors, and return its result."""
     if are_too_many(tensors):
         _refuse_size()
     return func(*_resolved(_noted(args)), **_resolved(_noted(kwargs)))
 
 
 class _Noted(NamedTuple):
-    """A tensor argument of a recorded operation, as of the recording."""
+    """A tensor argument of a recorded operation, as it was when the operation was recorded."""
 
     values: Values
     place: _Place
@@ -318,7 +319,7 @@ def _part(results: Callable[[], Sequence[torch.Tensor]], index: int, place: _Pla
 
 
 def _laid(value: torch.Tensor, place: _Place) -> torch.Tensor:
-    """Return a tensor with memory in the given layout, copied if necessary."""
+    """Return `value`, which has memory, with the layout `place`; copy it if necessary."""
     if (value.dtype, value.stride(), value.storage_offset()) == (
         place.dtype,
         tuple(place.stride),

@@ -4,16 +4,18 @@
 # Integers and booleans have known values, and so do floats that depend only on these and on
 # constants, such as an optimizer's step count. Weights, activations and random floats are unknown,
 # but assumed to be finite, so `isfinite` and comparisons with infinity are known.
-# The result of a collective on known values is computed as if every peer held the same. It is
-# marked as mirrored, and so is everything computed from it. Reading a mirrored value is recorded as
-# an assumption, because values that depend on the rank differ between ranks.
-# Between ranks that run (real axes), integers, booleans and objects are sent. A rank waits for them
-# at their first use, not in the collective: code may call a receive long before it needs the value.
+# The result of a collective on known values is computed as if every peer had sent the same values.
+# It is marked as mirrored, and so is everything computed from it. Reading a mirrored value is
+# recorded as an assumption, because on real ranks the peers' values could differ.
+# Ranks that run (real axes) send each other integers, booleans and objects. The receiver waits for
+# such a value when it is first used, not in the collective, because code can call a receive long
+# before it needs the value.
 
 # Note [Declared routing]
-# Routers choose experts by unknown scores, with one operation on the last dimension. With
-# `simulation_splits`, its indices are known, and so are counts, sorted orders and split sizes
-# computed from them. The counts of all ranks then fit together, unlike counts assumed one by one.
+# A router chooses experts by scores, which are unknown, with one operation on the last dimension.
+# With `simulation_splits`, the indices that it returns are known, and so are the counts, sorted
+# orders and split sizes computed from the indices. The counts of all ranks then fit together, which
+# they would not if each count was assumed separately.
 
 from __future__ import annotations
 
@@ -54,18 +56,18 @@ _CHOICES: Final = {
     torch.ops.aten.argmax.default,
     torch.ops.aten.max.dim,
 }
-"""Operations that choose experts; their last result is the indices."""
+"""Operations that choose experts; their last result holds the indices of the experts."""
 _ROUNDING: Final = 1e-9
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _DRAWS: Final = {
     *("bernoulli", "bernoulli_", "geometric", "geometric_", "multinomial"),
     *("randint", "randint_like", "random_", "randperm"),
 }
-"""Random operations whose results are known if their arguments are."""
+"""Random operations whose results are known if their arguments are known."""
 _SHAPED: Final = {
     *("full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "randint_like"),
 }
-"""Operations that use only the shape and dtype of their tensor argument."""
+"""Operations that read only the shape and dtype of their tensor argument, not its values."""
 _OVERWRITES: Final = {"bernoulli_", "copy_", "fill_", "random_", "zero_"}
 _CHOOSES: Final = {"argmax", "argmin", "argsort", "max", "min", "multinomial", "sort", "topk"}
 _COMPARES: Final = {"eq", "ne", "lt", "le", "gt", "ge"}
@@ -73,10 +75,10 @@ _ABSORBS: Final = {"bitwise_or": 1, "logical_or": 1, "bitwise_and": 0, "logical_
 """The value of one argument that determines the result, whatever the other argument is."""
 _KEEP_STATISTICS: Final = {"native_batch_norm", "cudnn_batch_norm"}
 _STATISTICS: Final = {"running_mean", "running_var"}
-"""The arguments that these write, although their schemas do not say so."""
+"""Arguments that `_KEEP_STATISTICS` operations write, although their schemas do not say so."""
 _ASKS_FINITE: Final = {"isnan", "isinf", "isposinf", "isneginf"}
 _MARK: Final = "_fsdp_comm_device"
-"""Attribute of a storage: its device. See Note [Cuda without CUDA] in `devices.py`."""
+"""Attribute of a storage that holds its simulated device; see Note [Cuda without CUDA]."""
 CPU: Final = torch.device("cpu")
 _SWAP: Final = torch.utils.swap_tensors
 _DEVICE: Final = torch.ops.prim.device.default
@@ -93,7 +95,7 @@ _TRUTHS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 _READ: Final = torch.ops.aten._local_scalar_dense.default
 _COPY: Final = torch.ops.aten.copy_.default
 _MOST_ANSWERS: Final = 10_000
-"""The most values that are assumed at one line in one test."""
+"""Number of unknown values that one line can read in a test before the test fails."""
 _ADVICE: Final = {
     "floats": (
         "they depend on floats. Compute tokens, labels and counts from integers (for example "
@@ -118,9 +120,10 @@ _ADVICE: Final = {
         "in the snapshot, move the line to code that the test does not run"
     ),
 }
-"""By the reason why values are unknown: the reason in words, and what to do about it."""
+"""For each reason why values are unknown: an explanation, and what to do about it."""
 _awaited: Final[dict[int, list[Callable[[], None]]]] = {}
-"""By the address of a storage: functions that write the values it receives, and keep it alive."""
+"""Functions that write received values into a storage, by the address of the storage. They refer
+to the storage, which keeps it alive and the address unique."""
 
 
 _PLAIN: Final = frozenset(
@@ -148,11 +151,11 @@ class _OfThread:
 
 
 class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """A mode that makes all tensors without memory. See Note [Known values]."""
+    """A mode in which new tensors have no memory. See Note [Known values]."""
 
     has_marks = False
     has_cuda = False
-    # torch stores these in the mode, which all threads share here.
+    # torch stores these in the mode. All threads share one mode here, so store a value per thread.
     in_kernel_invocation = _OfThread(bool)
     enter_stack = _OfThread(list)
     _is_composing = _OfThread(bool)
@@ -160,21 +163,22 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
         hide_from_compiler()
-        # Tensors from before, such as those of a test module, have memory and count as known.
+        # Accept tensors that have memory because they were created earlier, such as globals of a
+        # test module; their values are known.
         super().__init__(allow_non_fake_inputs=True)
         self._answers = answers
         self._shares = shares
         self.begin(None)
 
     def begin(self, groups: RealGroups | None) -> None:
-        """Begin a test; `groups` connect it to real ranks, None if this rank runs alone."""
+        """Begin a test; `groups` connects this rank to other real ranks, None if it runs alone."""
         self._groups = groups
         self._answered: Counter[str] = Counter()
         SimulatedTensors.has_cuda = False
         _awaited.clear()
 
     def simulate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a simulated tensor with the values of a real one, known unless it is large."""
+        """Return a simulated copy of a real tensor; its values are known unless it is too large."""
         simulated = self.from_tensor(tensor)
         with unset_fake_temporarily():
             memory.put(simulated, tensor.clone())
@@ -182,7 +186,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     @staticmethod
     def _should_skip_dynamo() -> bool:
-        # torch's wrapper that skips the compiler takes as long as an operation.
+        # Avoid torch's wrapper that skips the compiler, which takes as long as an operation.
         return False
 
     def __torch_dispatch__(
@@ -192,7 +196,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Shortcuts: half of all operations in a step read a device, and an eighth are DTensor's.
+        # Return early in two frequent cases: half of all operations in a step read a device, and an
+        # eighth are operations on DTensors.
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if DTensor in types:
@@ -228,7 +233,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if marks and marks[0].type == "cuda":
             for tensor in (*_fake_tensors(result), *(tensors if _writes(func) else ())):
                 mark(tensor, marks[0])
-        elif place:  # torch may have made the result from a marked copy
+        elif place:  # unmark the result, which torch can create from a marked copy
             for tensor in _fake_tensors(result):
                 vars(tensor.untyped_storage()).pop(_MARK, None)
         return result
@@ -241,12 +246,12 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
     ) -> Any:
-        # In inference mode, torch does not decompose composite operations.
+        # Decompose composite operations here, because torch does not do so in inference mode.
         if _is_composite(func) and all(tensor.__class__ in _PLAIN_TENSORS for tensor in tensors):
             with self:
                 return func.decompose(*args, **kwargs)
         follows = all(map(is_known, tensors)) and not _is_made_up(func)
-        if follows and func is _READ:  # torch would only look at `FakeTensor.constant`
+        if follows and func is _READ:  # torch would read only `FakeTensor.constant`
             return self._read(func, args, kwargs, tensors)
         try:
             result = self._shaped(func, types, args, kwargs)
@@ -275,7 +280,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     def _shaped(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        # torch may decompose an operation into others; only the outer one is handled here.
+        # If torch decomposes this operation, `_is_composing` makes `__torch_dispatch__` pass the
+        # inner operations to torch, because only the outer one is handled here.
         self._is_composing = isinstance(func, OpOverload)
         try:
             return self.dispatch(func, types, args, kwargs)
@@ -290,7 +296,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         tensors: Sequence[torch.Tensor],
         result: Any,
     ) -> None:
-        """Deduce known results although some inputs are unknown; forget overwritten values."""
+        """Deduce results that are known although some inputs are not; forget overwritten values."""
         if func.namespace in NAMESPACES:
             self._communicate(func, args, kwargs, result)
         elif _writes(func):
@@ -315,11 +321,11 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             memory.write(func, args, kwargs, tensors, args[:1])
             return
         if any(_absorbs(func._opname[:-1], tensor, tensor.dtype) for tensor in tensors[:1]):
-            return  # for example True.bitwise_or_(unknown)
+            return  # the result is known, as in True.bitwise_or_(unknown)
         for tensor in _written(func, args, kwargs):
             memory.put(tensor, None)
             memory.explain(tensor, _reason(func._opname, args, tensors))
-        if func is _UNSCALE:  # unknown gradients are finite
+        if func is _UNSCALE:  # unknown gradients count as finite
             _zero(args[1])
 
     def _read(
@@ -338,8 +344,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
     def _size(self, func: Any, args: Sequence[Any]) -> Any:
-        """Run an operation of `_SIZED`, whose result size does not need the unknown values."""
-        if func is _INDEX:  # use indices instead of masks, which takes no memory
+        """Run an operation in `_SIZED`, whose result size does not depend on the unknown values."""
+        if func is _INDEX:  # convert masks to indices, so that no memory is needed
             places: list[torch.Tensor | None] = []
             with self:
                 for index in args[1]:
@@ -357,15 +363,16 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
-        """Return a length for jagged tensors as torch does, but not a symbolic one."""
+        """Return a length for jagged tensors as torch does, but not as a symbolic integer."""
         self.nt_tensor_id_counter += nt_tensor_id is None
         return torch._C._get_nested_int(nt_tensor_id or self.nt_tensor_id_counter - 1, 1)
 
-    # Overrides a private method (checked in torch 2.13). If it has moved, torch's slower one runs.
+    # Overrides a private method (checked in torch 2.13). If torch renames it, torch's slower method
+    # runs instead.
     def _cache_key(
         self, state: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return a cache key for common arguments, faster than torch (a sixth of a step)."""
+        """Return a cache key for common arguments faster than torch; saves a sixth of a step."""
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         key.append(torch.is_inference_mode_enabled())
         if self._add_to_key(key, args) and self._add_to_key(key, [*kwargs, *kwargs.values()]):
@@ -373,7 +380,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return super()._cache_key(state, func, args, kwargs)
 
     def _add_to_key(self, key: list[Any], args: Sequence[Any]) -> bool:
-        """Add everything that a result may depend on; False for special arguments."""
+        """Add everything that the result can depend on; return False if an argument is special."""
         key.append(len(args))
         for arg in args:
             kind = type(arg)
@@ -398,7 +405,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     def swap(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Swap tensors as torch does, in `Module.to` and ``to_empty``."""
-        # A swap fails while torch has weak references to tensors that were created on meta.
+        # Drop torch's weak references to tensors that were created on meta: a swap fails while such
+        # references exist.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
         _SWAP(first, second)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
@@ -407,7 +415,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     ) -> None:
         """Set the results of a collective, if its inputs are known. See Note [Known values]."""
         call = call_of(func)
-        if call is None:  # it waits for a collective, or wraps its result
+        if call is None:  # the operation waits for a collective, or wraps its result
             for tensor, source in zip(
                 _fake_tensors(result), tensors_in([*args, kwargs]), strict=False
             ):
@@ -416,7 +424,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         bound, operation = call.bind(args, kwargs), call.operation
         group = group_of(bound)
         sent = operation.tensors_sent(bound)
-        # The schemas of c10d do not declare all writes.
+        # Use both sources, because the schemas of c10d do not declare all writes.
         outputs = [*operation.tensors_received(bound, result), *_written(func, args, kwargs)]
         if operation.kind == "reduce" or operation.kind.startswith(UNKNOWN):
             outputs += sent
@@ -463,7 +471,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return answer
 
     def _answer_mirrored(self, func: Any, args: Sequence[Any]) -> None:
-        """Record a read of values that assume that other ranks hold the same."""
+        """Record a read of mirrored values as an assumption, or raise if assumptions are off."""
         if self._shares is not None and running():
             return  # simulation_splits declares that all ranks route in the same way
         if not self._answers:
@@ -473,7 +481,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 "they do, as with balanced routing, use simulation_splits='even' or simulate=True; "
                 "otherwise run the test on real ranks, without simulate="
             ) from None
-        # Communication may depend on a count long after the read.
+        # A count can affect communication long after it is read, so note it for the entire process.
         note_answer("mirrored", _how(func), of_process=not _is_answered(func, args))
 
     def _choose(self, named: Mapping[str, Any], result: Any) -> None:
@@ -492,8 +500,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 f"share of an expert is at most {1 / k:.3g}, but simulation_splits has a share of "
                 f"{most:.3g}: use smaller shares, or 'even'"
             )
-        # Place all choices at equal distances on the cumulated shares; those of one token are the
-        # furthest apart, so that they differ.
+        # Place all choices at equal distances on the cumulative shares. The choices of one token
+        # are as far apart as possible, so that the token gets different experts.
         total = indices.numel()
         places = torch.arange(total, device="cpu").view(k, -1).T.flatten()
         limits = torch.tensor(shares, device="cpu", dtype=torch.float64).cumsum(0)
@@ -502,7 +510,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
 
 def _is_answered(func: Any, args: Sequence[Any]) -> bool:
-    # An assumed count would determine shapes. Floats and booleans rarely affect communication.
+    # Assume only floats and booleans, which rarely affect communication. An assumed count would
+    # determine shapes.
     if func in _TRUTHS:
         return True
     dtype = args[0].dtype
@@ -532,7 +541,7 @@ def mark_of(tensor: torch.Tensor) -> torch.device | None:
 
 
 def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
-    # torch's tree_leaves does the same, but takes a fifth of a step.
+    # Not torch's tree_leaves, which does the same but takes a fifth of a step.
     tensors = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -551,7 +560,7 @@ def _fake_tensors(result: Any) -> list[FakeTensor]:
 def _values_sent(
     sent: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor] | None, str]:
-    """Return the values that a collective sends; None, and the reason, if they are unknown."""
+    """Return the values that a collective sends, or None, and why its results can be unknown."""
     if not all(map(is_known, sent)):
         return None, next(filter(None, map(memory.reason_of, sent)), "peer")
     if memory.are_too_many([*sent, *outputs]):
@@ -561,7 +570,7 @@ def _values_sent(
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    # Some operations that read sizes have no kernels at all.
+    # Check for kernels first: some operations that read sizes have none at all.
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func._schema.name):
         return False
     return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -569,7 +578,7 @@ def _is_composite(func: Any) -> bool:
 
 @functools.cache
 def _custom_function(func: Any) -> Callable[..., Any] | None:
-    """Return the function of a custom operator; its fake implementation would send nothing."""
+    """Return a custom operator's function, because its fake implementation would send nothing."""
     operator = OPDEFS.get(func._schema.name) if isinstance(func, OpOverload) else None
     return operator._init_fn if operator else None
 
@@ -590,7 +599,7 @@ def _is_made_up(func: Any) -> bool:
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    # The schemas of collectives do not declare all writes.
+    # The schemas of collectives do not declare all writes, so assume that every collective writes.
     return isinstance(func, OpOverload) and (
         func._schema.is_mutable or func.namespace in NAMESPACES or func._opname in _KEEP_STATISTICS
     )
@@ -603,7 +612,7 @@ def _deduce(
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[FakeTensor],
 ) -> None:
-    """Set integers or booleans in a result that do not depend on unknown values."""
+    """Set integer or boolean outputs that do not depend on unknown values; explain the others."""
     name = func._opname
     if "empty" in name:  # uninitialized on a real rank, so any value will do
         _zero(outputs[0])
@@ -624,7 +633,7 @@ def _deduce(
 
 def _absorbs(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
     """Return whether a known argument alone determines the result, as True does in an or."""
-    value = _ABSORBS.get(name)  # for integers, only zero does
+    value = _ABSORBS.get(name)  # among integers, only zero absorbs
     if value is None or (value and to != torch.bool) or not is_known(tensor):
         return False
     return not memory.are_too_many([tensor]) and bool((memory.real(tensor) == value).all())
@@ -647,7 +656,7 @@ def _zero(tensor: torch.Tensor) -> None:
 
 
 def _blank(tensor: Any, name: str) -> Any:
-    """Return a substitute for a tensor whose values are not read; other values unchanged."""
+    """Return a substitute for a tensor whose values are not read; return other types unchanged."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     shape = () if name.startswith("new_") else tensor.shape
@@ -669,7 +678,7 @@ def is_own(tensor: torch.Tensor) -> bool:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with memory that holds the values; the tensor itself if they are unknown."""
+    """Return a tensor with memory that holds the values; return `tensor` if they are unknown."""
     _await([tensor])
     return memory.real(tensor)
 

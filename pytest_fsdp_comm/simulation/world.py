@@ -1,8 +1,8 @@
 """Patches torch while a rank is simulated."""
 
-# Some tensors stay real, because torch reads them: the rank numbers of a mesh, and the bytes of
-# pickled objects. FSDP2 splits each parameter into the chunks of all ranks, but uses only one, so
-# `LazyChunks` creates a chunk only when it is accessed. Checked in torch 2.7 to 2.15.
+# Some tensors stay real, because torch reads their values: the rank numbers of a mesh, and the
+# bytes of pickled objects. FSDP2 splits each parameter into the chunks of all ranks but uses only
+# one chunk, so `LazyChunks` creates a chunk only when it is accessed. Checked in torch 2.7 to 2.15.
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SENDS_BY_BACKEND = {"torch.distributed.nn.functional", "torch.distributed.distr
 _COPY: Final[Callable[..., Any]] = torch.Tensor.__deepcopy__
 _ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
 _ADDRESSES: Final = 2**60
-"""The first address of simulated storages; higher than any address of a process."""
+"""First address of simulated storages, higher than any real address in a process."""
 _NO_MEMORY: Final = "its data is not allocated yet"
 """Part of an error message of c10's TensorImpl in torch 2.7 to 2.15."""
 _PLACE: Final = "_fsdp_comm_address"
@@ -72,8 +72,8 @@ def simulated(
     Args:
         answers: Whether to assume 1.0 for an unknown float that is read, and False for an unknown
             boolean; otherwise reading one raises. Reading an unknown integer always raises.
-        shares: The share of each expert in choices by scores, in any unit; empty if all are equal,
-            None if unknown.
+        shares: Each expert's share of the tokens that a router distributes by scores, in any unit;
+            empty if all shares are equal, None if they are unknown.
         groups: Exchanges values along real axes; None if this rank runs alone.
     """
     _complete_collectives()
@@ -83,7 +83,8 @@ def simulated(
         patched(*_attributes(tensors, groups)),
         reporting_reads(),
         cuda_on_cpu(answers=answers),
-        # Compiled code communicates like eager code, but uses fake tensors of another mode.
+        # Compiled code communicates as eager code does, but it would use fake tensors of a
+        # different mode.
         torch.compiler.set_stance("force_eager"),
         tensors,
     ):
@@ -98,7 +99,7 @@ def _complete_collectives() -> Any:
         func = getattr(torch.ops.c10d, f"{name}_coalesced_").default
         if not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
             library.impl(func, lambda *_, **__: FakeWork().boxed(), "Meta")
-    return library  # the kernels are removed with it
+    return library  # the cache keeps it alive: without it, torch removes the kernels
 
 
 def _attributes(
@@ -121,18 +122,19 @@ def _attributes(
     for module in (dist, distributed_c10d):
         yield module, "get_backend", _backend_of_real(dist.get_backend, groups)
     yield FakeWork, "is_completed", lambda _: True
-    # torch numbers works with Python's `random`, which would change the test's random numbers.
+    # torch draws the ids of works from Python's `random`, which would change the test's random
+    # numbers, so count instead.
     numbers = itertools.count(1).__next__
     numbering: Any = sys.modules["torch.distributed._meta_registrations"]
     yield numbering, "generate_unique_id", numbers
     yield distributed_c10d, _MAKE_GROUP, _made_fake(getattr(distributed_c10d, _MAKE_GROUP))
     timeout = distributed_c10d.default_pg_timeout
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout
-    # Like PYTORCH_JIT=0: TorchScript cannot compile the replaced functions.
+    # Disable TorchScript as PYTORCH_JIT=0 does, because it cannot compile the replaced functions.
     yield torch.jit._state._enabled, "enabled", False
     yield torch.utils, "swap_tensors", tensors.swap
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
-    with contextlib.suppress(ImportError):  # import it now, before user code does
+    with contextlib.suppress(ImportError):  # import it now, so that its loaders are patched, too
         importlib.import_module("torchdata.stateful_dataloader")
     for loader in (DataLoader, *_subclasses(DataLoader)):
         if "__iter__" in vars(loader):
@@ -141,22 +143,22 @@ def _attributes(
 
 
 def _of_sharding() -> Iterator[tuple[Any, str, Any]]:
-    if hasattr(_fsdp_param, _CHUNKS):  # without it, a simulation is only slower
+    if hasattr(_fsdp_param, _CHUNKS):  # if torch renames it, a simulation is only slower
         yield _fsdp_param, _CHUNKS, LazyChunks
-    # DTensor runs operations on full-size fake tensors to find the shapes of results. Leave the
-    # simulation there, so that these tensors do not count as memory of this rank.
+    # DTensor runs operations on full-size fake tensors to find the shapes of results. Run these
+    # outside the simulation, so that the tensors do not count as memory of this rank.
     learn = getattr(ShardingPropagator, _LEARN, None)
-    if learn is not None:  # without it, only memory estimates are too large
+    if learn is not None:  # if torch renames it, only memory estimates are too large
         yield ShardingPropagator, _LEARN, _on_real(learn)
-    if hasattr(_sharding_prop, _STRIDED):  # without it, a simulation is only slower
+    if hasattr(_sharding_prop, _STRIDED):  # if renamed, a simulation is only slower
         yield _sharding_prop, _STRIDED, _looked_for_once(getattr(_sharding_prop, _STRIDED))
     if hasattr(_meta_registrations, _GROUPED):
         yield _meta_registrations, _GROUPED, _of_any_dtype(getattr(_meta_registrations, _GROUPED))
 
 
 def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
-    # Conversions of simulated tensors: torch rejects some with unhelpful errors, and reads memory
-    # that does not exist in others (checked in torch 2.13).
+    # Patch conversions of simulated tensors: in some, torch raises unhelpful errors; in others, it
+    # reads memory that does not exist (checked in torch 2.13).
     yield torch.Tensor, "__deepcopy__", _copied_as_it_is
     yield FakeTensor, "__deepcopy__", _copied
     yield FakeTensor, "__format__", _formatted
@@ -173,7 +175,7 @@ def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "asarray", _of_storage(torch.asarray, tensors)
     yield FakeTensor, "numpy", _array
     yield FakeTensor, "tolist", lambda tensor: _array(tensor).tolist()
-    # These read memory before any operation runs.
+    # These read memory before they run an operation, so the mode cannot intercept them.
     for make in (torch.tensor, torch.as_tensor):
         yield torch, make.__name__, _joined(make)
     for place in (torch, torch.Tensor):
@@ -195,7 +197,7 @@ def of_user(error: FsdpCommError) -> FsdpCommError:
 
 
 def note_memory(error: RuntimeError) -> None:
-    """Add a note to torch's error about missing memory."""
+    """Add a note with the cause and a remedy to torch's error about missing memory."""
     if _NO_MEMORY in str(error):
         error.add_note(
             "fsdp-comm: C++ code read the memory of a simulated tensor, which has none: avoid that "
@@ -205,7 +207,7 @@ def note_memory(error: RuntimeError) -> None:
 
 
 def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:
-    """Check the tensors of an operation once, not for each of its strategies."""
+    """Look for strided shards once per operation, not once for each of its strategies."""
     schema: Any = None
     is_needed = False
 
@@ -222,8 +224,8 @@ def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    # torch's meta kernel of a grouped matrix product accepts only bfloat16, as a GPU does, but the
-    # CPU accepts other dtypes.
+    # torch's meta kernel of a grouped matrix product accepts only bfloat16, as a GPU does. The CPU
+    # also accepts different dtypes, so handle these here.
     @functools.wraps(size)
     def run(*args: Any, scale_a: Any = None, offs: Any = None, **options: Any) -> torch.Tensor:
         if scale_a is None and args[0].dtype != torch.bfloat16:
@@ -244,12 +246,13 @@ def _refuse_ddp(*_: Any, **__: Any) -> None:
 
 @functools.cache
 def _tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensors:
-    # One mode per process, because torch cannot mix tensors of two: module fixtures outlive tests.
+    # Use one mode per process: tensors of module fixtures outlive a test, and torch cannot mix
+    # tensors of two modes.
     return SimulatedTensors(answers=answers, shares=shares)
 
 
 def _real(attribute: Any) -> Any:
-    """Make a method or property of a mesh use real tensors; None for other attributes."""
+    """Wrap a mesh's method or property to use real tensors; return None for other attributes."""
     if isinstance(attribute, property) and attribute.fget is not None:
         return property(_on_real(attribute.fget), attribute.fset, attribute.fdel)
     if isinstance(attribute, staticmethod):
@@ -258,8 +261,9 @@ def _real(attribute: Any) -> Any:
 
 
 def _made_once(make: Any) -> Any:
-    """Return the same mesh for the same arguments: FSDP asks for one per parameter."""
-    # A mesh holds the numbers of all ranks, and compares them to find out if it equals another.
+    """Cache the meshes that `make` returns, because FSDP requests a mesh for each parameter."""
+    # Equal meshes that are separate objects would be slow: to compare them, torch compares the
+    # numbers of all ranks.
     made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     is_static = isinstance(make, staticmethod)
 
@@ -288,7 +292,7 @@ def _on_real(
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Most calls have only a mesh as argument: save the search for tensors, which is slow.
+        # Most calls have a mesh as the only argument, so skip the slow search for tensors in them.
         if kwargs or [*map(type, args)] != [device_mesh.DeviceMesh]:
             args, kwargs = tree_map_only(torch.Tensor, values_of, (args, kwargs))
         with unset_fake_temporarily():
@@ -300,8 +304,9 @@ def _on_real(
 
 def _of_this_rank(convert: Callable[..., Any], groups: RealGroups | None) -> Callable[..., Any]:
     @functools.wraps(convert)
-    def run(value: Any, place: Any, group: Any, *options: Any) -> Any:  # torch 2.15 has an option
-        # Check before sending: reading the objects of thousands of ranks takes minutes.
+    def run(value: Any, place: Any, group: Any, *options: Any) -> Any:  # torch 2.15 adds an option
+        # Raise before anything is sent, because reading the objects of thousands of ranks takes
+        # minutes.
         is_gathered = sys._getframe(1).f_code.co_name in _GATHERS
         group = group or distributed_c10d.GroupMember.WORLD
         has_peers = group.size() == 1 or (groups is not None and groups.has(group))
@@ -329,7 +334,7 @@ def _backend_of_real(
         asks: str = frame.f_globals.get("__name__", "")
         is_real = is_outside_torch(frame) or asks in _SENDS_BY_BACKEND
         if asks.startswith(_PIPELINES):
-            # Since torch 2.15, stages that exchange their shapes reject a fake group.
+            # Since torch 2.15, pipeline stages that exchange their shapes reject a fake group.
             is_real = groups is not None and group is not None and groups.has(group)
         if not is_real:
             return fake
@@ -356,7 +361,7 @@ def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTenso
 
 
 def _made_fake(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Make new groups use the fake backend, whatever backend they ask for."""
+    """Make new groups use the fake backend, whatever backend the code requests."""
 
     def run(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         del backend
@@ -366,7 +371,7 @@ def _made_fake(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LazyChunks(Sequence[torch.Tensor]):
-    """Replaces FSDP2's ``_chunk_with_empty``: creates a chunk when it is accessed."""
+    """Replaces FSDP2's ``_chunk_with_empty``, but creates a chunk only when it is accessed."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._num, self._dim = tensor, num_chunks, dim
@@ -385,7 +390,7 @@ class LazyChunks(Sequence[torch.Tensor]):
 
 @functools.wraps(_COPY)
 def _copied_as_it_is(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-    # A plain tensor has memory, such as that of a DTensor's mesh, so copy it outside the mode.
+    # A plain tensor, such as the rank numbers of a mesh, has memory, so copy it outside the mode.
     with unset_fake_temporarily() if type(tensor) is torch.Tensor else contextlib.nullcontext():
         return _COPY(tensor, memo)
 
@@ -410,7 +415,8 @@ def _formatted(tensor: FakeTensor, spec: str) -> str:
 
 def _array(tensor: FakeTensor, *, force: bool = False) -> Any:
     del force
-    first = tensor[(0,) * tensor.dim()].item() if tensor.numel() else 0  # known, assumed, or raises
+    # `item` returns a known or an assumed value, or raises.
+    first = tensor[(0,) * tensor.dim()].item() if tensor.numel() else 0
     values: torch.Tensor = values_of(tensor.detach())
     with unset_fake_temporarily():
         if isinstance(values, FakeTensor):
@@ -459,7 +465,7 @@ def _exported(tensor: torch.Tensor, **how: Any) -> Any:
 def _of_storage(
     convert: Callable[..., torch.Tensor], tensors: SimulatedTensors
 ) -> Callable[..., torch.Tensor]:
-    # safetensors passes storages that it has read from a file.
+    # safetensors calls this with storages that it has read from a file.
     @functools.wraps(convert)
     def asarray(data: Any, **how: Any) -> torch.Tensor:
         if not isinstance(data, torch.UntypedStorage):
@@ -472,7 +478,7 @@ def _of_storage(
 
 
 def _joined(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Make ``torch.tensor`` accept lists that contain simulated tensors."""
+    """Make ``torch.tensor`` and ``as_tensor`` accept lists that contain simulated tensors."""
 
     @functools.wraps(make)
     def run(
@@ -518,7 +524,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _in_this_process(iterate: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a loader load without workers, which would send tensors through shared memory."""
+    """Make a loader run without workers, which would send tensors through shared memory."""
 
     @functools.wraps(iterate)
     def run(loader: DataLoader[Any]) -> Any:
