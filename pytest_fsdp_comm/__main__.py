@@ -1,4 +1,4 @@
-"""``python -m pytest_fsdp_comm``: the program ``fsdp-comm``."""
+"""Run the program ``fsdp-comm`` as ``python -m pytest_fsdp_comm``."""
 
 import sys
 

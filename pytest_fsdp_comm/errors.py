@@ -1,4 +1,7 @@
-"""Errors that users can cause. A text names what was expected and received, where, and a remedy."""
+"""Errors that users can cause.
+
+Each message says what was expected, what was received and where, and suggests a remedy.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from functools import partial
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Escape control characters and line breaks that are not in `keep`: ``\x1b``."""
-    # Every name in an output goes through this function, or through the escapes of snapshots.
+    r"""Escape unprintable characters that are not in `keep`, for example as ``\x1b``."""
+    # Every name that is printed is escaped, either by this function or as in snapshots.
     if text.isprintable():
         return text
     return "".join(
@@ -17,13 +20,13 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def quoted(text: str, most: int = 100) -> str:
-    """Quote a text in an error, cut to `most` characters."""
+    """Quote a string for an error message, truncated to `most` characters."""
     quote = repr(text[:most])
     is_complete = len(text) <= most and len(quote) <= most
     return quote if is_complete else f"{quote[: most - 4]}...{quote[0]}"
 
 
-# Shorter, because the error may also quote the line that contains this part.
+# This limit is lower, because the error can also quote the line that contains this part.
 quoted_part = partial(quoted, most=50)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.comm_mode import CommMode
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 
-# Module that each fixture imports when a test first requests it.
+# The modules that fixtures import when a test first requests them.
 _IMPORTED: Final = {
     "comm_mode": "pytest_fsdp_comm.recording.comm_mode",
     "fsdp_tree": "pytest_fsdp_comm.fsdp_tree",
@@ -45,7 +45,7 @@ class DistInfo:
     world_size: int
     """Size of the default process group; 1 in a test that is not distributed."""
     backend: str
-    """``gloo``, ``nccl``, or ``fake`` if the rank is simulated; empty if not distributed."""
+    """``gloo``, ``nccl``, or ``fake`` if the rank is simulated; empty if the test has no ranks."""
     device: str
     """Device for this rank's tensors: ``cpu`` or ``cuda:N``."""
 
@@ -66,10 +66,10 @@ class MakeDeviceMesh:
         Raises:
             FsdpCommError: The product of the sizes is not the world size.
         """
-        __tracebackhide__ = True  # the error is the caller's
+        __tracebackhide__ = True  # show the caller's line
         from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
 
-        # A test without the marker may create its process group itself, also under a launcher.
+        # A test without the marker can create its process group itself, also under a launcher.
         if not (self._dist_info.backend or has_group() or "RANK" in os.environ):
             test = os.environ.get("PYTEST_CURRENT_TEST", "this test").partition(" (")[0]
             size = math.prod(axes.values()) if min(axes.values(), default=0) > 0 else 2
@@ -83,7 +83,7 @@ class MakeDeviceMesh:
         return mesh
 
     def __repr__(self) -> str:
-        """Return a short text: pytest prints it in each failure of a test with this fixture."""
+        """Return a short repr: pytest prints it in each failure of a test with this fixture."""
         return f"<MakeDeviceMesh of {self._dist_info.world_size} ranks>"
 
 
@@ -92,7 +92,8 @@ def _fsdp_comm_world_size(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-# Session scope, so that all fixtures and Hypothesis tests may request it; it is constant in a rank.
+# Session scope, so that fixtures of any scope and Hypothesis tests can request it. The value does
+# not change within a rank.
 @pytest.fixture(scope="session")
 def dist_info(request: pytest.FixtureRequest) -> DistInfo:
     """Rank, local_rank, world_size, backend and device of the running test."""
@@ -115,7 +116,7 @@ def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
 
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Replace a size of -1; raise FsdpCommError if the product is not the world size."""
+    """Compute the size of an axis with -1; raise FsdpCommError if the axes do not fit."""
     __tracebackhide__ = True
     product = math.prod(size for size in axes.values() if size != -1)
     open_axes = [name for name, size in axes.items() if size == -1]
@@ -178,6 +179,6 @@ def _context(request: pytest.FixtureRequest) -> RankContext | None:
 
 
 def _exchange(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return keyword arguments for values that ranks exchange; empty outside a rank."""
+    """Return keyword arguments that make ranks exchange values; empty outside a rank."""
     context = _context(request)
     return {} if context is None else {"gather": context.exchange, "ranks": context.settings.ranks}

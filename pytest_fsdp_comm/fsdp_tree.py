@@ -34,13 +34,13 @@ class TreeFactory:
         gather: Callable[[str], list[str]] = lambda text: [text],
         ranks: Sequence[int] = (),
     ) -> None:
-        """Store settings; `gather` exchanges texts between `ranks` (all ranks if empty)."""
+        """Store settings; `gather` exchanges strings between `ranks` (all ranks if empty)."""
         self._findings = findings or FindingSettings()
         self._gather = gather
         self._ranks = ranks
 
     def __repr__(self) -> str:
-        """Return a short text: pytest prints it in each failure of a test with this fixture."""
+        """Return a short repr: pytest prints it in each failure of a test with this fixture."""
         return "<TreeFactory>"
 
     def __call__(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
@@ -51,20 +51,20 @@ class TreeFactory:
                 each becomes a root of the tree. Module names are those within a stage.
 
         Raises:
-            RecordingError: `model` is not a module or only partly built, or two stages have a
-                parameter of the same name.
+            RecordingError: `model` is not a module or is only partly built, or two stages have a
+                parameter with the same name.
         """
         return capture_tree(model, self._findings)
 
     def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
-        """Return the tree, with a finding if ranks have different trees; every rank must call this.
+        """Return the tree, with a finding if the ranks' trees differ; every rank must call this.
 
-        Ranks without a common parameter name run different stages and are not compared.
+        Ranks without a parameter name in common run different pipeline stages and are not compared.
         """
         tree = self(model)
         trees = gather_values(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
         by_rank = dict(zip(self._ranks or range(len(trees)), trees, strict=True))
-        # `gather_values` returns one object for equal trees, so format each only once.
+        # `gather_values` returns one object for equal trees, so format each object only once.
         written = {
             key: format_profile(TreeProfile(trees={(): facts}))
             for key, facts in {id(facts): facts for facts in trees}.items()
@@ -91,7 +91,7 @@ class TreeFactory:
 
     def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
         """Print a tree in columns, to standard output by default."""
-        __tracebackhide__ = True  # the error is the caller's
+        __tracebackhide__ = True  # show the caller's line
         _check_tree(tree, "fsdp_tree.show", "fsdp_tree.show(fsdp_tree(model))")
         (file or sys.stdout).write(render_tree(tree) + "\n")
 
@@ -111,7 +111,7 @@ class TreeFactory:
                     f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use "
                     "one of these extensions"
                 )
-        # Every rank may write this file, so replace it atomically.
+        # All ranks can write this file at the same time, so replace it atomically.
         write_atomically(Path(path), text)
 
 

@@ -1,4 +1,4 @@
-"""Exchange texts and values between ranks, most of which send the same."""
+"""Exchange strings and values between ranks, most of which send equal ones."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _Value = TypeVar("_Value")
 _CHUNK_NBYTES: Final = 4 << 20
 _FIRST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.004
-# Longest time between two checks for files of other machines.
+# Longest pause between two checks for the files of ranks on other machines.
 _LONGEST_WAIT_S: Final = 1.0
 
 
 class TextStore:
-    """Texts of any length in one of torch's key-value stores; write each name only once."""
+    """Stores strings of any length in a key-value store of torch; write each name only once."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def put(self, name: str, text: str) -> None:
-        """Write a text; readers see it only when it is complete."""
+        """Write a string; readers do not see it before it is complete."""
         data = text.encode("utf-8", "surrogatepass")
         chunks = [
             data[offset : offset + _CHUNK_NBYTES]
@@ -44,18 +44,18 @@ class TextStore:
         self._store.set(name, b"%d " % len(chunks) + chunks[0])
 
     def has(self, name: str) -> bool:
-        """Return whether the text exists, without waiting for it."""
+        """Return whether a string has been written under this name, without waiting for it."""
         return bool(self._store.check([name]))
 
     def get(self, name: str) -> str:
-        """Return a text; wait until it exists, at most for the store's timeout."""
+        """Return a string; wait until it has been written, up to the store's timeout."""
         num_chunks, _, data = self._store.get(name).partition(b" ")
         later = [self._store.get(f"{name}@{number}") for number in range(1, int(num_chunks))]
         return b"".join([data, *later]).decode("utf-8", "surrogatepass")
 
 
 class Exchange:
-    """Exchanges texts between the ranks of a test, without collectives, which could hang."""
+    """Exchanges strings between the ranks of a test without collectives, which could hang."""
 
     def __init__(self, texts: TextStore, rank: int, ranks: Sequence[int]) -> None:
         self._texts = texts
@@ -67,7 +67,7 @@ class Exchange:
         """Called before each comparison."""
 
     def __call__(self, text: str) -> list[str]:
-        """Send this rank's text; return the texts of all ranks, equal ones as one object."""
+        """Send this rank's string, and return those of all ranks; equal strings are one object."""
         if os.getpid() != self._pid:
             raise RanksDivergedError(
                 f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
@@ -82,7 +82,7 @@ class Exchange:
         )
         own_digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         digests = self.share(str(self._rounds), own_digest, complaint)
-        # For each distinct text, the lowest rank that has it sends it to ranks with other texts.
+        # The lowest rank with each distinct string sends it to the ranks whose string differs.
         senders = dict(zip(reversed(digests), reversed(self._ranks), strict=True))
         texts = {own_digest: text}
         if len(senders) > 1 and senders[own_digest] == self._rank:
@@ -94,26 +94,27 @@ class Exchange:
         return [texts[digest] for digest in digests]
 
     def share(self, name: str, text: str = "", complaint: str = "") -> list[str]:
-        """Send a text under a name that is new in this test; return the texts of all ranks.
+        """Send a string under a name that this test has not used; return the strings of all ranks.
 
-        `complaint` is the error if a rank ends the test without it; ``{}`` becomes that rank.
+        `complaint` is the error message for a rank that ends the test without sending; ``{}`` in
+        the message is replaced by that rank.
         """
         complaint = complaint or f"rank {{}} ended the test before {name}"
         self._texts.put(f"{name}.{self._rank}", text)
         return [self._await(f"{name}.{rank}", rank, complaint.format(rank)) for rank in self._ranks]
 
     def leave(self) -> None:
-        """Announce that this rank makes no more comparisons; ignored in a forked process."""
+        """Announce that this rank will make no more comparisons; do nothing in a forked process."""
         if os.getpid() == self._pid:
             with contextlib.suppress(FsdpCommError):
                 self._texts.put(f"left.{self._rank}", "")
 
-    # `ranks.hangs.position` looks for this function in stacks: a rank in it waits for others.
+    # `ranks.hangs.position` looks for this function in stacks, to find ranks that are waiting here.
     def _await(self, name: str, rank: int, complaint: str) -> str:
         pause_s = _FIRST_PAUSE_S
         # No timeout here: at the test's deadline, the supervisor reports all stacks.
         while not self._texts.has(name):
-            # Check again: the text may have been written just before the rank left.
+            # Check for the string again, because the rank can have written it just before leaving.
             if self._texts.has(f"left.{rank}") and not self._texts.has(name):
                 raise RanksDivergedError(complaint)
             time.sleep(pause_s)
@@ -122,7 +123,7 @@ class Exchange:
 
 
 def gather_values(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
-    """Return the values of all ranks; equal values are one object, and labels must be equal."""
+    """Return all ranks' values, equal ones as one object; raise if the ranks' labels differ."""
     texts = gather(json.dumps([label, to_json(value)], separators=(",", ":")))
     decoded = {text: json.loads(text) for text in dict.fromkeys(texts)}
     other_labels = sorted({rank_label for rank_label, _ in decoded.values()} - {label})
@@ -136,10 +137,11 @@ def gather_values(gather: Callable[[str], list[str]], label: str, value: _Value)
     return [values[text] for text in texts]
 
 
-# Most ranks write equal texts, so each text is stored once, in a file named by its digest, and an
-# empty file `rank7.<digest>` maps rank 7 to it. The collecting rank lists one directory and reads
-# few files. At its start, rank 0 removes the files of an earlier run; if another rank has already
-# written its file, that is lost, and the collection reports the rank as missing.
+# Most ranks write equal texts, so each distinct text is stored once, in a file named by its digest,
+# and the empty file `rank7.<digest>` says that rank 7 wrote it. The collecting rank lists one
+# directory and reads few files. When rank 0 starts, it removes the files of an earlier run. If a
+# different rank has already written a file by then, the file is lost, and `collect` reports that
+# the rank's recording is missing.
 
 
 class RankFiles:
@@ -149,11 +151,11 @@ class RankFiles:
         self._directory = path.with_name(f".{path.name[:200]}.ranks")
 
     def clear(self) -> None:
-        """Remove files of an earlier run; rank 0 does so before other ranks can write."""
+        """Delete the directory, in which an earlier run can have left files."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def publish(self, rank: int, text: str) -> None:
-        """Write the text of one rank."""
+        """Write what one rank recorded."""
         self._directory.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         file = self._directory / digest
@@ -164,10 +166,10 @@ class RankFiles:
         (self._directory / f"rank{rank}.{digest}").touch()
 
     def collect(self, num_ranks: int, *, timeout_s: float) -> dict[int, str]:
-        """Wait for the texts of all ranks and delete the directory; equal texts are one object.
+        """Wait for each rank's text, and delete the directory; equal texts are one object.
 
         Raises:
-            RecordingError: The text of a rank is missing after `timeout_s`.
+            RecordingError: A rank has written nothing after `timeout_s`.
         """
         deadline, pause_s = time.monotonic() + timeout_s, 0.01
         while len(digests := self._digests()) < num_ranks:

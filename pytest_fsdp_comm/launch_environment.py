@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Set by a launched pytest: if one of its tests starts another pytest, that one inherits the
-# launcher's variables but is not a launched rank.
+# Set by a pytest process that a launcher started. If a test of that process starts pytest again,
+# the new process inherits the launcher's variables, but the launcher did not start it as a rank.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
-# Set for rank 0 under a launcher if pytest starts it as a new process, because it cannot fork it.
+# Set for rank 0 under a launcher if pytest cannot fork that rank and starts a new process instead.
 OWN_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_OWN_RANK"
 # Set for a spawned rank: the path of its `RankSetSpec`.
 SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
 # Set for a spawned rank: its number, then the file descriptors of `RunRank`.
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
-# Variables for rank, world size and local rank of Open MPI's mpirun, of mpirun from MPICH and Intel
-# MPI, and of srun. Only srun sets SLURM_STEP_NUM_TASKS; a batch script and a shell of salloc have
-# the other two as well, but run only once.
+# The variables for rank, world size and local rank that are set by Open MPI's mpirun, by mpirun of
+# MPICH and Intel MPI, and by srun. Only srun sets SLURM_STEP_NUM_TASKS. A batch script or a shell
+# of salloc has the other two variables as well, but runs as a single process.
 _OTHER_LAUNCHERS: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -37,9 +37,9 @@ class LaunchedRank:
 
     rank: int
     world_size: int
-    """At least 2."""
+    """Number of ranks in the launch, at least 2."""
     local_rank: int
-    """Rank on this machine, from 0."""
+    """Number of this rank on its machine, from 0."""
     local_world_size: int
     host: str
     port: int
@@ -47,15 +47,15 @@ class LaunchedRank:
     has_store: bool
     """Whether the launcher serves the store; if not, rank 0 does."""
     run_id: str
-    """Unique among the runs that use the same store."""
+    """Distinguishes this run from others that use the same store."""
     launcher: str
-    """Name for texts: ``torchrun``, or the variables that the launcher set."""
+    """Name to print: ``torchrun``, or the variables that the launcher set."""
     is_leader: bool
     """Whether this process reports and writes files for all ranks."""
 
 
 def simulated_variables(rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
-    """Return torchrun's variables on hosts of `local_size` ranks (default 8), without GPUs."""
+    """Return torchrun's variables for hosts with `local_size` ranks (default 8) and no GPU."""
     local_size = local_size or _HOST_SIZE
     local_rank = rank % local_size
     on_host = min(local_size, size - rank + local_rank)  # the last host may have fewer ranks
@@ -73,7 +73,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     """Read the launcher's variables; return None if it started no or only one process.
 
     Raises:
-        ValueError: A variable has a wrong value.
+        ValueError: A variable is not a number in the expected range.
     """
     if INSIDE_VARIABLE in environment or not _are_set(environment):
         return None
@@ -100,7 +100,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def explain_separate_processes(environment: Mapping[str, str]) -> str:
-    """Return an error if a launcher started processes that cannot find each other, else empty."""
+    """Return an error if a launcher started processes that cannot find each other, else ""."""
     if INSIDE_VARIABLE in environment or _are_set(environment):
         return ""
     for rank, size, local_rank in _OTHER_LAUNCHERS:

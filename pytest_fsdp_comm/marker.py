@@ -36,7 +36,7 @@ def world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:
     try:
         sizes = _parse_arguments(mark)["world_size"]
     except BadValueError:
-        return None  # `resolve` reports it
+        return None  # `resolve` reports the error
     return sizes if isinstance(sizes, tuple) else None
 
 
@@ -100,7 +100,7 @@ def _check_simulation(arguments: Mapping[str, Any], simulation: Simulation) -> N
 def with_further_ranks(
     settings: DistributedSettings, further: Iterable[int], options: SessionOptions
 ) -> DistributedSettings:
-    """Add the ranks with other local shapes; raise BadValueError if there are too many."""
+    """Also run the `further` ranks, whose local shapes differ; raise BadValueError if too many."""
     ranks = ranks_along(settings.real, {*settings.ranks, *further})
     _check_room(ranks, settings.backend, options.rank_slots)
     return replace(settings, ranks=ranks, finds_ranks=False)
@@ -145,27 +145,27 @@ def may_record(item: pytest.Item) -> bool:
 
 
 def snapshot_variant(item: pytest.Item) -> str:
-    """Return the world size as snapshot names write it: ``ws4``, or ``ws1`` without ranks."""
+    """Return the world size as it appears in snapshot names: ``ws4``; ``ws1`` without ranks."""
     settings = item.stash.get(SETTINGS, None)
     return f"ws{settings.world_size if settings else 1}"
 
 
 def snapshot_test_name(item: pytest.Item) -> str:
     """Return ``TestClass.test_name[params]``, the first part of snapshot names."""
-    # Leave out a parametrized world size, which the variant already contains. Thus the snapshot of
-    # world_size=4 remains valid after a change to world_size=[2, 4].
+    # Leave out a parametrized world size, which the variant already contains, so that the snapshot
+    # of world_size=4 remains valid after a change to world_size=[2, 4].
     name = item.name
     callspec = getattr(item, "callspec", None)
     size = callspec.params.get(WORLD_SIZE_PARAM) if callspec else None
     if size is not None:
-        # The last parameter, because `plugin.pytest_generate_tests` is `trylast`.
+        # It is the last parameter, because `plugin.pytest_generate_tests` is `trylast`.
         name = re.sub(rf"(?:\[|-)ws{size}\]$", lambda end: "]" if end[0][0] == "-" else "", name)
     classes = (node.name for node in item.listchain() if isinstance(node, pytest.Class))
     return ".".join((*classes, name))
 
 
 def _parse_arguments(mark: pytest.Mark) -> dict[str, Any]:
-    """Parse the marker's arguments; those that it does not set are None."""
+    """Parse the marker's arguments; an argument that the marker does not set is None."""
     if len(mark.args) > 1:
         raise BadValueError(
             f"takes one positional argument (world_size), got {len(mark.args)}: "
@@ -204,7 +204,7 @@ def _parse_world_sizes(values: Sequence[object]) -> tuple[int, ...]:
 def resolve_items(
     session: pytest.Session, items: list[pytest.Item], *, count_gpus: Callable[[], int]
 ) -> None:
-    """Put `SETTINGS` on the stash of each distributed item, or `refuse` to run wrong markers."""
+    """Put `SETTINGS` on the stash of each distributed item; `refuse` to run wrong markers."""
     problems: dict[str, None] = {}
     for item in items:
         mark = item.get_closest_marker(MARKER_NAME)
@@ -227,7 +227,7 @@ def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None
     """End the session with an error before any test runs."""
     if hasattr(session.config, "workerinput"):
         # A UsageError in an xdist worker causes an internal error or a failed assertion in the
-        # controller (xdist 3.8). A worker with a reason and without items ends cleanly.
+        # controller (xdist 3.8). A worker that has no items and sets `shouldfail` ends cleanly.
         items.clear()
         session.shouldfail = text
     else:

@@ -16,7 +16,7 @@ import pytest
 from pytest_fsdp_comm.launch_environment import MAX_SIMULATED, LaunchedRank, read_launched_rank
 
 if TYPE_CHECKING:
-    from pytest_fsdp_comm.tree.finding import FindingSettings  # costs 6 ms
+    from pytest_fsdp_comm.tree.finding import FindingSettings  # importing it takes 6 ms
 
 Backend = Literal["gloo", "nccl", "fake"]
 Scope = Literal["test", "module"]
@@ -29,7 +29,7 @@ MARKER_SIGNATURE: Final = (
     "distributed(world_size=None, *, backend=None, simulate=False, simulation_splits=None, "
     "real=None, ranks=None, scope='test', timeout_s=None, device=None)"
 )
-# Name of the fixture that carries a parametrized world size.
+# Name of the fixture that passes a parametrized world size.
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 
 # Largest world size with a process for each rank. A process needs 200 MB for torch (2.13, CPU), so
@@ -101,7 +101,7 @@ def parse_splits(value: object) -> tuple[float, ...]:
 
 
 def parse_real(value: object) -> dict[str, tuple[int, ...]]:
-    """Parse ``{axis: size}`` or ``{axis: (size, stride)}`` to tuples, or raise BadValueError."""
+    """Parse ``{axis: size}`` or ``{axis: (size, stride)}`` into tuples, or raise BadValueError."""
     raw_axes = value if isinstance(value, dict) else {}
     axes = {name: size if isinstance(size, tuple) else (size,) for name, size in raw_axes.items()}
     are_whole = all(type(number) is int and number > 0 for axis in axes.values() for number in axis)
@@ -222,7 +222,7 @@ DECLARED: Final = (
     ),
     Setting(
         "ranks",
-        lambda ranks: ranks,  # valid ranks depend on other arguments
+        lambda ranks: ranks,  # checked later: valid ranks depend on other arguments
         argument="ranks to run with backend 'fake' or in a simulation, such as [0, 511], or 'all' "
         "(default: 0; a simulation adds one rank for each further set of local shapes)",
     ),
@@ -317,7 +317,7 @@ PATH_OPTIONS: Final = tuple(setting.option for setting in DECLARED if setting.is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealAxis:
-    """An axis of a simulated mesh with a process for each coordinate."""
+    """A mesh axis along which a simulation runs one process for each coordinate."""
 
     name: str
     size: int
@@ -326,7 +326,7 @@ class RealAxis:
 
 
 def ranks_along(axes: Iterable[RealAxis], ranks: Iterable[int]) -> tuple[int, ...]:
-    """Add to `ranks` all ranks that differ from one of them only in these axes; ascending."""
+    """Return `ranks` and all ranks that differ from one of them only along these axes, sorted."""
     selected = {*ranks}
     for axis in axes:
         selected = {
@@ -345,13 +345,13 @@ class DistributedSettings:
     """Size of the test's default process group; at least 1."""
     backend: Backend
     ranks: tuple[int, ...]
-    """Ranks with a process, ascending: all ranks, or with ``fake`` the selected ones."""
+    """Ranks that run, ascending: all ranks, or the selected ones if the backend is ``fake``."""
     scope: Scope
-    """``test``: new ranks for each test; ``module``: shared by tests with equal settings."""
+    """``test``: each test gets new ranks; ``module``: tests with equal settings share ranks."""
     timeout_s: float
     """Seconds from the start of the ranks to the hang report; greater than 0."""
     device: Device | None
-    """None if the backend decides."""
+    """The device that the marker sets; None if the backend decides."""
     simulation: Simulation = ""
     """Empty without a simulation; ``strict`` raises where ``answering`` assumes a value."""
     simulation_splits: tuple[float, ...] | None = None
@@ -362,13 +362,13 @@ class DistributedSettings:
     """Whether the simulation also runs ranks whose local shapes differ from those of `ranks`."""
 
 
-# On an item's stash, only if the test is distributed.
+# On the stash of an item: how to run its test on ranks; missing if the test is not distributed.
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
-# On an item's stash: pytest-timeout's limit, if one applies to the complete test.
+# On the stash of an item: pytest-timeout's limit, if there is a limit for the complete test.
 PLUGIN_TIMEOUT_S: Final = pytest.StashKey[float]()
-# On the config's stash, from `pytest_configure` on.
+# On the stash of the config, after `pytest_configure`: the options of the session.
 OPTIONS: Final = pytest.StashKey[SessionOptions]()
-# On the config's stash, only for an HTML report: the `run_report.Notes` of this process.
+# On the stash of the config, if there will be an HTML report: this process's `run_report.Notes`.
 OBSERVER: Final = pytest.StashKey[Any]()
 
 
@@ -399,7 +399,7 @@ def add_options(parser: pytest.Parser) -> None:
 def join_paths(arguments: Iterable[str]) -> list[str]:
     """Join each of this plugin's path options with its value: ``--comm-report=DIR``."""
     # pytest chooses its root directory before plugins register their options, and mistakes an
-    # existing path given as a separate argument for a test path.
+    # existing path that is passed as a separate argument for a test path.
     remaining = iter(arguments)
     return [
         f"{argument}={path}"
@@ -410,7 +410,7 @@ def join_paths(arguments: Iterable[str]) -> list[str]:
 
 
 def read_session_options(config: pytest.Config) -> SessionOptions:
-    """Parse command line and ini values, or raise a usage error that lists all wrong ones."""
+    """Parse command line and ini values, or raise a usage error that lists all wrong values."""
     problems: list[str] = []
 
     def attempt(where: str, parse: Callable[[Any], Any], raw_value: Any) -> Any:
@@ -427,10 +427,11 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
             values[setting.name] = attempt(where, setting.parse, raw_value)
     launched = attempt("", _read_launch, config)
     if launched and config.getoption("--world-size") is None:
-        # The ini value is the project's default; the launcher's world size is for this run.
+        # The launcher's world size describes this run, so it overrides the ini value, which is only
+        # the project's default.
         values["world_size"] = launched.world_size
     if values.get("pdb_rank") is not None and config.getoption("dist", "no") != "no":
-        # The same text as xdist's error for --pdb.
+        # Use the same words as xdist's error for --pdb.
         problems.append("--pdb-rank is incompatible with distributing tests; try using -n0 or -nno")
     path = values.get("snapshot_dir", _DEFAULTS["snapshot_dir"])
     directory = attempt("ini fsdp_comm_snapshot_dir: ", partial(_snapshot_dir, config), path)
@@ -441,14 +442,14 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
 
 
 def _raw_value(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
-    """Return the prefix for errors and the value from option or ini; None if neither is set."""
+    """Return a prefix for errors, and the value from option or ini (None if neither is set)."""
     raw_value = config.getoption(setting.option) if setting.flag else None
     if setting.is_path:
-        # Relative to where the user typed it, as with --junitxml.
+        # Resolve the path against the directory in which the user ran pytest, as for --junitxml.
         raw_value = config.invocation_params.dir / raw_value if raw_value else None
     if raw_value is not None or not setting.ini:
         return f"{setting.option}: ", raw_value
-    # The parser of a linelist names the wrong line itself.
+    # Errors from the parser of a linelist already contain the ini name.
     where = "ini " if setting.ini == "linelist" else f"ini {setting.ini_name}: "
     return where, config.getini(setting.ini_name) or None
 

@@ -23,7 +23,7 @@ from pytest_fsdp_comm.snapshots import failed_comparison, unused
 if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.session.runner import RankRunner
 
-# Without fork there is neither fcntl nor a Unix socket (Windows), so `ranks` cannot be imported.
+# On Windows, fork, fcntl and Unix sockets are all missing, so `ranks` cannot be imported there.
 _CAN_FORK: Final = hasattr(os, "fork")
 _NEEDS_FORK: Final = (
     f"distributed tests fork their ranks, which {sys.platform} does not support; run pytest on "
@@ -84,7 +84,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Under a launcher, silence all processes but rank 0's."""
+    """Under a launcher, silence all processes except that of rank 0."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # in such a process only
@@ -94,7 +94,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize over the marker's list of world sizes; their ids come last."""
+    """Parametrize over the marker's list of world sizes, whose ids come last in test names."""
     mark = metafunc.definition.get_closest_marker(options.MARKER_NAME)
     sizes = marker.world_sizes(mark) if mark else None
     if sizes:
@@ -121,15 +121,17 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if items and _CAN_FORK:
         _prepare_ranks(session, items, launched)
     elif launched:
-        # Under a launcher, tests that do not use this plugin run in every process.
+        # Under a launcher, tests that do not use this plugin run in every process, so let each
+        # process print its results.
         from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # in such a process only
 
         isolation.release_terminal(session.config)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test that needs torch, or fork(), on a system without it."""
-    # Skip marks have been evaluated. Fail before the test's code, whose error would be obscure.
+    """Fail a test that needs torch or fork() if the system does not have it."""
+    # Fail after skip marks have been evaluated, but before the test's code can raise an obscure
+    # error.
     if marker.may_record(item) and (missing := upstream.missing_torch()):
         pytest.fail(missing, pytrace=False)
     if options.SETTINGS in item.stash and not _CAN_FORK:
@@ -139,7 +141,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _prepare_ranks(
     session: pytest.Session, items: Iterable[pytest.Item], launched: LaunchedRank | None
 ) -> None:
-    from pytest_fsdp_comm.ranks.session import runner  # noqa: PLC0415  # few need them
+    from pytest_fsdp_comm.ranks.session import runner  # noqa: PLC0415  # few sessions need it
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # as above
 
     config = session.config
@@ -193,8 +195,8 @@ class _Protocol:
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """Let the supervisor of the ranks apply pytest-timeout's limit to a distributed test."""
-    # A timer in this process would end the session, and its time would include the wait for free
-    # rank slots. In a rank, its signal cannot interrupt a collective, which waits in C++.
+    # A timer in this process would end the session, and would also count the wait for free rank
+    # slots. A timer in a rank cannot interrupt a collective, which is waiting in C++.
     if options.SETTINGS not in item.stash:
         return None
     item.stash[options.PLUGIN_TIMEOUT_S] = settings.timeout
@@ -257,9 +259,9 @@ def pytest_runtest_makereport(
 
 
 def _is_any(values: Iterable[object], module: str, name: str) -> bool:
-    """Return whether a value is an instance of this package's class, without importing it."""
+    """Return whether any value is an instance of a class of this package; do not import it."""
     loaded = sys.modules.get(f"pytest_fsdp_comm.{module}")
-    # isinstance() would run user code of proxy objects.
+    # Do not use isinstance(), which would run user code of proxy objects.
     return loaded is not None and any(
         issubclass(type(value), getattr(loaded, name)) for value in values
     )

@@ -22,13 +22,13 @@ from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_
 if TYPE_CHECKING:
     from pytest_fsdp_comm.recorded_script import RecordedScript
 
-# The script must run as it does without this program. So torch is imported only when the script
-# imports it, only the script writes to standard output, and its errors end the process as usual.
-# Ranks exchange their recordings as files.
+# The script must run exactly as it does without this program. Therefore torch is imported only when
+# the script imports it, only the script writes to standard output, and the script's errors end the
+# process as usual. Ranks exchange their recordings as files.
 
-# Time for gloo's threads to free the collectives of the backward pass. Freeing one needs Python,
-# because c10d's AsyncWork owns a ThreadLocalState (read in torch 2.13). A thread that does so while
-# Python exits aborts the process.
+# How long to wait for gloo's threads to free the collectives of the backward pass. Freeing a
+# collective needs Python, because c10d's AsyncWork owns a ThreadLocalState (read in torch 2.13). If
+# a thread frees one while Python exits, the process aborts.
 _GLOO_ENDS_S: Final = 0.1
 _STEPS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
@@ -116,11 +116,11 @@ def _status_of(run: Callable[[], None]) -> int:
         print(ended.code, file=sys.stderr)  # noqa: T201  # as Python does
         return 1
     except KeyboardInterrupt as error:
-        # Let Python print the error, because it then exits as if SIGINT had killed it.
+        # Let Python print the error, because Python then exits as if SIGINT had killed it.
         trace, hook = _without_our_frames(error.__traceback__), sys.excepthook
         sys.excepthook = lambda kind, error, _: hook(kind, error.with_traceback(trace), trace)
         raise
-    except Exception as error:  # noqa: BLE001  # the script's
+    except Exception as error:  # noqa: BLE001  # any error of the script
         error.__traceback__ = _without_our_frames(error.__traceback__)
         if isinstance(error, FsdpCommError):  # of a simulated rank
             from pytest_fsdp_comm.simulation.world import of_user  # noqa: PLC0415  # loads torch
@@ -162,18 +162,19 @@ class _Hook:
                 is_over = self._recorded.recorder.is_done
         except FsdpCommError as problem:
             self._problem = problem
-        except Exception as problem:  # noqa: BLE001  # a bug of ours, or a warning under -W error
+        except Exception as problem:  # noqa: BLE001  # our bug, or a warning under -W error
             self._problem = FsdpCommError(f"{type(problem).__name__}: {problem}")
         if is_over and not self._goes_on:
             self._has_ended_script = True
             raise ScriptEnded(SAME if self._problem is None else FAILED)
 
     def finish(self, status: int) -> int:
-        """Wait until all files are written, print the problem if any; return the exit status."""
+        """Wait until all files are written, print any problem, and return the exit status."""
         problem, rank = self._problem, os.environ.get("RANK", "0")
         if self._recorded is not None:
             write_problem = self._recorded.finish()
-            # If the script failed before the recorded step, its error is enough.
+            # If the script failed before the recorded step, its error already explains that nothing
+            # was recorded.
             if status == SAME or self._recorded.recorder.is_done:
                 problem = problem or write_problem
         elif problem is None and status == SAME:
@@ -185,7 +186,8 @@ class _Hook:
             time.sleep(_GLOO_ENDS_S)
         if problem is None:
             return status
-        # Every rank prints its problem: after one failure the launcher may end the other ranks.
+        # Let every rank print its problem, because the launcher can end the other ranks after one
+        # rank has failed.
         if rank == "0" or status == SAME or self._problem is not None:
             prefix = "" if rank == "0" else f"rank {rank}: "
             print(f"fsdp-comm: {prefix}{problem}", file=sys.stderr)  # noqa: T201  # an error's place

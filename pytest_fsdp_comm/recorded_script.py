@@ -60,7 +60,7 @@ class RecordedScript:
                 "its ranks: fsdp-comm record --nproc 4 train.py"
             )
         tree = capture_tree(models) if models else None
-        # In a thread, so that the script does not wait for the other ranks.
+        # Write in a thread, so that the script does not have to wait for the other ranks.
         self._writing = threading.Thread(target=self._write, args=(recording, tree))
         self._writing.start()
 
@@ -110,8 +110,8 @@ class RecordedScript:
         return [self._tree]
 
     def _print(self, text: str) -> None:
-        # Unbuffered, because a launcher may end this process, and because the script may have half
-        # a line in Python's buffer. Standard output belongs to the script.
+        # Write to standard error, because standard output belongs to the script, and unbuffered: a
+        # launcher can end this process, and the script can have half a line in Python's buffer.
         with contextlib.suppress(OSError):
             os.write(_STDERR, f"fsdp-comm: {text}\n".encode(errors="backslashreplace"))
 

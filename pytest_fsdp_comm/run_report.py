@@ -45,10 +45,11 @@ SESSION_PLUGIN: Final = "fsdp-comm-report"
 # Report attribute in which an xdist worker sends a test's record to the controller.
 _RECORD: Final = "comm_record"
 
-# The page of a test shows the last characters of its failure.
+# The page of a test shows at most this many characters from the end of its failure.
 _MAX_PROBLEM: Final = 8_000
 _MAX_MESSAGE: Final = 300
-# Limit of comparisons per test: a test that compares in a loop must not fill the memory.
+# The report contains at most this many comparisons per test, so that a test that compares in a loop
+# cannot fill the memory.
 _MAX_COMPARISONS: Final = 50
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
 
@@ -67,16 +68,16 @@ def register(config: pytest.Config, directory: Path) -> None:
 
 
 # Note [Records of ranks]
-# Ranks compare the same values in the same order, so an index in `Record.compared` is the same
-# value on every rank. Only the lowest rank stores results that are equal on all ranks: the
-# comparison with its explanation, the text and the tree. The others store `_UNCOMPARED` instead.
+# Ranks compare the same values in the same order, so an index in `Record.compared` refers to the
+# same value on every rank. Only the lowest rank stores results that are equal on all ranks: the
+# comparison with its explanation, the text and the tree. Other ranks store `_UNCOMPARED` instead.
 # Every rank stores the timeline of its recording. `Notes.merge` adds the timelines of all ranks to
 # the lowest rank's results. If that rank died, the next rank's `_UNCOMPARED` entries get the
 # timelines.
 
 
 class Notes:
-    """Comparisons of the tests in this process; ranks send theirs to the pytest process."""
+    """Collects comparisons of the tests in this process; ranks send them to the pytest process."""
 
     payload_type: Final = Record
 
@@ -106,7 +107,7 @@ class Notes:
             compared = replace(compared, timelines=(timeline_of(recording),))
         self._compared.append(compared)
 
-    # First, because fixtures still have their values.
+    # Run first, while fixtures still have their values.
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Store a recording that the test did not compare."""
@@ -121,7 +122,7 @@ class Notes:
             self._add(compared, recording)
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Unregister the plugin that writes the report, since the pytest process does that."""
+        """Unregister the plugin that writes the report, since only the pytest process writes it."""
         if config.pluginmanager.has_plugin(SESSION_PLUGIN):
             config.pluginmanager.unregister(name=SESSION_PLUGIN)
 
@@ -207,13 +208,14 @@ def _merged(payloads: Mapping[int, Record]) -> Iterator[Compared]:
 # Note [Records of xdist workers]
 # Under xdist the controller writes the HTML report, but workers send it only pytest's reports. A
 # worker therefore attaches the record, as JSON, to the teardown report of a test. It attaches None
-# to the other phases, so that the controller recognizes tests of this plugin. The worker's hook
-# must run before xdist's, which sends the report (tryfirst). The controller removes the attribute
-# before other plugins see the report, because some write all attributes to a file.
+# to the reports of other phases, so that the controller recognizes tests of this plugin. The
+# worker's hook is `tryfirst`, because it must run before xdist's hook, which sends the report. The
+# controller removes the attribute before other plugins see the report, because some of them write
+# all attributes to a file.
 
 
 class SessionReport:
-    """Writes the report; registered in the process that reports, and in each xdist worker."""
+    """Writes the report; registered in the process that writes it, and in each xdist worker."""
 
     def __init__(self, config: pytest.Config, notes: Notes, directory: Path) -> None:
         self._config = config
@@ -249,7 +251,7 @@ class SessionReport:
     def _add(self, report: pytest.TestReport, item: pytest.Item | None, sent: Any) -> None:
         result = self._results.get(report.nodeid)
         if result is None or (report.when == "setup" and report.nodeid in self._finished):
-            # The first report of the test, or of a rerun.
+            # This is the first report of the test or of a rerun, so start a new result.
             self._finished.discard(report.nodeid)
             file, line, _ = report.location
             root = self._config.rootpath
@@ -304,7 +306,7 @@ class SessionReport:
 
 
 def write_report(run: Run, directory: Path) -> None:
-    """Write the pages of an HTML report, over those of an earlier run; may raise OSError."""
+    """Write the pages of an HTML report, replacing those of an earlier run; can raise OSError."""
     from pytest_fsdp_comm.reports.html.pages import render_pages  # noqa: PLC0415  # loads jinja2
 
     (directory / "tests").mkdir(parents=True, exist_ok=True)
@@ -318,5 +320,5 @@ def _outcome(report: pytest.TestReport) -> Outcome | None:
         return "failed" if report.when == "call" else "error"
     if report.skipped:
         return "xfailed" if hasattr(report, "wasxfail") else "skipped"
-    # None also for the outcome "rerun" of pytest-rerunfailures: another attempt follows.
+    # Also return None for the outcome "rerun" of pytest-rerunfailures, because the test runs again.
     return "passed" if report.passed and report.when == "call" else None

@@ -1,4 +1,4 @@
-"""Errors about missing packages, and about private names that torch, pytest or a plugin moved."""
+"""Errors about missing packages, and about private names that a package no longer has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
-# A private name is used only in a module whose docstring or comment says so.
-# It has a contract test, and its absence raises one of these errors.
+# A module that uses a private name says so in a docstring or a comment. A contract test covers each
+# private name, and one of these errors is raised if the name no longer exists.
 
 # The versions in which the private names were checked.
 VERSIONS_READ: Final = {
@@ -30,7 +30,7 @@ _RECORDER: Final = "the recorder relies on"
 
 
 def missing_torch() -> str:
-    """Return an error if torch is not installed, else an empty text."""
+    """Return an error message if torch is not installed, else an empty string."""
     with suppress(ImportError):
         if "torch" in sys.modules or importlib.util.find_spec("torch"):
             return ""
@@ -52,12 +52,12 @@ def look_up(module: str, name: str, use: str = _RECORDER) -> Any:
 def moved_error(
     package: str, name: str, use: str = _RECORDER, *, remedy: str = _UPGRADE
 ) -> UpstreamChangedError:
-    """Make the error about a name that no longer exists; `use` completes "which ..."."""
+    """Create the error about a private name that no longer exists; `use` completes "which ..."."""
     return _changed(package, f"no longer has {name}, which {use}", remedy)
 
 
 def misread_error(package: str, subject: str, problem: object) -> UpstreamChangedError:
-    """Make the error about a private name of `subject` that no longer works as before."""
+    """Create the error about a private name of `subject` that no longer works as before."""
     return _changed(package, f"moved a private name of {subject}: {problem}", _UPGRADE)
 
 

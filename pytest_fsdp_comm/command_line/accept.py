@@ -18,7 +18,8 @@ from pytest_fsdp_comm.text.words import counted, show_path
 def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm accept``."""
     _, snapshot_dir = find_project(Path.cwd())
-    # In a directory above the project, new files would end up where no test reads them.
+    # Require an existing directory: if the user runs this above the project, new files would end up
+    # where no test reads them.
     if not snapshot_dir.is_dir():
         raise FsdpCommError(
             f"there is no snapshot directory {show_path(snapshot_dir)}; run this command in the "
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
     """Copy a file into the snapshot directory; return its old and new text."""
-    # Do not trust `received`: any pull request may have chosen its names, texts and links.
+    # Do not trust `received`, because a pull request can choose its names, contents and links.
     target = snapshot_dir / file.relative_to(received)
     for path, below in ((file, received), (target, snapshot_dir)):
         if _is_link(path, below):

@@ -33,7 +33,7 @@ class Pair:
     """The old and the new text of one file, at least one of which exists.
 
     Raises:
-        SnapshotFormatError: A text is not valid.
+        SnapshotFormatError: The old or the new text is not a valid snapshot.
     """
 
     old: SnapshotText | None
@@ -44,7 +44,7 @@ class Pair:
     is_rename: bool = False
 
     def __post_init__(self) -> None:
-        # Parse the texts now, because an error later would prevent the explanation of other pairs.
+        # Parse both sides now, because an error later would prevent the explanation of other pairs.
         for side in (self.old, self.new):
             _ = side and side.profile
 
@@ -62,7 +62,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def run_git_diff(options: argparse.Namespace) -> int:
-    """Run ``fsdp-comm git-diff``, which git starts for a file as ``diff.<driver>.command``."""
+    """Run ``fsdp-comm git-diff``, which git starts for each file as ``diff.<driver>.command``."""
     # git passes a path, then file, hash and mode of the old and the new side; after a rename also
     # the new path and a header; for an unmerged file only the path. Any exit status but 0 aborts
     # git itself, so the lines of a broken file are printed without an explanation.
@@ -93,7 +93,7 @@ def run_git_diff(options: argparse.Namespace) -> int:
 
 
 def _pairs_of(old: str, new: str) -> tuple[list[Pair], list[str]]:
-    """Pair two files with their trees, or the files of two directories; also return problems."""
+    """Pair two files (and their trees), or the files of two directories; also return problems."""
     are_directories = [Path(side).is_dir() for side in (old, new)]
     if all(are_directories):
         return _pairs_in_directories(old, new)
@@ -104,7 +104,7 @@ def _pairs_of(old: str, new: str) -> tuple[list[Pair], list[str]]:
         )
     pairs = [_pair_of_files(old, new)]
     trees = [_tree_path(old), _tree_path(new)]
-    # Also compare the trees: they help to explain the communication.
+    # Also compare the trees, because they help to explain the communication.
     if trees[0] != old and trees[1] != new and all(Path(tree).is_file() for tree in trees):
         pairs.append(_pair_of_files(*trees))
     return pairs, []
@@ -117,7 +117,7 @@ def _tree_path(name: str) -> str:
 def _pair_of_files(old: str, new: str) -> Pair:
     old_text, new_text = (read_document(Path(name), where=name) for name in (old, new))
     ranks, profile = old_text.profile.recorded_ranks, new_text.profile
-    # Compare a simulated rank with the same rank of a recording of all ranks.
+    # If only the new file has all ranks, compare only the ranks that the old file simulated.
     if ranks and not profile.recorded_ranks and old_text.profile.world_size == profile.world_size:
         of_ranks = (
             restrict(profile, ranks)
@@ -154,7 +154,7 @@ def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
 
 def print_explanations(pairs: Sequence[Pair], *, with_lines: bool = False) -> bool:
     """Print an explanation of each difference; return whether compared content differs."""
-    # The comm and tree snapshots of a test help to explain each other.
+    # Group the comm and tree snapshots of a test, because they help to explain each other.
     groups: defaultdict[object, list[Pair]] = defaultdict(list)
     for pair in pairs:
         groups[_test_of(pair)].append(pair)
@@ -183,7 +183,7 @@ def _test_of(pair: Pair) -> object:
 
 
 def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None, bool]:
-    """Explain a difference (None without one); also return whether compared content differs."""
+    """Explain how a pair differs (None if not at all); also return whether content differs."""
     name = pair.new_path
     if pair.old is None or pair.new is None:
         head = f"{name}: {'removed' if pair.new is None else 'added'}"
@@ -201,14 +201,14 @@ def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None,
     )
     text = difference.explanation
     scope = f" ({text.scope})" if text.scope else ""
-    # Texts that differ may still compare as equal, for example after an update.
+    # Files that differ can still compare as equal, for example after an update.
     changes = text.changes if text.body else (difference.text or "nothing that is compared",)
     is_change = bool(difference.changes or difference.text) or pair.is_rename
     return replace(text, head=f"{head}:{scope}", changes=changes, cures=()), is_change
 
 
 def _patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:
-    """Return a unified diff for ``git apply``; None is a missing file."""
+    """Return a unified diff for ``git apply``; None means that the file does not exist."""
     return difflib.unified_diff(
         (old or "").splitlines(),
         (new or "").splitlines(),

@@ -82,7 +82,7 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
 
 
 def describe_problem(problem: FsdpCommError) -> str:
-    """Return the text of an error without the remedy, which applies only to failed tests."""
+    """Return an error's message without the remedy that applies only to failed tests."""
     return str(problem).partition(". Nothing was overwritten")[0]
 
 
@@ -137,7 +137,7 @@ def _read_settings(start: Path) -> Any:
 
     plugin = _ReadSettings()
     directory = next(path for path in (start, *start.parents) if path.is_dir())
-    # Skip the project's code and its default options, which may need other plugins.
+    # Ignore the project's code and default options, because they can require other plugins.
     arguments = ("--noconftest", "-o", "addopts=", str(directory))
     pytest.main(["-p", "fsdp_comm", *arguments], plugins=[plugin])
     if plugin.config is None:

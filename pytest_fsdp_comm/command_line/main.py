@@ -13,7 +13,7 @@ from pytest_fsdp_comm.command_line.terminal import FAILED
 from pytest_fsdp_comm.errors import FsdpCommError
 
 # Commands raise FsdpCommError, with a remedy, for every error that a user can cause. Only `main`
-# catches it, except where an error in one file must not hide other files.
+# catches it, except where an error in one file must not prevent output for the other files.
 #
 # Why argparse: git starts the program for every file in a diff. argparse adds 7 ms to the start of
 # the interpreter, click 29 and typer 75 (CPU, Python 3.11).

@@ -75,7 +75,7 @@ def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
     yield f"mesh: {show_mesh(profile.mesh_axes)}"
     for peak in profile.peaks:
         on = f" on {name_ranks(peak.ranks)}" if peak.ranks else ""
-        # Print exact bytes, too: as git's textconv, this output must show changes within rounding.
+        # Print exact bytes, too: if git uses this output as textconv, even small changes must show.
         yield f"peak gathered: {show_nbytes(peak.nbytes)} ({peak.nbytes:_} B){on}"
     if not profile.sizes_activations:
         yield "sizes of activations: not compared"
@@ -147,5 +147,5 @@ def _show_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:
         parameters = counted(len(sizes), "parameter")
         yield f"{counted(units, 'unit')}; {parameters} of {numel:_} elements, {nbytes}"
     yield ""
-    # Leave out the first line, the last one, and those that the lines above summarize.
+    # Leave out the first line, the last line, and the lines that are already summarized above.
     yield from (line for line in text.splitlines()[1:-1] if not line.startswith(_FRAME))

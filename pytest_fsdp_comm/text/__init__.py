@@ -1,1 +1,1 @@
-"""Texts and formats: module names and their patterns, bytes, rank lists, paths, JSON."""
+"""Text formats: module names and their patterns, bytes, rank lists, paths, JSON."""

@@ -31,13 +31,13 @@ _MAX_QUOTED: Final = 60
 
 
 class CodecError(FsdpCommError):
-    """A JSON value does not fit its class; the text names the field."""
+    """A JSON value does not fit its class; the message names the field."""
 
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911  # a case for each type
     """Convert a value to types that `json` can write."""
-    # Fall back to the repr for other objects, and for numbers that JSON lacks: an attribute that
-    # another plugin added to a report must not make the report fail.
+    # Fall back to the repr for objects of other types and for numbers that JSON cannot represent:
+    # an attribute that a different plugin adds to a report must not cause an error here.
     cls = type(value)
     if cls in _PLAIN:
         return value
@@ -53,7 +53,7 @@ def to_json(value: Any) -> Any:  # noqa: PLR0911  # a case for each type
                 key if isinstance(key, str) else str(to_json(key)): to_json(entry)
                 for key, entry in value.items()
             }
-        # Also subclasses of JSON types, such as numpy's float64.
+        # The remaining cases convert subclasses of JSON types, such as numpy's float64.
         case str() | PurePath():
             return str(value)
         case int():
@@ -94,7 +94,7 @@ def dump_document(kind: str, version: int, value: Any) -> str:
 
 
 def load_document(cls: type[_Value], kind: str, version: int, text: str) -> _Value:
-    """Read the output of `dump_document`; raise CodecError also for another kind or version."""
+    """Read the output of `dump_document`; raise CodecError if its kind or version differs."""
     data = _parse(text, f"a {kind}")
     got = (data.get("kind"), data.get("version")) if isinstance(data, dict) else data
     if got != (kind, version):
@@ -127,7 +127,7 @@ def _field_names(cls: Hashable) -> tuple[str, ...] | None:
 
 @cache
 def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # a case for each type
-    """Return the reader of an annotation; it takes the data and its name for errors."""
+    """Return the reader for an annotation: a function of the data and its name in errors."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind) or kind:
         case typing.Any:
@@ -178,7 +178,7 @@ def _read_choice(choices: Mapping[Any, Any], data: Any, where: str) -> Any:
 
 
 def _read_union(readers: list[_Reader], is_optional: bool, data: Any, where: str) -> Any:
-    """Return the value of the first alternative that fits the data, None before all others."""
+    """Read the data as None if possible, else as the first type of the union that it fits."""
     if data is None and is_optional:
         return None
     for read in readers[:-1]:

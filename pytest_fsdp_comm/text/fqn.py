@@ -12,14 +12,14 @@ from typing import Final, TypeAlias
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.text.rank_lists import runs_of
 
-# A pattern is the text of one or more FQNs: `layers.{0..3,7}.mlp.weight` is five names. `fold_fqns`
-# writes the patterns of any names, and `expand` lists the names of a pattern. `expand` also accepts
-# patterns that `fold_fqns` would write differently; to reject those, fold its names and compare.
+# A pattern describes one or more FQNs: `layers.{0..3,7}.mlp.weight` describes five. `fold_fqns`
+# writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` also accepts
+# patterns that `fold_fqns` would write differently; to reject these, fold the names and compare.
 
-# The text of the root's FQN, which is empty. Parentheses in names are escaped.
+# Written for the root, whose FQN is empty. No name looks the same, since parentheses are escaped.
 ROOT_TEXT: Final = "(root)"
 
-# The text for rows without a module.
+# Written in rows without a module.
 NO_MODULE: Final = "(no-module)"
 
 # The largest number of FQNs in a pattern.
@@ -28,9 +28,9 @@ MAX_NAMES: Final = 131_072
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
 _DIGITS: Final = re.compile(r"([0-9]+)")
-# `events` joins the modules of one FSDP unit with `+`, so a number may also be next to it.
+# `events` joins the modules of one FSDP unit with `+`, so a number can also be next to a `+`.
 _SEPARATOR: Final = re.compile(r"([.+])")
-# At most nine digits, which every program reads exactly; no model has so many siblings.
+# At most nine digits, which every program can read exactly; no model has that many siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")
@@ -38,7 +38,7 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 
 _NaturalPart: TypeAlias = tuple[bool, int, str]
 NaturalKey: TypeAlias = tuple[tuple[tuple[_NaturalPart, ...], ...], str]
-# FQNs with the same words: ascending values for each number, in all combinations.
+# FQNs that differ only in numbers: ascending values for each number, in all combinations.
 Box: TypeAlias = tuple[tuple[int, ...], ...]
 # The values of one number as runs from first to last, ascending, with gaps between the runs.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -178,7 +178,7 @@ def _write_ranges(ranges: Ranges) -> str:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """List the FQNs of a pattern, last number fastest; raise ValueError for an invalid one."""
+    """List the FQNs of a pattern, varying the last number fastest; raise ValueError if invalid."""
     literals, axes = _split_pattern(pattern)
     words = [unescape(literal) for literal in literals]
     sizes = (sum(last - first + 1 for first, last in ranges) for ranges in axes)

@@ -25,7 +25,7 @@ _ENTRY: Final = re.compile(rf"(0|{_NUMBER})(?:-({_NUMBER})(?:(?::({_NUMBER}))?/(
 
 
 def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return first and last number of each run: ``(0, 2), (5, 5)`` for ``0, 1, 2, 5``."""
+    """Return the first and last number of each run: ``(0, 2), (5, 5)`` for ``0, 1, 2, 5``."""
     if not numbers:
         return ()
     runs = []
@@ -45,7 +45,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def write_ranks(ranks: Sequence[int], *, separator: str = ",") -> str:
-    """Write ascending ranks as ``0,2-3``; empty without ranks."""
+    """Write ascending ranks as ``0,2-3``; return an empty string without ranks."""
     return separator.join(_entries(runs_of(ranks)))
 
 
@@ -106,7 +106,7 @@ def ranks_or_empty_if_all(ranks: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Group ranks with equal texts, ordered by the lowest rank of each group."""
+    """Group ranks whose strings are equal, ordered by the lowest rank of each group."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(texts):
         groups.setdefault(texts[rank], []).append(rank)
@@ -114,5 +114,5 @@ def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def name_equal(texts: Mapping[int, str]) -> list[str]:
-    """Write each distinct text after the ranks that have it: ``ranks 0-1 passed``."""
+    """Prefix each distinct message with the ranks that have it: ``ranks 0-1 passed``."""
     return [f"{name_ranks(ranks)} {text}" for ranks, text in fold_equal(texts)]

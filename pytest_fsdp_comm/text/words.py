@@ -1,4 +1,4 @@
-"""Texts for messages: counts, bytes, shortened lines and paths."""
+"""Format the parts of messages: counts, bytes, shortened lines and paths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AMOUNT: Final = re.compile(
     rf"|{_NBYTES}(?: in (?:all|total))?"
 )
 
-# From this ratio on, texts show a factor instead of percent.
+# From this ratio on, `show_growth` writes a factor instead of a percentage.
 _FACTOR: Final = 3
 
 
@@ -33,7 +33,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Cut a text to `most` characters (at least 60), and append how many more there are."""
+    """Truncate text to `most` characters (at least 60), and append the number dropped."""
     if len(text) <= most:
         return text
     beginning = text[: most - 40]
@@ -41,20 +41,20 @@ def cut(text: str, most: int) -> str:
 
 
 def first_of(entries: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
-    """Return the first entries, and how many more there are."""
-    # Never "1 more": the entry itself needs no more room.
+    """Return the first entries, and the number of entries that are left out."""
+    # Never leave out a single entry, because "1 more" needs as much room as the entry.
     if len(entries) <= most + 1:
         return entries, 0
     return entries[:most], len(entries) - most
 
 
 def shorten(line: str, most: int) -> str:
-    """Cut a line to at most `most` characters, ending in ``...``."""
+    """Truncate a line to `most` characters, ending in ``...``."""
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def show_path(path: str | Path, root: Path | None = None) -> str:
-    """Write a path relative to `root` (default: the working directory) if it is below that."""
+    """Write a path relative to `root` (default: the working directory) if `root` contains it."""
     try:
         return printable(str(Path(path).relative_to(root or Path.cwd())))
     except (ValueError, OSError):
@@ -76,7 +76,8 @@ def shell_word(text: str) -> str:
 
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element; 1 if the name has no number of bits, such as ``bool``."""
-    # For mixed dtypes, ``bfloat16+float32``, use the largest: FSDP reduces gradients in it, too.
+    # For mixed dtypes such as ``bfloat16+float32``, return the size of the largest one, in which
+    # FSDP also reduces gradients.
     names = (re.search(r"\d+", name) for name in dtype.split("+"))
     return max(int(bits[0]) // 8 if bits else 1 for bits in names)
 
