@@ -1,1 +1,1 @@
-"""A test on its ranks: started, watched, judged."""
+"""Runs a test on its ranks: starts them, supervises them, and merges their results."""

@@ -1,4 +1,4 @@
-"""Runs a session in processes that a launcher such as torchrun started, one rank in each."""
+"""Runs a session in processes that a launcher such as torchrun started, one per rank."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
 
-# The hosts of a cluster may all load torch from one file server at the same time.
+# Importing torch can be slow if all hosts of a cluster read it from one file server at once.
 _MEET_TIMEOUT_S: Final = 300.0
 _ADDRESS: Final = "address"
-"""Key on the launcher's store, which holds rank 0's port and token while ranks may join."""
+"""The key under which the launcher's store has rank 0's port and token while ranks can join."""
 _JOINS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.01
-# For tearing down kept fixtures on a busy machine.
+# Long enough to tear down kept fixtures on a busy machine.
 _ENDS_TESTS_WITHIN_S: Final = 30.0
 
-# Note [Launched ranks]: every launched process collects the same tests and is one rank for the
-# whole session. Rank 0's process supervises and reports. Its rank is a child process, which joins
-# like the others: with one connection for the rank and one for its watchdog. A rank that fails
-# destroys its process group, so that its peers fail instead of waiting. If a rank hangs or dies,
-# the session ends, because a launched process cannot be replaced.
+# Note [Launched ranks]: every launched process collects the same tests, and is one rank for the
+# entire session. But rank 0's process supervises the ranks and reports to the user, so its child
+# runs rank 0. All ranks join rank 0's process, each with a connection for the rank and one for its
+# watchdog. A rank that fails destroys its process group, so that its peers fail instead of waiting.
+# If a rank hangs or dies, the session ends, because a launched process cannot be replaced.
 
 
 def join_session(
@@ -62,10 +62,10 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """Join the session of all launched processes; rank 0 returns a function that picks a runner."""
+    """Join the session of all launched processes. Only rank 0 returns, with a choice of runners."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
-    # The same process may run another session later.
+    # Undo this at the end, because the process may run another session later.
     session.config.add_cleanup(environment.undo)
     tests = tuple(_planned(item) for item in session.items)
     for item in session.items:
@@ -108,7 +108,7 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
             cwd=config.invocation_params.dir,
             env=environment,
         )
-        process.returncode = 0  # `_end_all` reaps the process; without this, it would warn
+        process.returncode = 0  # otherwise Popen would warn; `_end_all` reaps the process
         return process.pid
     parent = os.getpid()
     pid = fork_quietly()
@@ -119,8 +119,8 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
 
 
 def _end_after_sigterm(session: pytest.Session) -> None:
-    # A launcher sends SIGTERM to all processes when one has failed. This process has to live until
-    # it has reported; the running test ends because the launcher ends the other ranks.
+    # When a process fails, the launcher sends SIGTERM to all others. This process has to report, so
+    # it must not exit yet. The running test ends soon, because the launcher ends the other ranks.
     def note(*_: object) -> None:
         session.shouldfail = session.shouldfail or (
             "the launcher ended this run (SIGTERM): one of its processes failed, or the launcher "
@@ -154,11 +154,11 @@ def _planned(item: pytest.Item) -> str:
     )
 
 
-# A launched process becomes a rank: it joins rank 0's process and follows its commands.
+# These functions turn a launched process into a rank, which follows rank 0's process.
 
 
 class _EndedError(Exception):
-    """This process must end before the session does; the text says why."""
+    """This process has to end before the session does; the message says why."""
 
 
 def become_rank(
@@ -167,8 +167,8 @@ def become_rank(
     tests: Sequence[str],
     extensions: Sequence[RankExtension[Any]],
 ) -> NoReturn:
-    """Run this process's rank until rank 0's process ends the session, then exit."""
-    # Only rank 0's process writes reports, caches and snapshots: never return to pytest here.
+    """Run this process as a rank until rank 0's process ends the session, then exit."""
+    # Never return to pytest: only rank 0's process may write reports, caches and snapshots.
     name = f"rank {launched.rank} on {socket.gethostname()}"
     status = int(pytest.ExitCode.TESTS_FAILED)
     capture: Any = session.config.pluginmanager.get_plugin("capturemanager")
@@ -181,12 +181,12 @@ def become_rank(
         status = 0
     except _EndedError as error:
         os.write(stderr, f"fsdp-comm: {name}: {error}\n".encode())
-    except BaseException:  # noqa: BLE001  # pytest must not report it here
+    except BaseException:  # noqa: BLE001  # only rank 0's pytest reports
         os.write(stderr, f"fsdp-comm: {name}:\n{traceback.format_exc()}".encode())
     finally:
         with suppress(BaseException):
             save_coverage()
-            ending.kill_children([], within_s=ending.HURRIED_S)  # that tests have started
+            ending.kill_children([], within_s=ending.HURRIED_S)  # started by tests
         os._exit(status)
 
 
@@ -202,14 +202,14 @@ def _run(
         items = session.items
         items[:] = [items[place] for place in command.order]
         if command.randomly_seed is not None:
-            # pytest-randomly chose a different seed in each process.
+            # In each process, pytest-randomly chose a different seed, so use that of rank 0.
             session.config.option.randomly_seed = command.randomly_seed
         template = RankTemplate(session, extensions)
         watchdog = Watchdog(watchdog_channel, ends_process=True)
         command, spec = channel.receive(), None
         while isinstance(command, messages.RankSetSpec):
             spec = command
-            spec.directory.mkdir(parents=True, exist_ok=True)  # missing on other machines
+            spec.directory.mkdir(parents=True, exist_ok=True)  # does not exist on other machines
             command = template.run_set(spec, launched.rank, channel, watchdog, launched)
         run_exit_functions()
         run_finalizers()
@@ -267,10 +267,10 @@ class LaunchedRanks:
         self._channels: dict[int, Channel[messages.RankMessage]] = {}
         self._connections: dict[int, tuple[Connection, Connection]] = {}
         self._exited: dict[int, int | str] = {}
-        self._silence = Pipe()  # never readable: the ranks' connections report their ends
+        self._silence = Pipe()  # never readable: a rank that ends closes its connections
 
     def meet(self, tests: Sequence[str]) -> None:
-        """Wait until every rank has joined with the same tests, in any order."""
+        """Wait until every rank has joined; all must have the same tests, in any order."""
         launched, config = self._launched, self._session.config
         from torch.distributed import DistError  # noqa: PLC0415  # only needed with a launcher
 
@@ -309,7 +309,7 @@ class LaunchedRanks:
     def _await_all(self) -> dict[int, messages.Joined]:
         launched = self._launched
         token = secrets.token_hex(16)
-        # The key is the rank, and whether the connection is that of its watchdog.
+        # Each key is a rank, and whether the connection is that of the rank's watchdog.
         joined: dict[tuple[int, bool], tuple[Connection, messages.Joined]] = {}
         began_at = time.monotonic()
         is_dual = socket.has_dualstack_ipv6()
@@ -336,7 +336,7 @@ class LaunchedRanks:
                     )
                 with contextlib.suppress(TimeoutError):
                     self._accept(listener.accept()[0], token, joined)
-            # The same launch may run another session, which must not find this address.
+            # The same launch may run another session, which must not use this address.
             self._store.delete_key(_ADDRESS)
         self._connections = {
             rank: (joined[rank, False][0], joined[rank, True][0])
@@ -384,7 +384,7 @@ class LaunchedRanks:
     def end_ranks(
         self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
-        """End all ranks and the session, unless every rank has finished its test."""
+        """End the session and all ranks, unless every rank has finished its test."""
         lost = {*running}
         for rank in () if lost else unanswered:
             with contextlib.suppress(OSError, CodecError):
@@ -408,7 +408,7 @@ class LaunchedRanks:
         for channel in able:
             with contextlib.suppress(OSError):
                 channel.send(messages.EndSession())
-        # Let the other processes exit first: when this one fails, the launcher kills the rest.
+        # Let other processes exit first: if this one fails, the launcher kills those still running.
         while not all(channel.is_hung_up() for channel in able) and time.monotonic() < until:
             time.sleep(_PAUSE_S)
         pids, self.pids = self.pids, {}
@@ -440,7 +440,7 @@ class LaunchedRanks:
         return self._exited
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to rank 0's process only: other ranks may run on other machines."""
+        """Send a signal if this is rank 0, whose process is our child; ignore other ranks."""
         if rank in self.pids and rank not in self._exited:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
@@ -456,10 +456,10 @@ _MOST_LISTED = 4
 
 
 def positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | None:
-    """Return the index of each of the leader's tests in the follower's; None if the sets differ."""
+    """Return, for each test of the leader, its index in `follower`; None if the tests differ."""
     if Counter(leader) != Counter(follower):
         return None
-    # The same test may be listed several times (--keep-duplicates).
+    # With --keep-duplicates, the same test can be listed several times, so keep all its indices.
     indices: dict[str, deque[int]] = defaultdict(deque)
     for index, test in enumerate(follower):
         indices[test].append(index)
@@ -467,7 +467,7 @@ def positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | Non
 
 
 def describe_difference(leader: Sequence[str], follower: Sequence[str]) -> str:
-    """Describe, after a rank's name, how its tests differ from the leader's; empty if equal."""
+    """Describe how a rank's tests differ from the leader's, to be printed after the rank's name."""
     missing, added = Counter(leader) - Counter(follower), Counter(follower) - Counter(leader)
     parts = []
     if missing:

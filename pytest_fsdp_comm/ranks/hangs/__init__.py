@@ -1,1 +1,1 @@
-"""Finds out where ranks hang, and which rank waits for which."""
+"""Finds out where ranks hang, and which ranks are waiting for which."""

@@ -24,29 +24,30 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
-# A separate thread reads the position, because the main thread may be stuck in a collective, which
-# releases the GIL. torch's flight recorder lists the collectives in order. Since torch 2.13 it is
-# on by default for gloo and NCCL; it records neither point-to-point calls nor the fake backend.
-# Positions are only printed, so a part is omitted if a private name of torch or pytest has moved.
+# A separate thread reads the position, because the main thread may be stuck in a collective; it can
+# run because collectives release the GIL. torch's flight recorder lists the collectives in order.
+# Since torch 2.13 it is on by default for gloo and NCCL; it records neither point-to-point calls
+# nor calls on the fake backend. Positions are only printed, so if a private name of torch or pytest
+# has moved, that part of the position is left out and nothing fails.
 
-# Enough to compare the collective that a rank waits in with the calls of the other ranks.
+# Enough to find the collective that a rank is waiting in among the last calls of other ranks.
 _MOST_COLLECTIVES = 16
 
 _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
-"""Files of torch, except those that wait for data loaders, processes or files."""
+"""Matches torch files, except those whose functions wait for data loaders, processes or files."""
 _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
-"""Methods that wait for earlier work in C++, so that no frame of torch is on the stack."""
+"""Matches calls of methods that wait in C++, so that no torch frame is on the Python stack."""
 _LIMITED_WAIT: Final = re.compile(r"\bwait\([^)]")
-"""``Work.wait`` with a timeout."""
+"""Matches a call of ``Work.wait`` with a timeout."""
 _JOINS: Final = "rank/process_group.py:join_group"
 _UNSEEN = ("new_group", "split_group", "init_process_group", "monitored_barrier", "send", "recv")
-"""Functions that wait for other ranks, but are missing in the flight recorder."""
+"""Functions that wait for other ranks, but that the flight recorder does not record."""
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
-    """Read where the main thread is; ignore collectives before `since_ns` (`time.time_ns`)."""
+    """Return where the main thread is; ignore collectives before `since_ns` (`time.time_ns`)."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [frame for frame, _ in traceback.walk_stack(main)] if main else []
     raised = _reported_exception(frames)
@@ -85,7 +86,7 @@ def _innermost_user_frame(stack: Iterable[StackFrame]) -> StackFrame | None:
 
 
 def is_waiting(stack: Sequence[StackFrame]) -> bool:
-    """Return whether user code is inside a call of torch that may wait for other ranks."""
+    """Return whether user code is inside a torch call that might be waiting for other ranks."""
     user = _innermost_user_frame(stack)
     inner = itertools.takewhile(lambda frame: not frame.is_users, stack)
     return any(_TORCH.search(frame.path) for frame in inner) or (
@@ -99,13 +100,13 @@ def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
-    # `Channel.receive` calls up to four functions of multiprocessing.connection.
+    # `Channel.receive` calls into multiprocessing.connection, at most four frames deep.
     if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
-        # The rank waits for its next test. Until then, pytest keeps the exception of the last one.
+        # The rank is waiting for its next test. Until that starts, pytest keeps the last exception.
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":
-            # Both pytest's hook and its wrappers have this name.
+            # Hook wrappers of plugins have this name, too, so a frame may lack the exception.
             raised = getattr(getattr(frame.f_locals.get("call"), "excinfo", None), "value", None)
             if isinstance(raised, BaseException):
                 return raised
@@ -113,7 +114,7 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
 
 
 def _is_comparing(frame: FrameType) -> bool:
-    """Return whether a frame compares with a snapshot, explains a diff, or shares it with ranks."""
+    """Return whether a frame is comparing with a snapshot or explaining or sharing the diff."""
     module: str = frame.f_globals.get("__name__", "")
     return (
         module.startswith(("pytest_fsdp_comm.snapshots.", "_pytest._io.saferepr"))
@@ -132,7 +133,7 @@ def _raising_frames(error: BaseException) -> list[StackFrame]:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return ``path:line in function`` of the innermost user code in a traceback, or ""."""
+    """Return the innermost user code in a traceback as ``path:line in function``; empty if none."""
     user = _innermost_user_frame(of_test(_raising_frames(error)))
     return user.site if user else ""
 
@@ -142,13 +143,13 @@ def _is_c10d(frame: FrameType) -> bool:
 
 
 def _is_unrecorded(frame: FrameType) -> bool:
-    """Return whether a call waits for other ranks in a way that the flight recorder misses."""
+    """Return whether a call is waiting for other ranks in a way that the flight recorder misses."""
     code = frame.f_code
     return code is Exchange._await.__code__ or (_is_c10d(frame) and code.co_name in _UNSEEN)
 
 
 def _module(frames: Sequence[FrameType]) -> str:
-    """Return the FQN of the module in forward, or of the FSDP unit whose hook runs."""
+    """Return the FQN of the module in forward, or of the FSDP unit whose hook is running."""
     if "torch" not in sys.modules:
         return ""
     from pytest_fsdp_comm.recording.owners.stack import called_module  # noqa: PLC0415  # loads torch
@@ -156,7 +157,7 @@ def _module(frames: Sequence[FrameType]) -> str:
     called: list[Any] = []
     for frame in frames:
         self: Any = frame.f_locals.get("self")
-        # FSDP sets _module_fqn once the unit has run (torch 2.6 to 2.15).
+        # FSDP sets _module_fqn when a unit first runs (torch 2.6 to 2.15), so it can be missing.
         unit = getattr(self, "_module_fqn", None) if type(self).__name__ == "FSDPParamGroup" else ""
         if isinstance(unit, str) and unit and not called:
             return unit
@@ -179,7 +180,8 @@ def _groups(
 
     flights, _ = flown(since_ns)
     owners = owners_so_far()
-    # The main thread waits for collectives of native threads (autograd), not of Python threads.
+    # The main thread can be waiting for a collective that a native thread (autograd) called, but
+    # not for those that Python threads called.
     python_threads = {
         thread.ident
         for thread in threading.enumerate()
@@ -190,7 +192,7 @@ def _groups(
     for flight in flights:
         kind = flight.kind
         is_pending = not flight.is_done and flight.thread_id not in python_threads
-        # gloo runs a reduce-scatter as an all-reduce.
+        # gloo records a reduce-scatter as an all-reduce, so take the kind from the stack.
         if is_pending and kind == "all_reduce" and called.startswith("reduce_scatter"):
             kind = "reduce_scatter"
         counts: Counter[str] = Counter()
@@ -210,7 +212,7 @@ def _groups(
             )
         )
     ranks, axes = _ranks_and_axes()
-    # Include groups in which this rank has called nothing: others may wait for it there.
+    # Include groups on which this rank has called nothing: other ranks may be waiting for it there.
     return tuple(
         GroupPosition(
             name=name,
@@ -224,7 +226,7 @@ def _groups(
 
 
 def _ranks_and_axes() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
-    """Return the ranks of each group, oldest group first, and the axes of groups."""
+    """Return the ranks of each group, oldest group first, and the mesh axes of groups."""
     # The main thread may create or destroy groups at the same time, so ignore errors.
     from torch import distributed as dist  # noqa: PLC0415  # loaded already
 
@@ -243,15 +245,16 @@ _LAST_S: Final = 1.0
 
 
 class Watchdog:
-    """A thread that answers the supervisor's questions, over a separate connection."""
+    """A thread that answers the supervisor's questions over a separate connection."""
 
     def __init__(self, channel: Channel[PositionQuestion], *, ends_process: bool = False) -> None:
-        """Start the thread; with `ends_process`, it ends the rank when the supervisor is gone."""
+        """Start the thread; with `ends_process`, it exits the rank when the supervisor is gone."""
         self._ends_process = ends_process
         self._began_ns = time.time_ns()
         self._channel = channel
-        # `threading` would list the thread to tests, and take 3 ms to start it. The thread blocks
-        # all signals, so that SIGUSR1, which dumps the stack of its receiver, reaches the main one.
+        # Use `_thread`, because `threading` would list the thread to tests, and takes 3 ms to start
+        # it. Block all signals in the thread: SIGUSR1 dumps the stack of the thread that receives
+        # it, which must be the main thread.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             _thread.start_new_thread(self._answer, ())

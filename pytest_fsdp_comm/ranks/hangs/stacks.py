@@ -1,4 +1,4 @@
-"""Formats a rank's stack, user code first; also parses dumps of `faulthandler`."""
+"""Formats the stack of a rank, user code first; also parses stacks that `faulthandler` dumped."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from pytest_fsdp_comm.text.words import show_path
 _PAUSE_S = 0.005
 _SETTLED = 10
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
-# Frames of pytest and its plugins are omitted: they say nothing about the test.
+# Frames of pytest and its plugins are omitted, because they say nothing about the test.
 _RUNNERS = re.compile(r"/(_pytest|pytest|pluggy|xdist|execnet)[/.]|/bin/[^/]+$|runpy(\.py|>)$")
-# Ranks run their tests from here. Frames outside it belong to whatever started pytest.
+# Ranks run tests from this file. Frames outside it belong to whatever started pytest: omit them.
 _ENTRY = f"{PACKAGE}ranks/rank/main.py"
 _HAS_FRAME = re.compile(r"^  File .*\n", re.MULTILINE)
 _LONGEST_CODE = 60
-# A deep recursion is cut to its innermost frames and the one where it began.
+# A deep recursion would fill the screen, so print only its innermost frames and where it began.
 _INNERMOST_FRAMES: Final = 4
 _OUTERMOST_FRAMES: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackFrame:
-    """One call that has not returned."""
+    """A function call that has not returned yet."""
 
     path: str
     line: int
     name: str
     code: str = ""
-    """The line of source; empty if unknown."""
+    """The line of source code; empty if unknown."""
 
     @property
     def is_users(self) -> bool:
-        """Whether it is user code, neither an installed package nor part of a test runner."""
+        """Whether the frame is user code, not that of an installed package or a test runner."""
         return whose(self.path) == "user" and not is_runner(self.path)
 
     @property
@@ -49,29 +49,29 @@ class StackFrame:
 
 
 def is_runner(path: str) -> bool:
-    """Return whether a file belongs to pytest or one of its plugins, this one included."""
+    """Return whether a file belongs to pytest or one of its plugins, including this plugin."""
     return whose(path) == "ours" or _RUNNERS.search(path) is not None
 
 
 def of_test(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """Return the frames of a stack, innermost first, up to the one that started the rank."""
+    """Return the frames of a stack, innermost first, without those that started the rank."""
     return list(itertools.takewhile(lambda frame: frame.path != _ENTRY, frames))
 
 
 def with_source(frame: StackFrame) -> StackFrame:
-    """Add a frame's line of source, truncated if it is long."""
+    """Return a copy of a frame with its line of source code, truncated if it is long."""
     line = " ".join(linecache.getline(frame.path, frame.line).split())
     is_long = len(line) > _LONGEST_CODE
     return replace(frame, code=f"{line[: _LONGEST_CODE - 3]}..." if is_long else line)
 
 
 def with_code(site: str, code: str) -> str:
-    """Return a site and its line of source: ``model.py:9 in forward: lock.acquire()``."""
+    """Append the line of source code to a site: ``model.py:9 in forward: lock.acquire()``."""
     return f"{site}: {code}" if site and code else site
 
 
 def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
-    """Format the frames of user code, innermost first, then the innermost library frame."""
+    """Format the frames of user code, innermost first, then the library function they called."""
     users = [frame for frame in frames if frame.is_users]
     lines = [frame.site for frame in users]
     lines[:1] = [with_code(frame.site, frame.code) for frame in users[:1]]
@@ -81,7 +81,7 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
     called = [
         frame
         for frame in itertools.takewhile(lambda frame: not frame.is_users, frames)
-        # If there is no user code, the rank may hang in a test runner.
+        # Without user code on the stack, the rank may hang in a test runner, so list its frames.
         if not frame.path.startswith("<") and not (users and is_runner(frame.path))
     ]
     lines += [f"inside {frame.name} ({frame.path}:{frame.line})" for frame in called[:1]]
@@ -89,14 +89,15 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
 
 
 def read_dump(path: Path, *, until: float) -> list[StackFrame]:
-    """Wait for `faulthandler`'s dump until a `time.monotonic`; return its frames, if any."""
+    """Return the frames of `faulthandler`'s dump; wait for it until `until` (`time.monotonic`)."""
     text = ""
     unchanged = 0
     while True:
         previous = text
         text = path.read_text(errors="backslashreplace") if path.exists() else ""
         unchanged = unchanged + 1 if text and text == previous else 0
-        # faulthandler writes piece by piece. It writes no frame if a native thread got the signal.
+        # faulthandler writes piece by piece, so wait until the file stops growing. A dump has no
+        # frame if a native thread got the signal, so do not wait for one forever.
         is_complete = unchanged and (_HAS_FRAME.search(text) or unchanged > _SETTLED)
         if is_complete or time.monotonic() > until:
             return parse_dump(text)
@@ -104,7 +105,7 @@ def read_dump(path: Path, *, until: float) -> list[StackFrame]:
 
 
 def parse_dump(text: str) -> list[StackFrame]:
-    """Parse the frames that `faulthandler` wrote."""
+    """Parse the frames in a dump of `faulthandler`."""
     return of_test(
         with_source(StackFrame(path=match["path"], line=int(match["line"]), name=match["name"]))
         for match in _FRAME.finditer(text)

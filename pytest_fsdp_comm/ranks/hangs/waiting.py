@@ -1,4 +1,4 @@
-"""Explains which rank waits for which, from the collectives that each rank has called."""
+"""Explains which ranks are waiting for which, from the collectives that each rank has called."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 from pytest_fsdp_comm.text.words import show_nbytes
 
 # The report has to fit on a screen, so ranks in the same state share a line. If there are still too
-# many lines, only the rarest states are listed: the rank that all wait for is usually alone.
+# many lines, only the rarest states are listed, because the rank that all others are waiting for is
+# usually the only one in its state.
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
-# Their inputs must have the same shape on all ranks, unlike those of scatter, gather, all-to-all.
+# Collectives whose inputs must have the same shape on all ranks; scatter, gather and all-to-all can
+# take different shapes.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
 
 _PLURALS: Final = {
@@ -32,13 +34,14 @@ _PLURALS: Final = {
 
 _Positions: TypeAlias = Mapping[int, "Position"]
 Stranded: TypeAlias = dict[int, tuple[str, tuple[int, ...]]]
-"""The collective that each rank waits in, and the ranks that never called it."""
+"""For each stuck rank: the collective that it is waiting in, and the ranks that never called it."""
 
 
 def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
     """Explain a hang, in lines such as ``all wait for rank 3, which is at model.py:90 in forward``.
 
-    Empty if no rank waits, or if one waits for a `blamed` rank, which is known to have failed.
+    Return no lines if no rank is waiting, or if a rank is waiting for one of the `blamed` ranks:
+    those have failed, which explains the hang.
     """
     stalls = [*_stalls(positions)]
     reached = _reached(stalls)
@@ -46,7 +49,7 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
     if guilty & {*blamed}:
         return []
     lines = [*_cause(reached, guilty, positions)]
-    # If ranks do the same in parallel groups of a mesh, explain them together.
+    # Parallel groups of a mesh usually wait in the same collective, so explain them together.
     by_collective: defaultdict[str, list[_Stall]] = defaultdict(list)
     for stall in sorted(stalls, key=lambda stall: not stall.missing & guilty):
         by_collective[stall.collective].append(stall)
@@ -62,13 +65,14 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
 
 
 def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
-    """Find ranks that would wait longer than `timeout_s` for ranks that have finished the test."""
+    """Find ranks that are waiting for finished ranks in calls that outlast `timeout_s`."""
     ended = [rank for rank, at in positions.items() if at.activity is Activity.HAS_ENDED]
     groupless = tuple(rank for rank in ended if not positions[rank].groups)
     joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
     stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
     for group in _groups(positions):
-        # Compare with the last number, because a position lists only the last collectives.
+        # A position lists only the last collectives. So look for ranks whose last number on the
+        # group is too low, not for ranks that do not list the collective.
         last = {rank: max(group.calls.get(rank, {}), default=0) for rank in ended}
         for rank, by_seq in group.calls.items():
             for seq, call in by_seq.items():
@@ -80,7 +84,7 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
 
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
-    """Explain how the last calls of `failed` ranks differ from the others; empty if they match."""
+    """Explain how the last calls of `failed` ranks differ from other ranks' calls, if they do."""
     for group in _groups(positions):
         calls = [call for rank in failed for call in group.calls.get(rank, {}).values()]
         for seq in sorted({call.seq for call in calls if call.is_last}):
@@ -108,7 +112,7 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
 
 
 def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by equal texts, rarest first; if too many, merge the commonest into `others`."""
+    """Group ranks by equal text, rarest first; if there are too many, merge the commonest."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
     if len(folded) <= _MOST_WAYS:
         return folded
@@ -118,7 +122,7 @@ def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]
 
 
 def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
-    """List each rank's stack (empty if unknown) below a title such as ``{ranks} {is} at:``."""
+    """List stacks (empty if unknown), each below a title such as ``{ranks} {is} at:``."""
     lines = []
     for ranks, stack in sorted(_rarest(stacks, "{} other places")):
         lines.append(_fill(title, ranks))
@@ -128,28 +132,30 @@ def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stall:
-    """One collective on one group, and the ranks that wait in it."""
+    """A collective on a process group, and the ranks that are waiting in it."""
 
     collective: str
-    """Such as ``#2 of dp``; the same for parallel groups of a mesh."""
+    """The collective in words, such as ``#2 of dp``; equal for parallel groups of a mesh."""
     waiting: Mapping[int, str]
-    """The state of each waiting rank, as a template for `_fill`."""
+    """For each waiting rank: what it is doing, as a template for `_fill`."""
     missing: frozenset[int]
-    """The ranks that the others wait for."""
+    """The ranks that the waiting ranks are waiting for."""
     absent: Mapping[int, tuple[str, str]]
-    """For each other rank that responds: whether it called the collective, and where it is."""
+    """For ranks that respond but are not waiting: whether each called it, and where each is."""
     difference: str
-    """The difference between the ranks' calls that blocks them; empty if they match."""
+    """How the calls of the ranks differ, which blocks the collective; empty if they match."""
     divergence: tuple[str, dict[int, str]]
-    """The first call that ranks made for different modules, in words, and each rank's module."""
+    """The first collective that ranks called for different modules, in words; then, for each rank,
+    its module."""
 
 
-# Each waiting rank points to the ranks missing in its collective. The arrows lead to guilty ranks,
-# which wait for nobody. Ranks that reach themselves, but no guilty rank, wait in a circle.
+# Ranks and what they are waiting for form a graph: each waiting rank points to the ranks that are
+# missing from its collective. Following these edges leads to the guilty ranks, which are not
+# waiting for anybody. If a rank reaches itself but no guilty rank, it is waiting in a circle.
 
 
 def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
-    """List the ranks that each waiting rank waits for, directly or through other ranks."""
+    """Return, for each waiting rank, the ranks that it is waiting for, directly or indirectly."""
     reached: defaultdict[int, set[int]] = defaultdict(set)
     for stall in stalls:
         for rank in stall.waiting:
@@ -178,15 +184,15 @@ def _cause(
 
 
 def _fill(template: str, ranks: Sequence[int]) -> str:
-    """Fill in a template such as ``{ranks} {waits} in #2``, with singular or plural verbs."""
-    # str.format would fail on braces in paths and in lines of code.
+    """Fill in a template such as ``{ranks} {waits} in #2``: the ranks' names and matching verbs."""
+    # Not str.format, which would fail on braces in paths and in lines of code.
     for singular, plural in _PLURALS.items():
         template = template.replace(f"{{{singular}}}", singular if len(ranks) == 1 else plural)
     return template.replace("{ranks}", name_ranks(ranks))
 
 
 def _doing(position: Position | None) -> str:
-    """Describe a rank that does not wait with others, as a template for `_fill`."""
+    """Describe what a rank is doing outside a stalled collective, as a template for `_fill`."""
     if position is None:
         return "{is} dead"
     site = with_code(position.site, position.code)
@@ -202,16 +208,17 @@ def _doing(position: Position | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """One process group, merged from the positions of its ranks."""
+    """A process group, merged from the positions of its ranks."""
 
     label: str
     ranks: Sequence[int]
     calls: Mapping[int, Mapping[int, IssuedCollective]]
-    """The collectives that each rank called, by their number."""
+    """For each rank: the collectives that it called, by their number."""
 
     def calls_of(self, seq: int) -> dict[int, IssuedCollective]:
         calls = {rank: by_seq[seq] for rank, by_seq in self.calls.items() if seq in by_seq}
-        # gloo runs a reduce-scatter as an all-reduce; only ranks still in it know which one it is.
+        # gloo runs a reduce-scatter as an all-reduce, and only ranks that are still in the call
+        # report its real kind. So correct the kind on ranks that have finished it.
         if "reduce_scatter" in {call.kind for call in calls.values()}:
             for rank, call in calls.items():
                 if call.is_done and call.kind == "all_reduce":
@@ -237,7 +244,8 @@ def _groups(positions: _Positions) -> Iterator[_Group]:
 
 def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
     members = name_ranks(group.ranks) if group.ranks else "unknown ranks"
-    # Parallel groups of a mesh share a name on purpose. Groups that overlap need different labels.
+    # Parallel groups of a mesh share a label on purpose, but groups that overlap need labels that
+    # tell them apart.
     overlapping = [other.ranks for other in namesakes if {*other.ranks} & {*group.ranks}]
     if overlapping.count(group.ranks) > 1:
         members = f"{members}, torch's {group.name}"
@@ -247,7 +255,7 @@ def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
 
 
 def _stalls(positions: _Positions) -> Iterator[_Stall]:
-    """Yield the first collective on each group that ranks wait in."""
+    """Yield, for each group, the first collective that ranks are waiting in."""
     for group in _groups(positions):
         waiting = {
             (call.seq, rank)
@@ -291,7 +299,8 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
     return _Stall(
         collective=collective,
         waiting=waiting,
-        # gloo may let a rank finish before its peers, so blame it only if every rank called it.
+        # gloo may let a rank finish a collective before its peers do. So blame a rank that has
+        # finished only if every rank called the collective.
         missing=never or (frozenset() if difference else finished),
         absent=absent,
         difference=difference,
@@ -304,7 +313,8 @@ def _divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
     for seq in sorted(set().union(*group.calls.values())):
         owners = {rank: call.owner for rank, call in group.calls_of(seq).items() if call.owner}
         if seq < before and len({*owners.values()}) > 1:
-            # Positions list only the last calls, so earlier ones may have differed already.
+            # Positions list only the last calls. If no listed call before this one was equal on all
+            # ranks, they may have diverged earlier.
             earlier = "" if were_equal or seq == 1 else " or earlier"
             return f"ranks diverged at #{seq} of {group.label}{earlier}", owners
         were_equal |= len(owners) > 1
@@ -312,7 +322,7 @@ def _divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
 
 
 def _difference(collective: str, calls: Mapping[int, IssuedCollective]) -> str:
-    """Describe a difference that makes a collective fail or hang; empty if there is none."""
+    """Describe how the ranks' calls of a collective differ, if that makes it fail or hang."""
     kinds = {call.kind for call in calls.values()}
     if len(kinds) > 1:
         return f"  the collectives differ: all ranks must call the same one as {collective}"
@@ -333,13 +343,14 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
     yield from dict.fromkeys(stall.difference for stall in stalls if stall.difference)
     absent = {rank: texts for stall in stalls for rank, texts in stall.absent.items()}
     did = {rank: text for rank, (text, _) in absent.items()}
-    # The line about the collective that a rank waits in already says where the rank is.
+    # If a rank is waiting in a different collective, the line about that one says where it is, so
+    # do not repeat it here.
     at = {rank: "" if rank in reached else place for rank, (_, place) in absent.items()}
     yield from _folded({rank: f"{text}{at[rank]}" for rank, text in did.items()}, did)
 
 
 def _folded(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
-    """Yield a line for each group of ranks with equal templates; if too many, shorten some."""
+    """Yield a line for each group of ranks with equal templates; for many groups, use `short`."""
     for ranks, text in sorted(_rarest(full, "")):
         folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
         for same, template in folded:

@@ -1,1 +1,1 @@
-"""The code inside a rank: it runs pytest's protocol for each test of the rank."""
+"""The code that runs inside a rank: pytest's protocol for each of the rank's tests."""

@@ -1,4 +1,4 @@
-"""The context of a rank, and the interface of extensions that run in it."""
+"""The context of a rank, and the interface of extensions that run in ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """One rank of one test."""
+    """A rank of the current test: its number, settings, device and connections."""
 
     rank: int
     local_rank: int
@@ -36,17 +36,17 @@ _Payload = TypeVar("_Payload")
 
 
 class RankExtension(Protocol[_Payload]):
-    """Prepares ranks, and sends a value from each rank to the pytest process."""
+    """Prepares ranks, and sends a value (payload) from each rank to the pytest process."""
 
     @property
     def payload_type(self) -> type[_Payload]:
-        """The type of the value: a frozen dataclass that `text.codec` can read."""
+        """The type of the payload: a frozen dataclass that `text.codec` can parse."""
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Prepare the ranks, once, in the fork server or in a spawned rank."""
+        """Prepare for running ranks. Called once, in the fork server or in a spawned rank."""
 
     def rank_payload(self, item: pytest.Item) -> _Payload:
-        """Return the value to send, in the rank, after the test's protocol."""
+        """Return the payload. Called in the rank, after pytest's protocol for the test."""
 
     def merge(
         self,
@@ -56,7 +56,7 @@ class RankExtension(Protocol[_Payload]):
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Receive the values in the pytest process; any problem that it returns fails the test.
+        """Use the payloads in the pytest process; return problems, each of which fails the test.
 
-        `payloads` lacks ranks that died. If the test was skipped, it neither failed nor passed.
+        `payloads` has no entry for ranks that died. A skipped test has neither failed nor passed.
         """

@@ -1,4 +1,4 @@
-"""Debuggers in ranks: one rank gets the session's terminal, the others skip breakpoints."""
+"""Debuggers in ranks: one rank gets the terminal, and the other ranks skip breakpoints."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _STANDARD = (0, 1, 2)
 
 
 def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
-    """Duplicate the user's descriptors 0 to 2; call this between tests. Empty under xdist."""
+    """Duplicate the user's descriptors 0 to 2 (call this between tests); empty under xdist."""
     if hasattr(config, "workerinput"):
         return ()
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is None:
         return tuple(map(os.dup, _STANDARD))
-    # Between tests, pytest suspends the capture of output, but not of input.
+    # Between tests, pytest has suspended the capture of output, but not that of input.
     manager.suspend_global_capture(in_=True)
     try:
         return tuple(map(os.dup, _STANDARD))
@@ -40,7 +40,7 @@ def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
-    """Take the terminal back at the end of the block, even if a rank died with it."""
+    """Take the terminal back after the block, even from a rank that died in a debugger."""
     is_foreground = bool(terminal) and _foreground(terminal[0]) == os.getpgrp()
     try:
         yield
@@ -50,14 +50,14 @@ def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
 
 
 def _foreground(descriptor: int) -> int | None:
-    """Return the process group that Ctrl-C reaches; None if this is not a terminal."""
+    """Return the foreground process group of a terminal; None if this is not a terminal."""
     with contextlib.suppress(OSError):
         return os.tcgetpgrp(descriptor)
     return None
 
 
 def _pass_on(descriptor: int, group: int) -> None:
-    # tcsetpgrp sends SIGTTOU to a background process, which would stop it.
+    # Block SIGTTOU: tcsetpgrp sends it to a background process, which would stop the process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         os.tcsetpgrp(descriptor, group)
@@ -66,7 +66,7 @@ def _pass_on(descriptor: int, group: int) -> None:
 
 
 class RankTerminal:
-    """Connects a rank to the terminal while a debugger runs, otherwise to its logs."""
+    """Connects a rank to the terminal while a debugger is running, and to its logs otherwise."""
 
     def __init__(self, descriptors: Sequence[int], pytests_group: int) -> None:
         self._descriptors = tuple(descriptors)
@@ -83,7 +83,7 @@ class RankTerminal:
             os.dup2(descriptor, target)
         self._stdin = sys.stdin
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # until `leave`
-        # If pytest runs in the background, it does not have the terminal.
+        # If pytest is running in the background, it cannot pass the terminal on.
         if _foreground(0) == self._pytests_group:
             _pass_on(0, os.getpgrp())
 
@@ -101,13 +101,13 @@ class RankTerminal:
 
 
 # Note [Debugging a rank]: pytest creates every debugger in pytestPDB._init_pdb, and suspends its
-# capture, of input too, while the debugger runs. So the debugged rank has a capture that captures
-# nothing, and takes the terminal while it is suspended. In the other ranks, _init_pdb makes a
-# debugger that continues at once. See also Note [Private names of pytest].
+# capture, input included, while the debugger is running. So the debugged rank has a special
+# capture, which captures nothing, but connects the terminal while it is suspended. In other ranks,
+# _init_pdb creates a debugger that continues at once. See also Note [Private names of pytest].
 
 
 class _SuspendedCapture(MultiCapture[str]):
-    """Captures nothing, but connects the terminal while a debugger runs."""
+    """Captures nothing, but connects the terminal while a debugger is running."""
 
     def __init__(self, config: pytest.Config, terminal: RankTerminal) -> None:
         super().__init__(in_=None, out=None, err=None)
@@ -118,10 +118,10 @@ class _SuspendedCapture(MultiCapture[str]):
 
     def suspend_capturing(self, in_: bool = False) -> None:
         super().suspend_capturing(in_)
-        # Unless pytest suspends input too, it only prints a line, which belongs in the logs.
+        # If pytest does not suspend input, it only prints a line, which belongs in the logs.
         if in_:
             self._terminal.enter()
-            # pytest prints the failure through this before it starts the debugger.
+            # Before it starts the debugger, pytest prints the failure with this writer.
             self._reporter._tw = create_terminal_writer(self._config)
 
     def resume_capturing(self) -> None:
@@ -134,22 +134,23 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
     """Connect this rank to the terminal whenever pytest enters a debugger."""
     manager = capture_manager(config)
     if manager is None:
-        # Without captures there is nothing to suspend: the rank has the terminal until it ends.
+        # pytest captures nothing, so it does not suspend anything around a debugger. Connect the
+        # terminal until the rank ends.
         terminal.enter()
         return
     manager._global_capturing = _SuspendedCapture(config, terminal)
     manager._global_capturing.start_capturing()
-    # With "no", pytest would not resume the capture after a debugger.
+    # If the method is "no", pytest does not resume the capture after a debugger.
     manager._method = "fd"
 
 
 def debug_elsewhere(config: pytest.Config) -> None:
-    """Make breakpoints and --pdb continue without a debugger."""
+    """Ignore breakpoints and --pdb: no debugger opens in this rank."""
     _without_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=lambda _: None))
 
 
 def refuse_debuggers(config: pytest.Config) -> None:
-    """Make breakpoints and --pdb fail, in a session without a terminal."""
+    """Make breakpoints raise an error, and ignore --pdb, because there is no terminal."""
 
     def refuse(*_: Any, **__: Any) -> None:
         __tracebackhide__ = True

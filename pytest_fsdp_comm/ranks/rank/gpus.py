@@ -1,4 +1,4 @@
-"""Finds the GPUs that ranks may use, and whether the CUDA driver runs, without starting it."""
+"""Counts the GPUs that ranks may use; checks whether the CUDA driver runs, without starting it."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from typing import Any
 from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 
-# Note [Started driver]: torch.cuda.device_count asks NVML, and the CUDA driver only if NVML does
-# not answer. torch.cuda.is_available asks the driver, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is
-# set. Asking starts the driver, which does not survive a fork: torch refuses CUDA in the child, and
-# only a child can find that out (torch 2.13). If the driver found no GPU, ranks do not need it:
-# they are forked anyway, and fail with torch's error for a missing GPU (checked in 2.13 and 2.15).
-# tests/unit/ranks/test_gpus.py checks the private names.
+# Note [Started driver]: torch.cuda.device_count asks NVML, or the CUDA driver if NVML does not
+# answer. torch.cuda.is_available asks the driver, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is
+# set. Asking starts the driver, which does not survive a fork: torch raises an error if the child
+# uses CUDA. Only a forked child can tell whether the driver has been started (torch 2.13). If the
+# driver found no GPU, ranks do not need it, so they are forked anyway, and fail with torch's error
+# for a missing GPU (checked in 2.13 and 2.15). Private names: tests/unit/ranks/test_gpus.py.
 
-# Created by the kernel drivers of NVIDIA and ROCm.
+# The kernel drivers of NVIDIA and ROCm create these.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-# Exit status of a child in which CUDA is unusable; a smaller status is its answer.
+# A child exits with this status if CUDA is unusable there, and otherwise with its (smaller) answer.
 _UNUSABLE = 255
 _MOST = 254
 
 
 def visible_gpu_count() -> int:
-    """Return the number of GPUs that the caller may use; 0 without a driver."""
-    # Importing torch takes seconds, so check for a driver first. Ask torch in a forked child, so
-    # that this cannot make a later fork unsafe.
+    """Return the number of visible GPUs; 0 if no GPU driver is installed."""
+    # Importing torch takes seconds, so look for a driver first. Ask torch in a forked child: asking
+    # here could start the CUDA driver, which makes a later fork unsafe.
     if not any(file.exists() for file in _DRIVER_FILES):
         return 0
     import torch  # noqa: PLC0415  # as above
 
     count = _answer_of_child(torch.cuda.device_count)
-    # If CUDA already runs, asking in this process does no more harm.
+    # If the CUDA driver has been started already, asking in this process does no more harm.
     return torch.cuda.device_count() if count == _UNUSABLE else count
 
 
 def is_driver_started(torch: Any) -> bool:
     """Return whether this process has started the CUDA driver; see Note [Started driver]."""
-    # Builds of torch without CUDA lack this name: do not fork for them.
+    # Builds of torch without CUDA lack this name, so do not fork a child for them.
     has_cuda = hasattr(torch._C, "_cuda_isInBadFork")  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
     return has_cuda and _answer_of_child(lambda: 0) == _UNUSABLE
 
@@ -49,7 +49,7 @@ def is_driver_started(torch: Any) -> bool:
 @functools.cache
 def no_gpu_error(torch: Any) -> str:
     """Start the driver; return torch's error for a missing GPU, or "" if there is a GPU."""
-    # Cached for forked children, in which torch blames the fork. Ask the driver, not NVML.
+    # Cache this for forked children, in which torch would blame the fork. Ask the driver, not NVML.
     if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
         return ""
     try:
@@ -60,7 +60,7 @@ def no_gpu_error(torch: Any) -> str:
 
 
 def name_missing_gpu() -> None:
-    """Make CUDA errors in this process and its children name the missing GPU, not the fork."""
+    """Make CUDA errors in this process and its children blame the missing GPU, not the fork."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda._is_in_bad_fork():  # noqa: SLF001  # as above
         return
@@ -93,14 +93,14 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:
-    """Return the number of GPUs for a test, assuming that a launcher's machines are equal."""
+    """Return how many GPUs a test can use; assume that all machines of a launcher are equal."""
     count = visible_gpu_count()
     return count if launched is None else count // launched.local_world_size * launched.world_size
 
 
 def visible_gpu_names(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
-    """Return the indices or UUIDs of the first `count` visible GPUs, as the caller wrote them."""
-    # CUDA ignores the first invalid name in the list, and all names after it.
+    """Return the indices or UUIDs of the first `count` visible GPUs, as the user wrote them."""
+    # CUDA ignores the first invalid name and all names after it, so the first `count` are valid.
     listed = environment.get(visible_gpus_variable(environment))
     if listed is None:
         return tuple(str(index) for index in range(count))
@@ -109,6 +109,6 @@ def visible_gpu_names(environment: Mapping[str, str], count: int) -> tuple[str, 
 
 def visible_gpus_variable(environment: Mapping[str, str]) -> str:
     """Return the name of the environment variable that lists the visible GPUs."""
-    # If both are set, torch uses ROCm's variable (torch 2.13).
+    # If both variables are set, torch uses the one for ROCm (torch 2.13).
     rocm = "HIP_VISIBLE_DEVICES"
     return rocm if rocm in environment else "CUDA_VISIBLE_DEVICES"

@@ -1,4 +1,4 @@
-"""Separates the pytest session in a rank from its parent's terminal, files and plugins."""
+"""Separates pytest's session in a rank from the terminal, files and plugins of its parent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pytest_fsdp_comm import upstream
 # Note [Private names of pytest]: this module and `debugger` use private names of pytest 8.4 to 9.2.
 # tests/unit/ranks/test_isolation.py has a contract test for each.
 
-# Plugins that write to the terminal, files, caches or xdist's channel, which only the parent may.
+# Ranks unregister these plugins, because they write to the terminal, to files, to caches or to
+# xdist's channel, which only the parent may do.
 _PARENTS_PLUGINS = (
     "terminalreporter",
     "lfplugin",
@@ -25,7 +26,7 @@ _PARENTS_PLUGINS = (
     "pastebin",
     "dsession",
     "workerinteractor",
-    # A rerun in one rank alone would hang in its first collective; see `session.reruns`.
+    # If one rank reran a test alone, it would hang in its first collective; see `session.reruns`.
     "rerunfailures",
     "fsdp-comm-ci",
     # pytest-github-actions-annotate-failures 0.4 would annotate the reports of each rank.
@@ -40,16 +41,17 @@ _PARENTS_CAPTURE = pytest.StashKey[object]()
 
 
 class LogTerminal:
-    """A rank's terminal reporter, which writes ``--setup-show`` and live logs to a file."""
+    """The terminal reporter of a rank: writes live logs and ``--setup-show`` to a file."""
 
     def __init__(self) -> None:
         self._tw = TerminalWriter(io.StringIO())
 
     def open(self, path: Path) -> None:
-        # A test may capture the rank's stdout with capfd, so use another file.
+        # Use a separate file, because a test may capture the rank's stdout with capfd.
         self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
 
-    # Drop the empty line and the title before live logs: each line begins with its rank's name.
+    # Drop the empty line and the title that pytest writes before live logs. They are not needed,
+    # because each line is printed with its rank.
     def write(self, text: str) -> None:
         if text.strip():
             self._tw.write(text)
@@ -60,12 +62,13 @@ class LogTerminal:
 
 def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     """Disable pytest's capture in a rank, and use `basetemp` for its temporary directories."""
-    # A fork shares the temporary files of its parent's capture. Instead, a rank writes to its logs.
+    # A forked rank shares the temporary files into which its parent captures output, so stop using
+    # them: the rank writes to its logs instead.
     manager = capture_manager(config)
     if manager is not None:
-        # Keep a reference: collecting the unclosed files would warn, an error with -W error.
+        # Keep a reference: collecting unclosed files raises a warning, an error under -W error.
         config.stash[_PARENTS_CAPTURE] = manager._global_capturing
-        # stop_global_capturing() would write the parent's captured text to the terminal.
+        # Not stop_global_capturing(), which would print the output that the parent has captured.
         manager._global_capturing = None
         manager._method = "no"
         manager.start_global_capturing()
@@ -73,13 +76,13 @@ def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     if factory is None:
         return
     require(factory, "TempPathFactory", "_basetemp", "_given_basetemp")
-    # pytest creates the directory when a test asks for it, but not its parent.
+    # pytest creates `basetemp` when a test first needs it, but does not create its parent.
     basetemp.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     factory._basetemp, factory._given_basetemp = None, basetemp
 
 
 def leave_to_parent(config: pytest.Config) -> LogTerminal:
-    """Remove plugins that act for the whole session; return the rank's terminal reporter."""
+    """Unregister plugins that only the parent may run; return the rank's terminal reporter."""
     manager = config.pluginmanager
     for name in _PARENTS_PLUGINS:
         if manager.has_plugin(name):
@@ -88,11 +91,11 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
         if type(plugin).__name__ in _PARENTS_CLASSES:
             manager.unregister(plugin)
     for name in logging.root.manager.loggerDict:
-        # torch logs every c10d call and each compiler step to these at DEBUG, which would flood a
-        # failing test's captured log.
+        # torch logs every c10d call and each compiler step to these loggers at DEBUG, which would
+        # flood the captured log of a failing test.
         if name.startswith(("c10d", "torch.__trace")):
             logging.getLogger(name).setLevel(logging.WARNING)
-    # With -x, a failed rank would tear down fixtures that the other ranks keep.
+    # Ignore -x, with which a failed rank would tear down fixtures that the other ranks keep.
     config.option.maxfail = 0
     terminal = LogTerminal()
     manager.register(terminal, "terminalreporter")
@@ -103,13 +106,13 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
 
 
 def live_log_handler(config: pytest.Config) -> Any:
-    """Return the handler that prints logs with ``log_cli``; None without live logs."""
+    """Return the handler that prints live logs (``log_cli``); None if they are off."""
     handler = getattr(config.pluginmanager.get_plugin("logging-plugin"), "log_cli_handler", None)
     return handler if isinstance(handler, logging.StreamHandler) else None
 
 
 def capture_manager(config: pytest.Config) -> Any:
-    """Return pytest's capture manager; None with ``-p no:capture``."""
+    """Return pytest's capture manager; None under ``-p no:capture``."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is not None:
         require(manager, "CaptureManager", "_global_capturing", "_method")
@@ -117,14 +120,14 @@ def capture_manager(config: pytest.Config) -> Any:
 
 
 def require(owner: object, what: str, *names: str) -> None:
-    """Raise an error if a private name of pytest has moved: Note [Private names of pytest]."""
+    """Raise an error if `owner` lacks a private name: see Note [Private names of pytest]."""
     if not all(hasattr(owner, name) for name in names):
         moved = f"{what}.{', .'.join(names)}"
         raise upstream.moved_error("pytest", moved, "running ranks relies on")
 
 
 def resolve_basetemp(config: pytest.Config) -> Path:
-    """Return the session's base temporary directory; the system's with ``-p no:tmpdir``."""
+    """Return pytest's base temporary directory, or the system's under ``-p no:tmpdir``."""
     if not config.pluginmanager.has_plugin("tmpdir"):
         return Path(tempfile.gettempdir())
     require(config, "config", "_tmp_path_factory")
@@ -137,7 +140,7 @@ _TERMINAL = pytest.StashKey[Any]()
 
 
 def hold_terminal(config: pytest.Config) -> None:
-    """Buffer everything that pytest writes to the terminal."""
+    """Buffer everything that pytest writes to the terminal, until `release_terminal`."""
     if config.pluginmanager.has_plugin("terminalreporter"):
         writer: Any = config.get_terminal_writer()
         require(writer, "TerminalWriter", "_file")
@@ -145,7 +148,7 @@ def hold_terminal(config: pytest.Config) -> None:
 
 
 def release_terminal(config: pytest.Config) -> None:
-    """Write the buffered text to the terminal, and stop buffering."""
+    """Write the buffered output to the terminal, and stop buffering."""
     if _TERMINAL in config.stash:
         writer: Any = config.get_terminal_writer()
         terminal = config.stash[_TERMINAL]

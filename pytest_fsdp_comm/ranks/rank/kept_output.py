@@ -1,4 +1,4 @@
-"""Shortens long texts to their first and last part."""
+"""Shortens long output to its first and last part."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-# Ranks shorten texts before they send them. Output goes straight to files, which survive a crash;
-# when a phase ends, its first and last part are read.
+# Ranks shorten long strings before they send them. Output goes straight to files, which survive a
+# crash; when a phase ends, only the first and last part of its output are read.
 
 KEPT_NBYTES: Final = 256 << 10
-"""The size of each part of a shortened text, such as the output of one phase."""
-# Longer than the line that replaces the middle, so that shortening twice changes nothing.
+"""The size of the first part of shortened text, and that of the last part."""
+# Longer than any line that replaces the middle, so that shortened text is not shortened again.
 _LONGEST_NOTE: Final = 256
 
 
 def shortened(text: str) -> str:
-    """Return the text, without its middle if it is too long."""
+    """Return the text; if it is too long, without its middle."""
     left_out = len(text) - 2 * KEPT_NBYTES
     if left_out <= _LONGEST_NOTE:
         return text
@@ -24,7 +24,7 @@ def shortened(text: str) -> str:
 
 
 def shortened_texts(data: Any) -> Any:
-    """Shorten each text in a report that pytest has serialized; "lines" count as one text."""
+    """Shorten each string in a report that pytest has serialized; join "lines" into one."""
     if isinstance(data, str):
         return shortened(data)
     if isinstance(data, dict):
@@ -38,14 +38,14 @@ def shortened_texts(data: Any) -> Any:
 def _shortened_lines(lines: Sequence[str]) -> Sequence[str]:
     if sum(map(len, lines)) <= 2 * KEPT_NBYTES:
         return lines
-    # With --tb=native, each part contains its line breaks.
+    # With --tb=native, the strings end in line breaks, and some contain more of them.
     if lines[0].endswith("\n"):
         return [shortened("".join(lines))]
     return shortened("\n".join(lines)).split("\n")
 
 
 def read_kept(descriptor: int, parts: Iterable[tuple[int, int]]) -> str:
-    """Read the given (start, end) ranges of a file as one text, shortened if it is too long."""
+    """Read (start, end) ranges of a file as one string, and shorten it if it is too long."""
     parts = [*parts]
     nbytes = sum(end - start for start, end in parts)
     left_out = nbytes - 2 * KEPT_NBYTES
@@ -64,7 +64,7 @@ def _read(descriptor: int, parts: Iterable[tuple[int, int]], begin: int, end: in
         if first < last:
             data.append(os.pread(descriptor, last - first, start + first))
         begin, end = begin - (stop - start), end - (stop - start)
-    # An invalid byte becomes one character, so the text cannot be longer than the bytes.
+    # Each invalid byte becomes one character, so the string has no more characters than bytes.
     return b"".join(data).decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""Runs one rank: pytest's protocol for each of its tests, and the messages to the supervisor."""
+"""Runs one rank: pytest's protocol for each test, and the messages to the supervisor."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.results import SessionExit
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
-# The kernel copies each page of memory that a rank writes to, and
-# counting references is writing. `RankTemplate` does its work once, before the fork; in each rank,
-# the same work took a third of a trivial test's time.
+# The kernel copies each page of memory that a rank writes to, and changing a reference count is
+# writing. So `RankTemplate` prepares the session once, before the fork; doing the same work in each
+# rank took a third of a trivial test's time.
 
 
 class RankTemplate:
@@ -50,7 +50,7 @@ class RankTemplate:
         *,
         random_state: object = None,
     ) -> None:
-        """Turn this session into a rank's; `random_state` is pytest's, None without a fork."""
+        """Prepare this session for ranks; `random_state` is pytest's, or None without a fork."""
         self._random_state = random_state
         self._session = session
         self._extensions = extensions
@@ -62,16 +62,17 @@ class RankTemplate:
         processes.forget_exit_functions()
         for item in session.items:
             if SETTINGS in item.stash:
-                _ = item.location  # pytest caches it
-        # Without this, a rank's first collection visits a million objects and copies their pages.
-        # Freeze garbage too: freeing it would run finalizers, and leave holes that ranks fill.
+                _ = item.location  # pytest caches it, so ranks need not compute it
+        # Otherwise a rank's first garbage collection would visit a million objects and copy their
+        # pages. Do not collect first: freeing garbage would run finalizers, and leave holes in
+        # pages that ranks then write to.
         gc.freeze()
         gc.collect()  # empties the interpreter's free lists, which each rank would do otherwise
 
     def run_rank(
         self, spec: messages.RankSetSpec, rank: int, descriptors: tuple[int, int]
     ) -> NoReturn:
-        """Run tests as a rank until the supervisor hangs up, then exit."""
+        """Run tests as a rank until the supervisor closes the connection, then exit."""
         watchdog = Watchdog(Channel.inherited(descriptors[1]))
         self.run_set(spec, rank, Channel.inherited(descriptors[0]), watchdog)
         os._exit(0)
@@ -84,15 +85,15 @@ class RankTemplate:
         watchdog: Watchdog,
         launched: LaunchedRank | None = None,
     ) -> messages.RankCommand | None:
-        """Run the tests of a rank set; return the next command, None if the supervisor hung up."""
+        """Run the tests of a rank set; return the command after them, None if there is none."""
         session = self._session
         processes.flush_streams()
         processes.redirect_output(spec, rank)
-        # pytest enabled it for the terminal, where a crash would write into the progress line.
+        # pytest enabled it for the terminal, so a crash would be written into the progress line.
         faulthandler.enable(file=2)
-        # The handler is C code with a separate stack, so it works even while code holds the GIL. It
-        # dumps only the thread that gets the signal, because dumping running threads sometimes
-        # crashed (CPython 116008, 131580).
+        # The handler is C code with a separate stack, so it works even while other code holds the
+        # GIL. It dumps only the thread that receives the signal, because dumping all threads while
+        # they run has crashed (CPython 116008, 131580).
         stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
         process_group.set_environment(spec.settings, rank, spec.gpus, launched)
@@ -110,7 +111,7 @@ class RankTemplate:
         else:
             debugger.debug_elsewhere(session.config)
         if self._random_state is not None:
-            # Python reseeds `random` in each fork.
+            # Python reseeds `random` in a forked child, so restore the state of the parent.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
         self._plugin.bind(channel, spec, rank, shares_random_states=self._random_state is not None)
         rank_pid = getpid()
@@ -124,9 +125,10 @@ class RankTemplate:
             context = _context(spec, rank, number, launched)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
-            item.stash[SETTINGS] = spec.settings  # it may list more ranks than the marker
+            item.stash[SETTINGS] = spec.settings  # may include ranks that the marker does not list
             payloads, escaped, session_exit = _run_item(item, nextitem, self._extensions)
-            # A plugin may have caught the exception that ends a forked child, so end it here.
+            # If the test forked a child, a plugin may have caught the exception that should end the
+            # child, so end it here.
             processes.end_forked_child(rank_pid, None)
             if next_test.is_none:
                 self._end_process(item)
@@ -139,7 +141,8 @@ class RankTemplate:
             )
             context.exchange.leave()
             if launched and (payloads is None or self._plugin.has_failed):
-                # Launched ranks are not killed after a failure, so their peers would wait.
+                # Launched ranks are not killed after a failure, so leave the group: otherwise their
+                # peers would keep waiting for this rank.
                 self._plugin.leave_group()
             command = _ask_for_next(channel, ended)
             number += 1
@@ -149,12 +152,12 @@ class RankTemplate:
                 self._plugin.leave_group()
             else:
                 self._end_process(item)
-            # Wait until the supervisor ends this process.
+            # Report that, then wait until the supervisor ends this process.
             command = _ask_for_next(channel, messages.TestsEnded())
         return command
 
     def _end_process(self, item: pytest.Item) -> None:
-        """Run exit functions and finalizers, because ranks end with os._exit or are killed."""
+        """Run exit functions and finalizers now, because ranks end with os._exit or are killed."""
         self._plugin.run_exit_functions(item)
         processes.run_finalizers()
 
@@ -175,7 +178,7 @@ def _context(
 
     settings = spec.settings
     timeout_s = settings.timeout_s + process_group.BEYOND_DEADLINE_S
-    # Open two clients, because the test's process group may use its client on another thread.
+    # Open two clients, because the process group of the test may use its client in other threads.
     texts = TextStore(
         PrefixStore(f"test{number}", process_group.open_store(spec, launched, timeout_s=timeout_s))
     )
@@ -195,7 +198,7 @@ def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
 ) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
     """Run a test's protocol; return `payloads`, `escaped` and `session_exit` of `TestEnded`."""
-    # After an exception, the session may be in any state, so do not ask for payloads.
+    # After an exception, the session can be in any state, so do not ask extensions for payloads.
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except pytest.exit.Exception as error:
@@ -205,7 +208,7 @@ def _run_item(
     except KeyboardInterrupt as error:
         reason = f"interrupted at {raised_at(error) or 'an unknown line'}"
         return None, None, SessionExit(status=int(pytest.ExitCode.INTERRUPTED), reason=reason)
-    except BaseException as error:  # noqa: BLE001  # plugins' errors
+    except BaseException as error:  # noqa: BLE001  # from a plugin
         message = shortened(str(error))
         name = type(error).__name__
         return None, f"{name}: {message}" if message else name, None
@@ -213,14 +216,14 @@ def _run_item(
 
 
 def save_coverage() -> None:
-    """Save coverage data, because ranks end without running coverage's exit handler."""
+    """Save coverage data now, because a rank ends without running coverage's exit handler."""
     if (current := _coverage()) is not None:
-        # Do not stop it first: restarting coverage 7.17 fails on modules of torch.
+        # Save without stopping: coverage 7.17 cannot be restarted, it fails on modules of torch.
         current.save()
 
 
 def silence_coverage() -> None:
-    """Disable coverage's warnings that nothing ran in this process: tests run in ranks."""
+    """Disable coverage's warnings that this process ran no code, because the tests run in ranks."""
     if (current := _coverage()) is not None:
         name = "run:disable_warnings"
         unmeasured = ["no-data-collected", "module-not-imported"]
@@ -230,7 +233,7 @@ def silence_coverage() -> None:
 def _coverage() -> Any:
     coverage: Any = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage else None
-    # Without run:parallel, all processes would overwrite the same file.
+    # Without run:parallel, all processes would overwrite the same data file, so do nothing.
     return current if current is not None and current.get_option("run:parallel") else None
 
 
@@ -240,7 +243,7 @@ def select_own_test(config: pytest.Config) -> None:
 
 
 def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> NoReturn:
-    """Run the rank that this process was started as, after collection."""
+    """After collection, run the rank of this spawned process."""
     spec = _read_spec()
     indices = [index for index, item in enumerate(session.items) if item.nodeid == spec.nodeid]
     if not indices:
@@ -249,7 +252,7 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
             "whose names depend on chance, time or the process cannot run on spawned ranks"
         )
     rank, *descriptors = map(int, os.environ.pop(RANK_VARIABLE).split())
-    # If a test runs pytest, that pytest must not become a rank.
+    # If a test starts pytest, that process must not become a rank, too.
     del os.environ[SPEC_VARIABLE]
     os.environ[INSIDE_VARIABLE] = "1"
     template = RankTemplate(session, extensions)

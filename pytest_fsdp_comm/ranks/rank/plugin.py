@@ -1,4 +1,4 @@
-"""The hooks of a rank: process group, simulation, output sections, reports and warnings."""
+"""The pytest hooks of a rank: process group, simulation, output, reports and warnings."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.simulation.groups import DistinctRanks, RealGroups
 
 
-# Parts of a report that are shortened; data that plugins add, such as images, is not.
+# Ranks shorten these parts of a report, but not data that plugins add, such as images.
 _TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
 
 
 def _takes_output(when: str) -> Any:
-    # Innermost, so that a process that the phase forked ends before other hooks run.
+    # Make this the innermost wrapper, so that a child that the test forks ends here, not in hooks.
     @pytest.hookimpl(wrapper=True, trylast=True, specname=f"pytest_runtest_{when}")
     def hook(self: RankPlugin, item: pytest.Item) -> Generator[None, Any, Any]:
         __tracebackhide__ = True
@@ -65,7 +65,7 @@ def _takes_output(when: str) -> Any:
 
 
 class RankPlugin:
-    """The hooks of a rank; created before the fork, and bound to a rank after it."""
+    """The hooks of a rank. Created before the fork; `bind` connects them to a rank after it."""
 
     _channel: Channel[RankCommand]
     _pid: int
@@ -79,8 +79,8 @@ class RankPlugin:
         self._random_states: list[Any] | None = None
         self._has_failed_subtest = False
         self.has_failed = False
-        """Whether a phase or subtest failed, since `bind`."""
-        # Entered before the first fixture of a test, and left after the last.
+        """Whether a phase or subtest has failed since `bind`."""
+        # Contexts that are entered before the first fixture of a test, and left after the last.
         self._simulation = contextlib.ExitStack()
         self._distinct: DistinctRanks | None = None
         self._answers: KeptAnswers | None = None
@@ -95,9 +95,9 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Connect the hooks to a rank; forks of the same process share random states."""
+        """Connect the hooks to a rank; forked ranks already share random states."""
         self._shares_random_states = shares_random_states
-        # Only later tests on the same ranks need the states of the first.
+        # If later tests run on the same ranks, they start with the states of the first test.
         self._keeps_random_states = spec.settings.scope == "module"
         self._group = None
         self._random_states = None
@@ -106,17 +106,17 @@ class RankPlugin:
         self._pid = getpid()
         self._logs = [_Log(name, spec.log_path(rank, name)) for name in ("stdout", "stderr")]
 
-    # Innermost, so that the test's warning filters apply.
+    # Make this the innermost wrapper, so that the warning filters of the test apply.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """After the test, report exceptions of finalizers and threads as a failed teardown."""
+        """Run the test; then report exceptions from finalizers and threads as a failed teardown."""
         with self._simulation:
             handled = yield
         self._report_failure(item, partial(processes.raise_lost_exceptions, item))
         return handled
 
     def _report_failure(self, item: pytest.Item, end: Callable[[], None]) -> None:
-        """Run a step after the test's teardown; report it only if it fails."""
+        """Call `end` after the test's teardown; report it as a teardown, but only if it fails."""
 
         def run() -> None:
             __tracebackhide__ = True
@@ -129,21 +129,21 @@ class RankPlugin:
             item.ihook.pytest_runtest_logreport(report=report)
 
     def end_tests(self, item: pytest.Item) -> None:
-        """Tear down fixtures kept for a test that does not run; failures count for `item`."""
-        # As pytest does at the end of a session.
+        """Tear down fixtures kept for a test that will not run; report failures with `item`."""
+        # Pass None, as pytest does at the end of a session, to tear down all fixtures.
         self._report_failure(item, partial(item.session._setupstate.teardown_exact, None))  # noqa: SLF001
         self._report_failure(item, partial(processes.raise_lost_exceptions, item))
 
     def run_exit_functions(self, item: pytest.Item) -> None:
-        """Run the functions that the rank registered with `atexit`; warn about exceptions."""
-        # No warning filter turns these into errors: Python only prints them, too.
+        """Run the functions that the rank registered with `atexit`; warn about their exceptions."""
+        # Bypass warning filters, which can raise errors: at exit, Python only prints exceptions.
         for text in processes.run_exit_functions():
             category, line = pytest.PytestUnraisableExceptionWarning, (item.location[1] or 0) + 1
             warning = warnings.WarningMessage(text, category, str(item.path), line)
             self.pytest_warning_recorded(warning, "runtest", item.nodeid, None)
 
-    # pytest evaluates skip marks in a tryfirst hook, so a skipped test makes no group. It sets up
-    # fixtures in a hook that was registered earlier, and so runs after this one.
+    # pytest evaluates skip marks before this hook (tryfirst), so a skipped test creates no process
+    # group. It sets up fixtures after this hook, because plugins registered earlier run later.
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         self._has_failed_subtest = False
@@ -183,7 +183,7 @@ class RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Attribute assumed values to the fixture, since several tests may use it."""
+        """Attribute assumed values to the fixture that used them: several tests may share it."""
         if self._answers is None or fixturedef.scope == "function":
             return (yield)
         with self._answers.by(fixturedef.argname):
@@ -195,11 +195,11 @@ class RankPlugin:
 
     def _leave_to_all(self) -> None:
         if ranks := self.further_ranks():
-            # Raise a skip, so that pdb stays closed and the comparison does not count as failed.
+            # Raise a skip, so that --pdb does not open and the comparison does not count as failed.
             raise pytest.skip.Exception(f"runs again, also on {name_ranks(ranks)}")
 
     def further_ranks(self) -> tuple[int, ...]:
-        """Return ranks that have to run too, each with a local shape that this rank lacks."""
+        """Return ranks that the test has to run on, too, because their local shapes differ."""
         return () if self._distinct is None else tuple(sorted(self._distinct.further))
 
     def leave_group(self) -> None:
@@ -207,12 +207,12 @@ class RankPlugin:
         process_group.leave_group()
 
     def can_run_another_test(self) -> bool:
-        """Return whether the rank still has the process group that it started with, if any."""
+        """Return whether the test left the rank's process group in place."""
         import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
         return self._group is None or self._group is dist.group.WORLD
 
-    # The name pytest_runtest_setup is already in use above.
+    # This hook cannot be called pytest_runtest_setup, because a hook above has that name.
     pytest_take_output_of_setup = _takes_output("setup")
     pytest_runtest_call = _takes_output("call")
     pytest_runtest_teardown = _takes_output("teardown")
@@ -247,7 +247,8 @@ class RankPlugin:
         if is_subtest(report):
             self._has_failed_subtest |= report.failed
         elif self._has_failed_subtest and report.passed:
-            # Here pytest 9 fails a test with failed subtests, but only a terminal calls the hook.
+            # In this hook, pytest 9 fails a test whose subtests failed. pytest's terminal reporter
+            # calls the hook, but a rank has no such reporter.
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         self._channel.send(
             PhaseReport(
@@ -272,7 +273,8 @@ class RankPlugin:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
-        # pytest repeats old warnings to every new plugin, but the pytest process has them already.
+        # pytest passes old warnings to every new plugin. The pytest process has those already, so
+        # send only the warnings of tests.
         if when == "runtest" and self._logs:
             self._channel.send(
                 WarningSeen(
@@ -293,13 +295,13 @@ def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str,
     texts = {name: shortened_texts(data[name]) for name in _TEXTS if name in data}
     pairs = data.get("user_properties", ())
     properties = [(name, _shortened_value(value)) for name, value in pairs]
-    # A plugin's report may lack the time.
+    # A report that a plugin created may lack the time.
     stop = data.get("stop") or time.time()
     return {**data, **texts, "user_properties": properties, "stop": stop}
 
 
 def _shortened_value(value: object) -> object:
-    """Shorten a user property, which JUnit writes as text whatever its type."""
+    """Shorten a user property of any type, because JUnit XML contains it as text."""
     text = value if isinstance(value, str) else repr(value)
     short = shortened(text)
     return value if short == text else short
@@ -311,12 +313,12 @@ _SUBTEST_MODULES = ("_pytest.subtests", "pytest_subtests.plugin")
 
 
 def is_subtest(report: pytest.TestReport) -> bool:
-    """Return whether a report belongs to a subtest, after which the test goes on."""
+    """Return whether a report is that of a subtest; the test continues even if it failed."""
     return type(report).__name__.lower() == "subtestreport"
 
 
 def capture_subtests(capture: Callable[[Any], Any]) -> None:
-    """Make subtests use the context manager `capture`, which sets ``out`` and ``err`` at exit."""
+    """Capture the output of subtests with `capture`, which sets ``out`` and ``err`` at exit."""
     for name in _SUBTEST_MODULES:
         module: Any = sys.modules.get(name)
         if module is None:
@@ -338,15 +340,15 @@ def _capturing_output(
 
 
 class _Log:
-    """The log of a stream, and the parts of it that are not in a report yet."""
+    """The log of a stream; keeps track of the parts that no report contains yet."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._file = path.open("rb", buffering=0)
         self._nbytes_seen = 0
         self.nbytes_reported = 0
-        """Size of the log at the end of the last finished phase."""
-        # A stack: the parts of the phase, then those of each nested subtest.
+        """The size of the log when the last phase ended."""
+        # A stack of (start, end) ranges: those of the phase, then those of each nested subtest.
         self._parts: list[list[tuple[int, int]]] = [[]]
 
     def begin_subtest(self) -> None:

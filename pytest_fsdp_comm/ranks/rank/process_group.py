@@ -1,4 +1,4 @@
-"""Creates the process group of a rank, and explains errors about it."""
+"""Creates the process group of a rank, and adds remedies to torch's errors about it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.simulation.groups import RealGroups
 
 
-# A group's timeout is longer than the test's, so that a hang ends with the supervisor's report of
-# all ranks, not with one rank's timeout error.
+# A process group gets a longer timeout than the test, so that a hang ends with the supervisor's
+# report on all ranks, not with a timeout error on one rank.
 BEYOND_DEADLINE_S = 3600.0
 
 
 def device_of(settings: DistributedSettings, local_rank: int) -> str:
-    """Return the device for the tensors of the rank with this number on its machine."""
+    """Return the device for a rank's tensors; `local_rank` is its number on its machine."""
     wants_cuda = settings.device == "cuda" or (
         settings.backend == "nccl" and settings.device is None
     )
@@ -55,7 +55,7 @@ def set_environment(
     gpus: Sequence[str] = (),
     launched: LaunchedRank | None = None,
 ) -> None:
-    """Set torchrun's variables, one thread per rank, and, if `gpus` is not empty, visible GPUs."""
+    """Set torchrun's variables, use one thread per rank, and make only `gpus` visible, if any."""
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     local_size = launched.local_world_size if launched else settings.world_size
@@ -65,13 +65,13 @@ def set_environment(
     os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
     if settings.simulation:
         os.environ |= simulated_variables(rank, settings.world_size)
-    # torch uses one thread per core by default, so that ranks would compete for the same cores.
-    # Also, OpenMP's pool does not survive a fork; see `spawn`.
+    # By default, torch uses one thread per core in each process, so ranks would compete for the
+    # cores. Also, OpenMP's thread pool does not survive a fork; see `spawn`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Launchers other than torchrun may not set the number of ranks on each machine.
+    # Launchers other than torchrun may not say how many ranks run on this machine.
     is_sure = launched is None or launched.launcher == "torchrun"
     if sys.platform == "linux" and is_sure and local_size == settings.world_size:
-        # By default gloo resolves the host's name, which fails or is slow on many laptops.
+        # By default, gloo looks up the name of the host, which is slow or fails on many laptops.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch  # noqa: PLC0415  # not in the pytest process
 
@@ -79,7 +79,7 @@ def set_environment(
 
 
 def open_store(spec: RankSetSpec, launched: LaunchedRank | None, *, timeout_s: float) -> Any:
-    """Connect to the store of a rank set; `timeout_s` limits each wait."""
+    """Connect to the store of a rank set; `timeout_s` limits each wait for a key."""
     from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
 
     if launched:
@@ -90,7 +90,7 @@ def open_store(spec: RankSetSpec, launched: LaunchedRank | None, *, timeout_s: f
 
 
 def connect_store(launched: LaunchedRank, *, timeout_s: float, serves: bool = False) -> Any:
-    """Connect to the launcher's store, or serve it; DistError if that fails."""
+    """Connect to the launcher's store, or serve it; raise DistError if that fails."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415  # as above
 
     store = TCPStore(
@@ -104,7 +104,7 @@ def connect_store(launched: LaunchedRank, *, timeout_s: float, serves: bool = Fa
 
 
 def leave_group() -> None:
-    """Destroy the default process group, if any, which closes the connections to its peers."""
+    """Destroy the default process group, if any, to close the connections to peers."""
     if has_group():
         import torch.distributed as dist  # noqa: PLC0415  # loaded
 
@@ -116,7 +116,7 @@ def leave_group() -> None:
 def has_group() -> bool:
     """Return whether this process has a default process group."""
     dist: Any = sys.modules.get("torch.distributed")
-    # If torch was built without distributed support, the package exists, but has no group API.
+    # In a torch built without distributed support, the package exists, but lacks is_initialized.
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
@@ -133,7 +133,7 @@ def join_group(context: RankContext) -> object:
             "only tests without ranks use"
         )
     settings = context.settings
-    # Checked here and not with the marker, since a skip mark may exclude machines without GPUs.
+    # Check this here, not when reading the marker: a skip mark may exclude machines without GPUs.
     if settings.device == "cuda" and settings.backend == "fake":
         raise FsdpCommError(
             "device='cuda' does not work with the session's backend, fake, which runs on the CPU: "
@@ -159,13 +159,13 @@ def join_group(context: RankContext) -> object:
         world_size=settings.world_size,
         timeout=dt.timedelta(seconds=settings.timeout_s + BEYOND_DEADLINE_S),
     )
-    # Wait for all ranks: one that exits right after init breaks those that are still connecting.
+    # Wait for all ranks: if one exits right after init, those that are still connecting fail.
     context.exchange.share("joined")
     return dist.group.WORLD
 
 
 def real_groups(context: RankContext) -> RealGroups | None:
-    """Connect a simulated rank to the other ranks on its real axes; None without real axes."""
+    """Connect a simulated rank to other ranks along its real axes; None if it has none."""
     real = context.settings.real
     if not real:
         return None
@@ -173,7 +173,7 @@ def real_groups(context: RankContext) -> RealGroups | None:
 
     from pytest_fsdp_comm.simulation.groups import RealGroups  # noqa: PLC0415  # as above
 
-    # The store has the timeout of a process group, so the supervisor reports a hang.
+    # Like a process group, this store has a long timeout, so that the supervisor reports a hang.
     store = dist.PrefixStore("simulation", context.store)  # type: ignore[attr-defined]  # as FileStore
     axes = {axis.name: (axis.size, axis.stride) for axis in real}
     return RealGroups(axes, ranks_along(real, [context.rank]), TextStore(store))
@@ -187,11 +187,11 @@ def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
 
 def join_fake_group(rank: int, world_size: int) -> None:
-    """Join a process group with torch's fake backend, which exchanges nothing."""
+    """Create a process group with torch's fake backend, which transfers no data."""
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
-    # Importing this private module registers the backend "fake". torch has no other backend that
-    # needs only one process (checked in 2.6, 2.9, 2.11, 2.13, 2.15).
+    # Importing this private module registers the "fake" backend, torch's only backend that works
+    # with a single process (checked in 2.6, 2.9, 2.11, 2.13, 2.15).
     name = "torch.testing._internal.distributed.fake_pg"
     try:
         store: Any = importlib.import_module(name).FakeStore
@@ -224,7 +224,7 @@ lasts until the test ends. Remove the calls of init_process_group() and destroy_
 
 
 def add_remedy(error: BaseException, item: pytest.Item) -> None:
-    """Add a note with the remedy to torch's errors about the default process group."""
+    """If torch raised an error about the default process group, add a note with a remedy."""
     if not isinstance(error, ValueError):
         return
     text = str(error)
@@ -233,7 +233,7 @@ def add_remedy(error: BaseException, item: pytest.Item) -> None:
     if RANK_CONTEXT in item.config.stash:
         remedy = _MARKED if _TWICE in text or lacks_group else None
     elif lacks_group and SETTINGS not in item.stash and "RANK" not in os.environ:
-        # Under a launcher, unmarked tests may create process groups without this plugin.
+        # Only without RANK: under a launcher, unmarked tests may create process groups themselves.
         remedy = _UNMARKED
     if remedy and remedy not in getattr(error, "__notes__", ()):
         error.add_note(remedy)

@@ -1,4 +1,4 @@
-"""Forks, streams, random states and exit of a rank's process."""
+"""Helpers for the process of a rank: forks, streams, random states and exit."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 
 if TYPE_CHECKING:
-    # Every session imports this module; these cost milliseconds.
+    # Every session imports this module, and importing these takes milliseconds.
     from pytest_fsdp_comm.gathering import Exchange
     from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
-# A socket's path has at most 108 bytes on Linux, 104 on macOS. multiprocessing appends
-# ``/listener-`` and 8 characters.
+# The path of a socket has at most 108 bytes on Linux, and 104 on macOS. multiprocessing appends
+# ``/listener-`` and 8 characters to the directory.
 _LONGEST_DIRECTORY = 85
 
 
 def fork_quietly() -> int:
     """Call `os.fork` without Python 3.12's warning about running threads."""
-    # An xdist worker always has a thread, but it never holds a lock that a rank needs.
+    # An xdist worker always has a second thread, but that thread holds no lock that a rank needs.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -48,12 +48,12 @@ def flush_streams() -> None:
 
 
 def redirect_output(spec: RankSetSpec, rank: int) -> None:
-    """Redirect stdout and stderr to the rank's log files, and stdin from the null device."""
+    """Redirect stdout and stderr to the rank's log files; read stdin from the null device."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         log = os.open(spec.log_path(rank, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, descriptor)
         os.close(log)
-        # Line buffering: a crash would lose the buffers of Python's default streams.
+        # Buffer only lines, because a crash would lose the larger buffers of default streams.
         stream = open(  # noqa: SIM115  # lives as long as the process
             descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
         )
@@ -65,10 +65,10 @@ def redirect_output(spec: RankSetSpec, rank: int) -> None:
 
 
 def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
-    """Exit if this process is not the rank, but a child that the test forked."""
+    """Exit if this process is not the rank itself, but a child that the test forked."""
     if getpid() == rank_pid:
         return
-    # Exit now: only the rank may tear down fixtures, run exit functions and save coverage.
+    # Exit now: only the rank itself may tear down fixtures, run exit functions and save coverage.
     status = 0
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         status = error.code or 0
@@ -81,17 +81,17 @@ def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
 
 def put_sockets_below(directory: Path) -> None:
     """Make multiprocessing's managers and pools create their sockets below `directory`."""
-    # By default each process uses a new directory below TMPDIR, which stays if it is killed.
+    # By default, each process creates a directory in TMPDIR, which remains if it is killed.
     process: Any = multiprocessing.process.current_process()
     config = getattr(process, "_config", None)
-    # A private name (checked in Python 3.11 to 3.14). If it has moved, such directories stay.
+    # A private name (checked in Python 3.11 to 3.14). If it has moved, such directories remain.
     if isinstance(config, dict) and len(str(directory)) <= _LONGEST_DIRECTORY:
         config["tempdir"] = str(directory)
 
 
 def run_finalizers() -> None:
-    """End managers, pools and daemonic children; other children are killed with the rank."""
-    # The private function that multiprocessing registers with atexit (Python 3.11 to 3.14).
+    """End managers, pools and daemonic children. Other children are killed with the rank."""
+    # Do what multiprocessing does at exit. The name is private (checked in Python 3.11 to 3.14).
     run: Any = getattr(multiprocessing.util, "_run_finalizers", None)
     if run is None:
         return
@@ -103,17 +103,18 @@ def run_finalizers() -> None:
     run()
 
 
-# A rank ends with os._exit, because a normal exit would run its parent's exit functions. So these
-# functions do what Python does at exit: a last garbage collection, in which finalizers may raise
-# exceptions, and functions registered with atexit.
+# A rank ends with os._exit, because a normal exit would run the exit functions of its parent. So
+# the following functions do what Python does at exit: they collect garbage, whose finalizers can
+# raise exceptions, and run the functions that were registered with atexit.
 
-# pytest's plugins that raise or warn about exceptions of finalizers and threads after each phase.
+# pytest's plugins that report exceptions from finalizers and threads after each phase.
 _EXCEPTION_PLUGINS = ("unraisableexception", "threadexception")
 
 
 def raise_lost_exceptions(item: pytest.Item) -> None:
-    """Collect garbage, then let pytest report the exceptions of finalizers and threads."""
-    # Takes 0.2 ms after an empty test, 1.3 ms after an FSDP2 step: older objects are frozen.
+    """Collect garbage, then let pytest report exceptions from finalizers and threads."""
+    # This takes only 0.2 ms after an empty test, and 1.3 ms after an FSDP2 step, because objects
+    # that are older than the rank are frozen.
     __tracebackhide__ = True
     gc.collect()
     for name in _EXCEPTION_PLUGINS:
@@ -123,16 +124,16 @@ def raise_lost_exceptions(item: pytest.Item) -> None:
 
 
 def forget_exit_functions() -> None:
-    """Unregister all `atexit` functions of this process; its parent runs them."""
+    """Unregister all `atexit` functions in this process, because its parent runs them."""
     for finalizer in weakref.finalize._select_for_exit():  # type: ignore[attr-defined]  # no public list
         finalizer.atexit = False
     atexit._clear()  # documented for tests only
-    # weakref.finalize would not register this again.
+    # weakref.finalize registers this only once, so register it again for finalizers of the rank.
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # see above
 
 
 def run_exit_functions() -> list[str]:
-    """Run the functions registered since `forget_exit_functions`; return tracebacks of errors."""
+    """Run functions registered since `forget_exit_functions`; return tracebacks of exceptions."""
     problems: list[str] = []
 
     def note(raised: sys.UnraisableHookArgs) -> None:
@@ -149,10 +150,10 @@ def run_exit_functions() -> list[str]:
 
 
 # Many tests create models and data from random numbers, which must be equal on all ranks. A fork
-# copies the states of numpy and torch, but Python reseeds `random`, so `RankTemplate` restores it.
-# Spawned and launched ranks share no states: they compare them, and use the same seed for each
-# library whose states differ. States that a user has seeded equally stay. Kept ranks start each
-# test with the states of the first.
+# copies the random states of numpy and torch, but Python reseeds `random`, so `RankTemplate`
+# restores its state. Spawned and launched ranks do not inherit random states. They compare their
+# states, and use the same seed for each library whose states differ; if a user has seeded all ranks
+# equally, nothing changes. Kept ranks start each test with the random states of the first test.
 
 _LARGEST_SEED = 2**32 - 1  # numpy's
 
@@ -181,15 +182,15 @@ def read_states() -> list[Any]:
 
 
 def restore_states(states: Sequence[Any]) -> None:
-    """Restore the states that `read_states` has returned."""
+    """Restore the random states that `read_states` returned."""
     for generator, state in zip(_generators(), states, strict=True):
         if generator is not None and state is not None:
             generator[1](state)
 
 
 def equalize(exchange: Exchange) -> None:
-    """Give each library the same random state on all ranks; all ranks have to call this."""
-    # The repr of a tensor omits numbers, so convert it to a list.
+    """Make the random state of each library equal on all ranks; all ranks have to call this."""
+    # The repr of a tensor omits elements, so convert the tensor to a list.
     states = [state.tolist() if hasattr(state, "tolist") else state for state in read_states()]
     digests = " ".join(hashlib.sha256(repr(state).encode()).hexdigest() for state in states)
     by_rank = [text.split() for text in exchange.share("random", digests)]

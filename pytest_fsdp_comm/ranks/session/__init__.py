@@ -1,1 +1,1 @@
-"""Runs the distributed tests of a pytest process: one rank set at a time, one verdict each."""
+"""Runs the distributed tests of a pytest process, each on a rank set, and merges the results."""

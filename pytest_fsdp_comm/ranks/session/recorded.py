@@ -18,7 +18,7 @@ _Property = tuple[str, Any]
 def merge_user_properties(
     reports: Iterable[pytest.TestReport], results: Mapping[int, RankResult]
 ) -> None:
-    """Set the user properties of all ranks on each merged report."""
+    """Add the user properties of all ranks to each merged report."""
     for report in reports:
         by_rank = {
             rank: [(name, value) for name, value in phase.report.get("user_properties", ())]
@@ -31,7 +31,7 @@ def merge_user_properties(
 
 
 def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Property]:
-    """Merge properties in order; if ranks have different values, their names are added to it."""
+    """Merge properties in order; if values differ between ranks, add the ranks to the name."""
     names = dict.fromkeys(name for properties in by_rank.values() for name, _ in properties)
     merged: list[_Property] = []
     for name in names:
@@ -47,7 +47,7 @@ def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Prope
 
 
 def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> None:
-    """Record each warning once, even if several ranks raised it."""
+    """Report each warning to pytest once, even if several ranks raised it."""
     for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
         config.hook.pytest_warning_recorded.call_historic(
             kwargs={

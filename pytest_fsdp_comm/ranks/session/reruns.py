@@ -14,9 +14,10 @@ import pytest
 from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
 
 # If one rank reran its test alone, its collectives would wait for the other ranks. So the plugin is
-# disabled in ranks, and its protocol runs in the pytest process, where each attempt has a new rank
-# set. The plugin calls its global `runtestprotocol` for each attempt, and stores the failure in its
-# wrapper of `pytest_runtest_makereport` (checked in 16.7).
+# disabled in ranks, and its protocol runs in the pytest process, where each attempt gets a new rank
+# set. The plugin calls a global of its module, `runtestprotocol`, for each attempt, so replace it.
+# The plugin records failures in its wrapper of `pytest_runtest_makereport`, so call that wrapper
+# with each report (checked in 16.7).
 
 _CRASH = re.compile(
     r"(?:ranks? [\d, -]+: )?(?P<name>[A-Za-z_][\w.]*)(?::\s(?P<text>.*))?", re.DOTALL
@@ -26,7 +27,7 @@ _CRASH = re.compile(
 def run_with_reruns(
     item: pytest.Item, nextitem: pytest.Item | None, attempt: Callable[[], list[pytest.TestReport]]
 ) -> bool:
-    """Let the plugin run and log the attempts of a test; False if it does not handle the test."""
+    """Let pytest-rerunfailures run and log the attempts of a test; return whether it did."""
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
     if plugin is None:
         return False
@@ -34,7 +35,7 @@ def run_with_reruns(
     def run_once(item: pytest.Item, **_: Any) -> list[pytest.TestReport]:
         reports = attempt()
         for report in reports:
-            # The wrapper expects the exception of this process, so rebuild one.
+            # The wrapper expects an exception, but it was raised in a rank: rebuild it here.
             error = rebuilt_error(report)
             excinfo = error and SimpleNamespace(value=error)
             wrapper = plugin.pytest_runtest_makereport(
@@ -54,21 +55,21 @@ def run_with_reruns(
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
-    """Return an exception like that in a merged report; None if nothing failed."""
+    """Return an exception with the name and message in a merged report; None if it passed."""
     if not report.failed:
         return None
     crash = getattr(report.longrepr, "reprcrash", None)
     message = str(crash.message if crash is not None else report.longrepr)
     is_error = crash is not None and not has_headline(report)
     match = _CRASH.fullmatch(message) if is_error else None
-    # pytest omits the name of an AssertionError that it explains.
+    # pytest omits the name of an AssertionError that it explains, so assume that name.
     name, text = "AssertionError" if crash is not None else "RankFailure", message
     if match and ("." in match["name"] or match["name"][0].isupper()):
         name, text = match["name"].rpartition(".")[2], match["text"] or ""
     base = getattr(builtins, name, Exception)
     if not (isinstance(base, type) and issubclass(base, BaseException)):
         base = Exception
-    # The plugin matches the name of the error's class, so make a class with that name.
+    # The plugin matches the name of the exception's class, so create a class with that name.
     members = {"__init__": lambda _: None, "__str__": lambda _: text}
     error: BaseException = type(name, (base,), members)()
     return error

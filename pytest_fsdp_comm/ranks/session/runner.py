@@ -1,4 +1,4 @@
-"""Runs distributed tests from the pytest process, one at a time."""
+"""Runs distributed tests on behalf of the pytest process, one at a time."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit
 from pytest_fsdp_comm.text.codec import load_tagged
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
-# Shared by all runners of this process, since the numbers name temporary directories.
+# Shared by all runners of this process, because the numbers are names of temporary directories.
 _SET_NUMBERS: Final = itertools.count(1)
 
 
 class _NotStartedError(Exception):
-    """Ranks could not be started; the text says why."""
+    """Ranks could not be started; the message says why."""
 
 
 class RankRunner:
-    """Starts and supervises ranks, and reports their tests; one in each pytest process."""
+    """Starts and supervises ranks, and reports the tests that they run."""
 
     _directory: Path
-    """The parent of each rank set's directory."""
+    """The directory in which each rank set gets a subdirectory."""
     _slots: Slots
 
     def __init__(
@@ -79,12 +79,12 @@ class RankRunner:
         launched: RankServer | None = None,
         preloaded: Sequence[str] = (),
     ) -> None:
-        """Store the arguments; without a launcher's `launched` ranks, `start` forks a server."""
+        """Use the `launched` ranks if a launcher started them; otherwise `start` forks a server."""
         self._session = session
         self._preloaded = preloaded
         self._extensions = extensions
         self._launched = launched
-        # The directory through which xdist's workers share ranks and GPUs; None without xdist.
+        # The directory of the slots that xdist workers share; None without xdist.
         self._shared_slots = _shared_slots(session.config)
         self._indices = {item: index for index, item in enumerate(session.items)}
         self._server: RankServer | None = None
@@ -93,18 +93,19 @@ class RankRunner:
         self._random_state: object = None
         self._problems: list[str] = []
         self._unpreparable = ""
-        # Why ranks are new processes; empty if they are forked.
+        # Why ranks are started as new processes; empty if they are forked or launched.
         self._fallback_reason = ""
 
     def start(self) -> None:
-        """Fork the fork server, unless the process is unsafe to fork."""
+        """Fork the fork server, or start a process that spawns ranks if a fork is not safe."""
         self._terminal = copied_terminal(self._session.config)
         self._random_state = random.getstate()
         silence_coverage()
         self._start_server()
 
     def _start_server(self) -> None:
-        # The launcher limits the number of its ranks, and each uses the GPU of its local rank.
+        # Launched ranks need no slots: the launcher decided how many ranks there are, and each rank
+        # uses the GPU with the number of its local rank.
         is_bounded = self._launched is None
         options, gpus = self._session.config.stash[OPTIONS], self._gpus() if is_bounded else ()
         with contextlib.ExitStack() as undo:
@@ -125,8 +126,9 @@ class RankRunner:
                     self._prepare_ranks,
                     directory,
                     self._preloaded,
-                    # Importing torch takes 2 CPU seconds, and this xdist worker may get no
-                    # distributed test. With slots, other workers would wait during the import.
+                    # Importing torch takes 2 CPU seconds, wasted if this xdist worker gets no
+                    # distributed test. But with slots, import it now: other workers would have to
+                    # wait for the slots during a later import.
                     is_lazy=self._shared_slots is not None and not (gpus or options.rank_slots),
                 )
             undo.pop_all()
@@ -149,10 +151,10 @@ class RankRunner:
             remove_directory(self._directory)
 
     def _replace_server(self) -> str:
-        """Replace a fork server that has died; describe how it ended."""
+        """Replace a fork server that has died; return how it ended, in words."""
         status = self._close_server()
         self._start_server()
-        if not status:  # also if a test has reaped the server, as os.wait() does
+        if not status:  # also if a test has reaped the server with os.wait()
             return "has ended"
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
@@ -171,7 +173,8 @@ class RankRunner:
             for report in attempt():
                 hook.pytest_runtest_logreport(report=report)
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        # Tear down fixtures of wider scope that tests without ranks have set up in this process.
+        # Tests without ranks may have set up fixtures of a wider scope in this process. Tear down
+        # those that the next test does not use.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
 
     def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
@@ -198,9 +201,9 @@ class RankRunner:
         try:
             self._end_ranks(is_hurried=was_interrupted)
         finally:
-            # Even if xdist interrupts this worker, because its session has ended.
+            # Do this even if xdist interrupts the worker, which it does soon after the session.
             self._close_server()
-        # No test is left that could report these.
+        # No test is left that could report the last problems, so print them.
         for problem in self._problems:
             text = printable(problem, "\n")
             sys.stderr.write(f"fsdp-comm: {text}\n")
@@ -214,10 +217,11 @@ class RankRunner:
         return template.run_rank
 
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
-        """Return what ranks do after `item`, given the next test; see Note [Kept ranks]."""
+        """Return what ranks do after `item`, if `candidate` is the next test: Note [Kept ranks]."""
         settings = item.stash[SETTINGS]
         if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
-            # Launched ranks stay; ranks with slots are kept only for a test that follows directly.
+            # Launched ranks always wait for another test. Whether ranks with slots can run another
+            # one is not certain yet: another process may need the slots.
             return NextTest(is_none=False)
         if settings.scope == "test":
             return NextTest()
@@ -227,7 +231,7 @@ class RankRunner:
             if SETTINGS in candidate.stash:
                 suits = candidate.stash[SETTINGS] == settings
                 return NextTest(index=index, is_none=False) if suits else NextTest()
-            # A test without ranks does not affect them: look at the one after it.
+            # A test without ranks does not affect the ranks, so look at the test after it.
             candidate = items[index + 1] if index + 1 < len(items) else None
         return NextTest()
 
@@ -251,7 +255,7 @@ class RankRunner:
         try:
             try:
                 ranks = self._begin(item, nextitem)
-                # Time spent waiting for slots does not count as the test's time.
+                # Start the clock here, because waiting for slots does not count as test time.
                 started_at = time.monotonic()
                 try:
                     with kept_foreground(self._terminal):
@@ -267,16 +271,17 @@ class RankRunner:
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
-                # After the handler: this forks the next server. In its ranks, each exception would
-                # otherwise have this one as its context.
+                # `_lose_ranks` forks the next server, so call it outside the handler. Otherwise
+                # each exception in the ranks of that server would have this one as its context.
                 results = self._lose_ranks(item, died, began_at)
             keeps = (
                 item.stash[SETTINGS].scope == "module"
-                # A spawned rank has collected only this test.
+                # A spawned rank cannot run another test, because it has collected only this one.
                 and not self._fallback_reason
                 and self._supervision is not None
                 and self._supervision.is_reusable
-                # Another process may need the slots that kept ranks hold; see Note [Slots].
+                # Idle ranks keep their slots locked, so end them if another pytest process is
+                # waiting for slots; see Note [Slots].
                 and (
                     self._shared_slots is None
                     or not self._is_bounded(self._supervision.spec.settings)
@@ -284,7 +289,7 @@ class RankRunner:
                 )
             )
         except BaseException:
-            # For example Ctrl-C: the user waits, and no rank may outlive its test.
+            # After Ctrl-C, for example, the user is waiting, and no rank must outlive its test.
             self._end_ranks(is_hurried=True)
             raise
         if not keeps:
@@ -314,7 +319,7 @@ class RankRunner:
         ):
             supervision.begin_next(index, self._next_test(nextitem, item))
             return supervision
-        # Kept ranks may hold the slots that the new ones wait for.
+        # End the kept ranks first, because the new ones may need their slots.
         self._end_ranks()
         if self._server is not None and self._server.has_died:
             if self._launched:
@@ -323,7 +328,8 @@ class RankRunner:
         try:
             self._supervision = self._start_ranks(item, nextitem)
         except OSError as error:
-            # A server that cannot prepare ranks has removed the directory: raise its reason.
+            # A server that fails to prepare ranks removes the directory, which causes an OSError
+            # here. In that case, `exit_statuses` raises the server's reason.
             if self._server is not None:
                 self._server.exit_statuses()
             raise _NotStartedError(str(error)) from None
@@ -336,7 +342,7 @@ class RankRunner:
         if isinstance(error, _NotStartedError):
             text = f"could not be started: {error}"
         elif reason := str(error):
-            # Another server would fail in the same way, after seconds.
+            # Do not start another server, which would take seconds and then fail in the same way.
             self._unpreparable = reason
             text = f"could not be prepared: {reason}"
         else:
@@ -373,7 +379,7 @@ class RankRunner:
         return Supervision(spec, self._server, connections, config)
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
-        """End the rank set, if any; unless hurried, a later test reports ranks that do not end."""
+        """End the rank set, if any. Ranks that do not end fail a later test, unless in a hurry."""
         supervision, self._supervision = self._supervision, None
         if supervision is not None:
             problems, unended = supervision.end(HURRIED_S if is_hurried else PATIENCE_S)
@@ -382,8 +388,8 @@ class RankRunner:
     def _extended(
         self, item: pytest.Item, results: Mapping[int, RankResult], reports: list[pytest.TestReport]
     ) -> list[pytest.TestReport]:
-        """Pass the payloads of all ranks to the extensions; their problems fail the test."""
-        # An xfail counts as a failure here, because the test did not run to its end either.
+        """Pass all ranks' payloads to the extensions; fail the test if they report problems."""
+        # Count an xfail as a failure here, because such a test did not run to its end either.
         has_failed = any(
             report.failed or (report.skipped and hasattr(report, "wasxfail")) for report in reports
         )
@@ -414,13 +420,13 @@ class RankRunner:
 def _exit_session(
     item: pytest.Item, exits: Mapping[int, SessionExit], reports: Sequence[pytest.TestReport]
 ) -> None:
-    """End the session as the ranks did; the reason names them, unless all ranks gave the same."""
+    """End the session as the ranks did; name the ranks, unless all had the same reason."""
     reasons = fold_equal({rank: session_exit.reason for rank, session_exit in exits.items()})
     text = "; ".join(f"{name_ranks(ranks)}: {reason}" for ranks, reason in reasons)
     if len(reasons) == 1 and len(exits) == len(item.stash[SETTINGS].ranks):
         text = reasons[0][1]
     if hasattr(item.config, "workerinput"):
-        # xdist would report a worker that exits as crashed, and cannot handle its exit status.
+        # Do not exit from a worker: xdist would report a crash, and cannot use its exit status.
         item.session.shouldstop = text
         return
     for report in reports:
@@ -429,7 +435,7 @@ def _exit_session(
 
 
 def _show_remark(config: pytest.Config, text: str) -> None:
-    if hasattr(config, "workerinput"):  # an xdist worker sends only its warnings to the terminal
+    if hasattr(config, "workerinput"):  # only warnings of an xdist worker reach the terminal
         warning = warnings.WarningMessage(text, pytest.PytestWarning, __file__, 1)
         sent = {"warning_message": warning, "when": "collect", "nodeid": "", "location": None}
         config.hook.pytest_warning_recorded.call_historic(kwargs=sent)

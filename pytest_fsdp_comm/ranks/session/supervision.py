@@ -1,4 +1,4 @@
-"""Supervises the ranks of a test: receives their reports, and stops them at the deadline."""
+"""Supervises the ranks of a test: receives their reports, and stops ranks that hang."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ from pytest_fsdp_comm.ranks.wire.results import (
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
-# Once a rank has failed, the others fail within a second (their connections close), or they hang. A
-# rank that compares with a snapshot or formats its failure waits for nobody, and gets more time.
+# Once a rank has failed, the other ranks fail within a second (their connections close), or they
+# hang. A rank that is comparing with a snapshot or formatting its failure is not waiting for other
+# ranks, so it gets more time.
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
-# The watchdog needs the GIL and a core to answer, and ranks may share few cores.
+# A watchdog needs the GIL and a core to answer, which takes time if many ranks share few cores.
 _ANSWER_S = 1.0
-# Reading the groups takes CPU time in each rank.
+# Reading process groups takes CPU time in each rank, so wait longer for answers with groups.
 _GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
-# A rank that has begun a message sends all of it, unless it is killed or stopped.
+# A rank that has begun to send a message sends all of it, unless somebody kills or stops the rank.
 _STALLS_S = 5.0
-# A limit for ranks that send without end.
+# Do not read forever from a rank that never stops sending.
 _DRAINED_MESSAGES = 1000
 
 _Channel: TypeAlias = Channel[messages.RankMessage]
 
 
 class Supervision:
-    """A running rank set, and the results of its current test."""
+    """A running rank set and the results of its current test."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Supervision:
             self._watchdogs[rank] = Channel(watchdog, stalls_s=_STALLS_S)
             self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
-        # By rank and stream: how many bytes of the log are in reports of earlier tests.
+        # By rank and stream: how many bytes of the log the reports of earlier tests contain.
         self._reported: dict[int, Mapping[str, int]] = {}
         self._echoed: Counter[tuple[int, str]] = Counter()
         self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
@@ -86,10 +87,10 @@ class Supervision:
         self._questions = 0
         self._begin(spec.next_test)
 
-    # Note [Kept ranks]: with scope="module", ranks run several tests. If the next test can only run
-    # on these ranks, they keep the fixtures that it shares with this one, as pytest does. If all
-    # ranks pass and still have their process group, they wait for `RunTest`, for `EndTests` (the
-    # next test does not run after all), or to be killed. A failure in the teardown of kept fixtures
+    # Note [Kept ranks]: with scope="module", ranks run several tests. If the next test must run on
+    # these ranks, they keep the fixtures that both tests share, as pytest does. If all ranks pass
+    # and still have their process group, they wait for `RunTest`, for `EndTests` (the next test
+    # does not run after all), or to be killed. If the teardown of a kept fixture fails, the failure
     # is reported with the next test.
 
     def _begin(self, next_test: messages.NextTest) -> None:
@@ -99,7 +100,7 @@ class Supervision:
         self._look_at, self._look_after_s = 0.0, GRACE_S
         self._next_test = next_test
         self.is_reusable = False
-        """Whether all ranks passed the last test and wait for another one."""
+        """Whether all ranks have passed the last test and are waiting for the next one."""
 
     def begin_next(self, item_index: int, next_test: messages.NextTest) -> None:
         self._reported = {
@@ -118,7 +119,7 @@ class Supervision:
     ) -> dict[int, RankResult]:
         """Wait until the test is over on all ranks, or stop them; return the result of each rank.
 
-        The deadline is `timeout_s` after `started_at` (`time.monotonic`). Progress is printed after
+        The deadline is `timeout_s` after `started_at` (`time.monotonic`). Print progress after
         `progress_after_s`, and again each time the elapsed time has doubled.
         """
         results = self._results.values()
@@ -129,13 +130,13 @@ class Supervision:
             now = time.monotonic()
             if any(result.is_debugging and not result.is_over for result in results):
                 was_debugged = True
-                # No rank is stopped while somebody debugs, even if another rank has failed.
+                # Do not stop ranks while a user is debugging, even if a rank has failed.
                 grace_ends_at = None
                 self._wait(_POLL_S)
                 continue
             if grace_ends_at is None and any(result.has_failed for result in results):
                 grace_ends_at = now + GRACE_S
-            # A test that was debugged has no deadline any more.
+            # A test that has been debugged no longer has a deadline.
             if now > deadline and not was_debugged:
                 has_failed = grace_ends_at is not None
                 self._stop(Stopped.AFTER_FAILURE if has_failed else Stopped.AT_DEADLINE)
@@ -159,7 +160,7 @@ class Supervision:
 
     def _finish(self) -> None:
         results = self._results.values()
-        # Ask failed ranks, whose last calls the report compares; stopped ranks have been asked.
+        # The report compares the last calls of failed ranks. (`_stop` has located stopped ranks.)
         has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
             self._locate()
@@ -173,17 +174,17 @@ class Supervision:
             for result in results
         )
         if not self.is_reusable:
-            # Tear down kept fixtures now, so that their failures are failures of this test.
+            # Tear down kept fixtures now, so that a failed teardown is reported with this test.
             self._end_tests()
         self._read_unreported()
 
     def can_run(self, item_index: int) -> bool:
-        """Return whether the ranks wait for this test, after one that they passed."""
+        """Return whether the ranks are waiting for a next test, and this one qualifies."""
         expected = self._next_test
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
-        """Kill the rank set; return failures of kept fixtures, and ranks that did not end."""
+        """Kill the rank set; return problems in kept fixtures, and problems of unended ranks."""
         problems = self._late_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
@@ -204,8 +205,8 @@ class Supervision:
         ]
 
     def _late_problems(self) -> list[str]:
-        """Tear down the fixtures that ranks kept for another test; describe what fails."""
-        # Collect only new reports: the earlier ones have been logged with their test.
+        """Tear down the fixtures that ranks kept for the next test; describe failures."""
+        # The reports of the last test have been logged, so drop them and collect only new ones.
         results = self._results.items()
         self._results = {rank: replace(result, reports=()) for rank, result in results}
         self._end_tests()
@@ -222,14 +223,14 @@ class Supervision:
         ]
 
     def _end_tests(self) -> None:
-        """Give ranks that wait for another test a second to tear down the fixtures kept for it."""
+        """Give ranks a second to tear down the fixtures that they kept for the next test."""
         if self._next_test.is_none:
             return
         self._next_test = messages.NextTest()
         waiting = {rank for rank, result in self._results.items() if result.is_done}
         self._tell(waiting - self._exited, messages.EndTests())
         until = time.monotonic() + GRACE_S
-        with contextlib.suppress(ServerDiedError):  # then the ranks are dead, too
+        with contextlib.suppress(ServerDiedError):  # the ranks died with the server
             while waiting - self._exited - self._have_ended_tests and time.monotonic() < until:
                 self._wait(_POLL_S)
 
@@ -243,7 +244,7 @@ class Supervision:
         for key, _ in events:
             if key.data is not None:
                 self._read(key.data)
-        # Also check after each timeout.
+        # Check after each timeout, too, because launched ranks never make `server` readable.
         if not events or any(key.fileobj is self.server for key, _ in events):
             self._note_ends()
         self._echo()
@@ -252,8 +253,8 @@ class Supervision:
         for rank, status in self.server.exit_statuses().items():
             if rank not in self._exited:
                 # Note [Dead ranks are read first]: the last messages of a dead rank are still in
-                # the socket, and may say that it finished the test, or why it failed. So read all
-                # of them before the rank counts as dead or stopped.
+                # the socket, and can contain that the rank finished the test, or why it failed. So
+                # read all of them before marking the rank as dead or stopped.
                 self._drain(rank)
                 self._exited.add(rank)
                 if not self._results[rank].is_done:
@@ -310,14 +311,14 @@ class Supervision:
                 raise CodecError(f"expected a report of a rank, got {type(message).__name__}")
 
     def _stop(self, why: Stopped) -> None:
-        """Mark ranks that still run as stopped, and record where they are; `end` kills them."""
-        # On a busy machine a rank may have finished: Note [Dead ranks are read first].
+        """Mark all running ranks as stopped, and record where they are; `end` kills them later."""
+        # On a busy machine, a rank may have finished already: Note [Dead ranks are read first].
         running = [result for result in self._results.values() if not result.is_over]
         for result in running:
             self._drain(result.rank)
         self._locate()
         for result in running:
-            # Not after the deadline: SIGUSR1 may have interrupted the call that held a rank.
+            # Not after the deadline: our SIGUSR1 may have interrupted the call that a rank hung in.
             if why is Stopped.AFTER_FAILURE and not result.is_over:
                 self._drain(result.rank)
             if not result.is_over:
@@ -325,10 +326,11 @@ class Supervision:
 
     def _locate(self) -> None:
         # Note [Locating ranks]: each rank has a watchdog thread that reports where the rank is. Ask
-        # first without groups, which is quick, so that all positions are of the same moment, then
-        # with groups, which takes CPU time. A rank whose code holds the GIL does not answer; it
-        # gets a signal whose handler dumps the stack, last, because that may interrupt the call
-        # that it waits in. A rank that answers afterwards, from the same place, was only slow.
+        # first without groups, which is quick, so that all positions are from the same moment, and
+        # then with groups, which takes CPU time. A rank whose code holds the GIL does not answer,
+        # so send it a signal whose handler dumps the stack. Do this last, because the signal can
+        # interrupt the call that the rank is waiting in. If a rank then answers after all, from the
+        # place in the dump, it was only slow.
         results = self._results
         positions = self._ask(results)
         running = [rank for rank, result in results.items() if not result.is_over]
@@ -340,7 +342,7 @@ class Supervision:
             results[rank].position = position
 
     def _dump_stacks(self, silent: Collection[int]) -> dict[int, Position]:
-        """Locate ranks whose watchdog cannot run; see Note [Locating ranks]."""
+        """Locate ranks whose watchdog does not answer; see Note [Locating ranks]."""
         for rank in silent:
             self.server.send_signal(rank, signal.SIGUSR1)
         until = time.monotonic() + _DUMP_S
@@ -388,9 +390,10 @@ class Supervision:
         return positions
 
     def _is_any_stranded(self, now: float) -> bool:
-        """Return whether a rank waits for a finished rank; check only now and then."""
-        # A rank may run long after another has finished, but it cannot finish a collective that the
-        # other never called. It has to wait there in two checks in a row.
+        """Return whether a rank is stuck waiting for a finished one; False until a check is due."""
+        # A rank may keep running long after another rank has finished, but cannot complete a
+        # collective that the finished rank never called. A rank counts as stuck if two checks in a
+        # row find it in such a collective.
         if not any(result.is_done for result in self._results.values()):
             self._look_at = now + self._look_after_s
         if now < self._look_at:
@@ -428,15 +431,15 @@ class Supervision:
                 self._reporter.write_line(printable(line))
 
     def _echo(self) -> None:
-        """Print the lines that ranks have added to the logs in `RankSetSpec.echoes`."""
+        """Print lines that ranks have added to the logs named in `RankSetSpec.echoes`."""
         for rank, stream in itertools.product(self.spec.settings.ranks, self.spec.echoes):
             with (
-                contextlib.suppress(FileNotFoundError),  # not made yet, or removed
+                contextlib.suppress(FileNotFoundError),  # not created yet, or removed
                 self.spec.log_path(rank, stream).open("rb") as file,
             ):
                 file.seek(self._echoed[rank, stream])
                 data = file.read()
-                # Print an incomplete last line later.
+                # An incomplete last line is printed once the rest of it is there.
                 lines = data[: data.rfind(b"\n") + 1]
                 self._echoed[rank, stream] += len(lines)
                 if lines and self._reporter is not None:
@@ -452,7 +455,7 @@ class Supervision:
                     contextlib.suppress(FileNotFoundError),
                     self.spec.log_path(rank, stream).open("rb") as file,
                 ):
-                    # Read from where the last report ends.
+                    # Skip the output that earlier reports contain.
                     reported = self._reported.get(rank, {})
                     if result.reports:
                         reported = result.reports[-1].nbytes_reported

@@ -1,4 +1,4 @@
-"""Merges the reports of all ranks into one set of reports for the test; a failure wins."""
+"""Merges the reports of all ranks into the reports of the test, which fails if a rank failed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 
-# Note [First failure leads]: if several ranks fail, the first failure is the cause, and others are
-# often only echoes ("connection closed by peer"). So failures are sorted by time, echoes last.
-# Peers notice closed connections before the supervisor notices the death behind them, so the report
-# must not say that they failed before it. A rank lost with its fork server or machine comes first,
-# a rank that only ran out of time last.
+# Note [First failure leads]: if several ranks fail, the first failure is the cause, and the others
+# are often only echoes ("connection closed by peer"). So failures are sorted by time, echoes last.
+# When a rank dies, its peers notice the closed connections before the supervisor notices the death,
+# so the report must not say that the peers failed first. A rank that was lost with its fork server
+# or machine comes first, and a rank that only ran out of time comes last.
 
 # Errors of gloo and NCCL when a peer is gone or a call fails (checked in torch 2.13).
 _BACKEND_ERROR = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")
-# libstdc++ prints this when an uncaught exception ends the process.
+# The message that libstdc++ prints when an uncaught exception ends the process.
 _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
 
 _LOST_THREADS = (
@@ -43,13 +43,13 @@ _IS_AT = "{ranks} {is} at (innermost frame first):"
 _WAS_RUNNING = "{ranks} {was} still running when the test was stopped, at:"
 _WAS_REPORTING = "{ranks} {was} stopped while formatting {its} failure report; {its} failure is at:"
 
-# The key of ``msg`` and ``kwargs`` in pytest's serialized report of a subtest (8.4 to 9.2).
+# The key of ``msg`` and ``kwargs`` in a subtest's report, as pytest 8.4 to 9.2 serializes it.
 _CONTEXT = "_subtest.context"
 
 _PHASES: tuple[When, ...] = ("setup", "call", "teardown")
 
 _Outcome = tuple[str, str]
-"""The outcome of a test on one rank, and the reason if it was skipped."""
+"""The outcome of a test on one rank, and the reason if the rank skipped the test."""
 _SKIPPED = "skipped"
 
 _Subtest = tuple[When, pytest.TestReport]
@@ -60,11 +60,11 @@ class _Ran:
     result: RankResult
     phases: dict[When, pytest.TestReport] = field(default_factory=dict)
     subtests: dict[tuple[str, int], _Subtest] = field(default_factory=dict)
-    """By name, and how many subtests with the same name ran before it on the rank."""
+    """The key is the name, and how many subtests with the same name this rank ran before."""
 
     @property
     def unfinished(self) -> When:
-        """The phase that the rank was in last."""
+        """The phase that the rank did not finish; teardown if it finished all."""
         if isinstance(self.result.status, str):
             return "call"  # the rank was lost; its phase is unknown
         return next((when for when in _PHASES if when not in self.phases), "teardown")
@@ -82,15 +82,16 @@ class _Failure:
     rank: int
     when: When
     at: float
-    """`time.time` on the rank; -inf if lost, inf if out of time: Note [First failure leads]."""
+    """`time.time` on the rank; -inf if the rank was lost, inf if it ran out of time. See
+    Note [First failure leads]."""
     report: pytest.TestReport | None = None
     """None if the rank died."""
     text: str
-    """What happened to the rank; follows its name in the report."""
+    """What happened to the rank. The report prints it after the rank's name."""
     hangs_at: str = ""
     """The value of `HANGS_AT`; empty if the rank did not hang, or the line is unknown."""
     is_echo: bool = False
-    """Whether it is an error of the backend, caused by another rank."""
+    """Whether this is an error of the backend that the failure of a different rank caused."""
 
 
 def merge_reports(
@@ -103,8 +104,8 @@ def merge_reports(
 ) -> list[pytest.TestReport]:
     """Merge the reports of all ranks into those that pytest logs for the test.
 
-    There is one report for each phase that ran, after those of its subtests. `limit` is the time
-    limit in words, such as ``120 s``.
+    Return a report for each phase that ran, each after the reports of the phase's subtests. `limit`
+    is the time limit in words, such as ``120 s``.
     """
     ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
     subtests = _merged_subtests(ranks)
@@ -115,7 +116,7 @@ def merge_reports(
         if report.failed
     ]
     failures = sorted(
-        # The sort is stable, so at equal times deaths come first.
+        # Deaths are listed first and the sort is stable, so at equal times a death leads.
         [*_deaths(ranks), *raised, *_timeouts(ranks, limit, are_forked=are_forked)],
         key=lambda failure: (
             failure.at == math.inf,
@@ -128,7 +129,8 @@ def merge_reports(
     exited = [ran for ran in ranks.values() if ran.result.session_exit is not None]
     if exited and all(failure.is_echo for failure in failures):
         failures = []
-    # Collect these before `_completed` changes reports: a phase may use those of the one before.
+    # Collect all sections before `_completed` changes reports, because a phase can use the sections
+    # of the phase before.
     sections = {when: _sections(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
@@ -145,7 +147,7 @@ def merge_reports(
         unfinished = [ran.result.unfinished_s for ran in ranks.values() if ran.unfinished == when]
         merged[when] = _completed(report, reports, sections[when], unfinished)
     if exited:
-        # pytest.exit in a phase leaves that phase and later ones without a report, as in pytest.
+        # As in pytest, a phase that called pytest.exit gets no report, nor do later phases.
         cut = _PHASES[min(_PHASES.index(ran.unfinished) for ran in exited) :]
         merged = {
             when: report
@@ -155,8 +157,8 @@ def merge_reports(
     elif not failures:
         _add_disagreement(item, merged, ranks, sections["call"])
     setup, call = merged.get("setup"), merged.get("call")
-    # Some ranks may have reached the call while another failed in set-up. If the set-up was skipped
-    # but the call failed, a plugin failed it, and that counts.
+    # If a rank failed in setup, drop the call of the ranks that went on. If the setup was skipped
+    # but the call failed, a plugin failed the call, so keep it.
     if setup and call and (setup.failed or (setup.skipped and not call.failed)):
         del merged["call"]
     return [
@@ -167,15 +169,15 @@ def merge_reports(
 
 
 def _loaded(result: RankResult, load: LoadReport) -> _Ran:
-    # A plugin may add reports: several for one phase, or some for a phase that pytest does not
-    # have. The first failed one counts.
+    # Plugins can add reports: several for one phase, or reports for a phase that pytest does not
+    # have. Of several reports for a phase, use the first that failed.
     ran = _Ran(result=result)
     counts: Counter[str] = Counter()
     for phase in result.reports:
         report = load(phase.report)
         longrepr: Any = report.longrepr
         if isinstance(longrepr, list):
-            # JSON turned it into a list; for a skip, pytest expects a tuple.
+            # For a skip, pytest expects a tuple, which JSON turned into a list.
             path, line, reason = longrepr
             report.longrepr = (path, line, reason)
         if phase.is_subtest:
@@ -192,19 +194,23 @@ def _loaded(result: RankResult, load: LoadReport) -> _Ran:
 
 
 def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
-    """Return a text that identifies a subtest; restore its arguments, which loading has quoted."""
+    """Return a string that identifies a subtest.
+
+    Also restore the subtest's ``kwargs``: some versions of pytest replace each value with its repr
+    once more when they load the report.
+    """
     context: Any = getattr(report, "context", None)
     if _CONTEXT not in data or not {"msg", "kwargs"} <= data[_CONTEXT].keys() or context is None:
         raise upstream.moved_error(
             "pytest", "SubtestReport.context of msg and kwargs", "running ranks relies on"
         )
-    # The context is frozen, but nothing has read it yet.
+    # The context is frozen, but nothing has read it yet, so changing it is safe.
     object.__setattr__(context, "kwargs", dict(data[_CONTEXT]["kwargs"]))
     return json.dumps([data[_CONTEXT]["msg"], data[_CONTEXT]["kwargs"]], default=repr)
 
 
 def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
-    """Merge the reports of each subtest, by phase; omit those that a rank may not have finished."""
+    """Merge the reports of each subtest, by phase; omit passed ones that a rank may have left."""
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
         for key, subtest in ran.subtests.items():
@@ -226,7 +232,7 @@ def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
 
 
 def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -> pytest.TestReport:
-    """Merge the reports of one subtest; the `others` are ranks that did not finish it."""
+    """Merge the reports of one subtest, which the ranks `others` did not finish."""
     reports = {rank: report for rank, (_, report) in on_ranks.items()}
     failures = sorted(
         [_raised(rank, when, report) for rank, (when, report) in on_ranks.items() if report.failed],
@@ -261,7 +267,8 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
 
 def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
     crash = getattr(report.longrepr, "reprcrash", None)
-    # If a comparison failed, all ranks get the same short text: only one rank has the explanation.
+    # If a comparison failed, only one rank has the explanation. So all ranks use the same short
+    # message, which shows that they failed in the same way.
     text = getattr(report, DIFFERS, "")
     if crash is not None:
         text = f"{text or crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
@@ -272,7 +279,7 @@ def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
 
 
 def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
-    """If another failure explains the text of the first one, move it to the front."""
+    """If a later failure has the same text as the first and explains it, move it to the front."""
     return sorted(
         failures,
         key=lambda each: each.text != failures[0].text or not getattr(each.report, EXPLAINS, False),
@@ -291,7 +298,7 @@ def _deaths(ranks: _Ranks) -> Iterable[_Failure]:
                 when=when,
                 at=result.ended_at or 0.0,
                 text=f"{_end_of(result)} during {when}{uncaught}",
-                # gloo aborts a rank that receives another size than it expects.
+                # gloo aborts a rank that receives a message of an unexpected size from a peer.
                 is_echo="gloo::" in uncaught,
             )
 
@@ -310,7 +317,7 @@ def _end_of(result: RankResult) -> str:
 
 
 def _uncaught(result: RankResult) -> str:
-    """Return the uncaught C++ exception that aborted a rank; empty if none did."""
+    """Return the C++ exception that aborted a rank because nothing caught it; empty if none."""
     uncaught = _UNCAUGHT.search(result.unreported.get("stderr", ""))
     if uncaught is None or result.escaped is not None or result.status != -signal.SIGABRT:
         return ""
@@ -351,7 +358,7 @@ def _timeouts(ranks: _Ranks, limit: str, *, are_forked: bool) -> Iterable[_Failu
 
 
 def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
-    """Describe who waits for whom and where each rank is, as the report of a hang does."""
+    """Describe who is waiting for whom and where each rank is, as in the report of a hang."""
     ranks = {rank: _Ran(result=result) for rank, result in sorted(results.items())}
     running = [rank for rank, ran in ranks.items() if not ran.result.is_over]
     finished = [rank for rank, ran in ranks.items() if ran.result.is_done]
@@ -363,7 +370,7 @@ def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
 
 
 def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
-    """Name ranks, and how each left the test: ``rank 1, which had already skipped the test``."""
+    """Name ranks and how each left the test: ``rank 1, which had already skipped the test``."""
     outcomes = {rank: ranks[rank].outcome for rank in absent}
     did = {rank: _in_words(how, passed="finished the test") for rank, how in outcomes.items()}
     parts = [f"{name_ranks(same)}, which had already {text}" for same, text in fold_equal(did)]
@@ -371,7 +378,7 @@ def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
 
 
 def _may_lack_threads(position: Position | None) -> bool:
-    """Return whether a rank may wait, outside torch, for a thread that the fork lost."""
+    """Return whether a rank might be waiting, outside torch, for a thread that the fork lost."""
     return (
         position is not None
         and position.activity in (Activity.RUNS, Activity.HOLDS_GIL)
@@ -400,7 +407,7 @@ def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
 
 
 def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> pytest.TestReport:
-    """Return the report of a failed phase: the first failure, then what the other ranks did."""
+    """Return the report of a failed phase: the first failure, then what other ranks did."""
     first = failures[0]
     failing = _like_first(failures)
     others = _other_ranks(failures, ranks)
@@ -431,7 +438,7 @@ def _with_others(
     rank_count: int,
     is_first: bool,
 ) -> pytest.TestReport:
-    """Add the names of the failing ranks to their report, and what the other ranks did."""
+    """Add to a report which ranks it applies to, and what the other ranks did."""
     if not others and len(failing) == rank_count:
         return report
     how = "failed first" if is_first and len(failing) == 1 else "failed"
@@ -452,7 +459,7 @@ def _like_first(failures: Sequence[_Failure]) -> list[int]:
 
 
 def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
-    """Describe the ranks that did not fail like the first one; empty if there are none."""
+    """Describe the ranks that did not fail in the same way as the first one; empty if none."""
     first = failures[0]
     failed = {failure.rank for failure in failures}
     lines = _later(failures)
@@ -470,7 +477,7 @@ def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
                 for rank, ran in ranks.items()
                 if rank not in failed
                 and rank not in stopped
-                # A rank that died before this phase is in the report of an earlier one.
+                # A rank that died before this phase is in the report of an earlier phase.
                 and (first.when in ran.phases or not ran.result.has_died)
             }
         )
@@ -482,7 +489,7 @@ def _later(failures: Sequence[_Failure]) -> list[str]:
     first = failures[0]
     texts = {}
     for failure in failures:
-        # A death comes before the closed connections, although it is noticed later.
+        # If the first failure is a death, all others came later, even if they were noticed earlier.
         is_later = first.report is None or failure.at >= first.at
         how = "failed later: " if is_later else "failed: "
         if failure.text != first.text:
@@ -510,7 +517,7 @@ def _add_disagreement(
     ranks: _Ranks,
     sections: list[tuple[str, str]],
 ) -> None:
-    """Fail the test if no rank failed it, but the outcomes differ between ranks."""
+    """Fail a test that no rank failed if its outcome differs between ranks."""
     outcomes = {rank: ran.outcome for rank, ran in ranks.items()}
     if _agree(outcomes):
         return
@@ -550,7 +557,7 @@ def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
 
 
 def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
-    """Return the output sections of all ranks up to the end of a phase, equal ones folded."""
+    """Return the output sections of all ranks up to the end of a phase, each only once."""
     by_rank = {}
     before = _PHASES[max(_PHASES.index(when) - 1, 0)]
     for rank, ran in ranks.items():
@@ -566,7 +573,7 @@ def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
 def _folded(
     by_rank: Mapping[int, Sequence[tuple[str, str]]], *, several: bool
 ) -> list[tuple[str, str]]:
-    """Merge the sections of all ranks: equal ones once, titled with the names of their ranks."""
+    """Merge the sections of all ranks; each title names the ranks with that content."""
     by_title: dict[str, dict[int, str]] = {}
     for rank in sorted(by_rank):
         for title, content in by_rank[rank]:
@@ -585,7 +592,7 @@ def _completed(
     sections: list[tuple[str, str]],
     unfinished_s: Iterable[float] = (),
 ) -> pytest.TestReport:
-    """Give a merged report the output of all ranks, and the longest duration."""
+    """Add the output of all ranks and the longest duration to a merged report."""
     report.sections = sections
     report.duration = max([*unfinished_s, *(other.duration for other in reports)])
     return report

@@ -1,1 +1,1 @@
-"""Starts and ends the processes of ranks, as many as there are slots for."""
+"""Starts and ends the processes of ranks, and limits how many run at once."""

@@ -1,4 +1,4 @@
-"""Kills ranks, their descendants and their files; every wait is bounded."""
+"""Kills ranks and their descendants, and removes their files; every wait has a time limit."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from pathlib import Path
 from typing import Final
 
 PATIENCE_S: Final = 10.0
-"""How long to wait for killed ranks; freeing their memory takes time on a busy machine."""
+"""How long to wait for killed ranks to end; freeing their memory can be slow on a busy machine."""
 HURRIED_S: Final = 0.3
-"""How long to wait for killed ranks after Ctrl-C, when the user waits."""
+"""How long to wait for killed ranks after Ctrl-C, when a user is waiting for the prompt."""
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _PAUSE_S = 0.005
-# Time for cleaners to finish on a busy machine.
+# Long enough for cleaners to finish on a busy machine.
 _CLEANED_WITHIN_S = 4.0
-# joblib's copy of the resource tracker has the same name.
+# Processes that clean up after ranks. joblib's copy of the resource tracker has the same name.
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
 # Note [Ending a process tree]: a process that a rank started may have left the rank's process group
-# and session, and lost its parent. So the fork server is a subreaper: the kernel makes it the
-# parent of such orphans. (Outside Linux, it can only kill the ranks' process groups.) It kills
-# ranks first, and gives cleaners, such as the resource tracker of multiprocessing, time to clean up
-# afterwards. While a driver or a file server does not respond, even a killed process may not end.
-# So each wait is bounded, and processes that remain are reported. If the server itself is killed,
-# the kernel kills its ranks, but not the processes that these have started.
+# and session, and its parent may be dead. So the fork server is a subreaper: the kernel makes it
+# the parent of such orphans. (Outside Linux, it can only kill the ranks' process groups.) The
+# server kills the ranks first, and then gives cleaners, such as multiprocessing's resource tracker,
+# time to clean up. Even a killed process may not end while a driver or a file server does not
+# respond, so each wait has a time limit, and the processes that remain are reported. If the server
+# itself is killed, the kernel kills the ranks, but not the processes that the ranks have started.
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill processes that have not been reaped yet; a negative id kills a process group."""
+    """Kill processes; a negative id kills a process group. Each must not have been reaped yet."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of its orphaned descendants; False if the system cannot."""
+    """Make this process the parent of its orphaned descendants; return whether that worked."""
     return sys.platform == "linux" and not _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, also after an exec."""
+    """Ask the kernel to kill this process when its parent ends; this survives an exec."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -60,7 +60,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
-    """Kill and reap all children except `spared`, and orphans; return the pids that remain."""
+    """Kill and reap all children and orphans except `spared`; return the pids that remain."""
     spared = set(spared)
     remaining: set[int] = set()
     until = time.monotonic() + within_s
@@ -89,14 +89,14 @@ def _cleans_up(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    # The command is empty for a moment during exec.
+    # During an exec, the command is empty for a moment, so the process might be a cleaner.
     return not command or any(name in command for name in _CLEANERS)
 
 
 def await_end(pid: int, *, within_s: float = 0.0) -> int | None:
     """Reap a child; return its exit status, or minus the number of the signal that killed it.
 
-    None if it still runs after `within_s`, 0 if somebody else has reaped it.
+    Return None if it is still running after `within_s`, and 0 if it has been reaped elsewhere.
     """
     until = time.monotonic() + within_s
     while True:
@@ -114,7 +114,7 @@ def await_end(pid: int, *, within_s: float = 0.0) -> int | None:
 def _children(pid: int) -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
-        # Linux lists the children of each thread separately.
+        # Linux lists children under the thread that started them, so read every thread's list.
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 children += map(int, (thread / "children").read_text().split())
@@ -125,16 +125,16 @@ _REMOVED_WITHIN_S = 1.0
 
 
 def make_session_directory() -> Path:
-    """Create a directory for all rank sets of a session."""
+    """Create the directory in which each rank set of a session gets a subdirectory."""
     return Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a session's or a rank set's directory; never raise."""
+    """Remove the directory of a session or a rank set; never raise."""
     until = time.monotonic() + _REMOVED_WITHIN_S
     while True:
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists() or time.monotonic() > until:
             return
-        # A killed process may write files until it is gone.
+        # A killed process can still write files until it is gone, so try again.
         time.sleep(_PAUSE_S)

@@ -28,13 +28,13 @@ from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 
 # The server is forked from the pytest process after collection, before any test can start a thread,
-# use OpenMP or touch CUDA: each of these makes a later fork hang or crash. It must outlive the
-# pytest process to clean up after it. So it has a separate process group, and ignores the signals
-# of a closed terminal (SIGHUP), of Ctrl-C (SIGINT) and of launchers (SIGTERM). It ends when its
+# use OpenMP or touch CUDA: each of these makes a later fork hang or crash. The server must outlive
+# the pytest process to clean up after it. So it has its own process group, and ignores the signals
+# that a closed terminal (SIGHUP), Ctrl-C (SIGINT) and launchers (SIGTERM) send. It ends when its
 # connection to the pytest process closes.
 
-# The server imports these modules, so that ranks need not: an FSDP2 step in a new rank took 1.89 s
-# without and 0.18 s with them (torch 2.13, CPU).
+# The server imports these modules once, so that ranks need not: an FSDP2 step in a new rank took
+# 0.18 s with these imports done, and 1.89 s without (torch 2.13, CPU).
 PRELOADED = (
     "torch",
     "torch.distributed.fsdp",
@@ -47,7 +47,7 @@ PRELOADED = (
 _HUNG_UP_POLL_S = 0.05
 
 RunRank = Callable[[messages.RankSetSpec, int, tuple[int, int]], NoReturn]
-"""Runs a process as a rank. Takes the descriptors of the rank's and its watchdog's connections."""
+"""Runs this process as a rank; takes descriptors of the rank's and the watchdog's connections."""
 
 
 def serve(
@@ -60,12 +60,12 @@ def serve(
 ) -> NoReturn:
     """Fork and reap ranks until the pytest process is gone; then remove `directory` and exit.
 
-    `prepare` does the work that all ranks share, and returns the function that runs in each. With
-    `is_lazy`, the server imports `preloaded` modules at the first request.
+    `prepare` does the work that all ranks share, and returns the function to run in each rank. With
+    `is_lazy`, the server imports the `preloaded` modules only when the first request arrives.
     """
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
-    with contextlib.suppress(OSError):  # it may have its process group already
+    with contextlib.suppress(OSError):  # this process may already lead its own process group
         os.setpgid(0, 0)
     adopts = ending.adopt_orphans()
     server: _Server | None = None
@@ -75,10 +75,10 @@ def serve(
         if is_lazy:
             select.select([channel], [], [])
             preloaded = () if channel.is_hung_up() else preloaded
-        gc.disable()  # imports make no garbage, but collections take a third of their time
+        gc.disable()  # imports leave no garbage, yet collections take a third of their time
         for name in preloaded:
-            # Some may fail: torch.distributed.tensor.debug, for example, needs numpy. A test that
-            # needs the module will fail with the same error.
+            # Ignore failed imports: torch.distributed.tensor.debug, for example, needs numpy. If a
+            # test needs the module, the test fails with the same error.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
         ranks_signals = {**before, signal.SIGINT: signal.default_int_handler}
@@ -86,7 +86,7 @@ def serve(
         if collects:
             gc.enable()
         server.run()
-    except BaseException as error:  # noqa: BLE001  # must not reach the copied pytest session
+    except BaseException as error:  # noqa: BLE001  # this copy of pytest's session must not see it
         reason = str(error) if isinstance(error, FsdpCommError) else traceback.format_exc()
         with contextlib.suppress(OSError):
             channel.send(messages.ServerFailed(reason=reason))
@@ -96,7 +96,7 @@ def serve(
             if server is not None:
                 server.kill_all()
         finally:
-            # The pytest process removes it too, unless it was killed.
+            # The pytest process removes the directory, too, but it may have been killed.
             ending.remove_directory(directory)
             os._exit(status)
 
@@ -105,11 +105,11 @@ def serve(
 class _RankSet:
     spec: messages.RankSetSpec
     slots: HeldSlots
-    """Held by the server: if it is killed, its ranks die, and the kernel frees the slots."""
+    """Locked by the server: if it is killed, its ranks die, and the kernel frees the slots."""
     pids: dict[int, int] = field(default_factory=dict)
-    """By rank: the ranks that have not been reaped."""
+    """Maps each rank that has not been reaped to its pid."""
     groups: dict[int, int] = field(default_factory=dict)
-    """The process groups of all ranks. Processes of tests may remain in them."""
+    """Maps every rank to its process group, in which processes that a test started may remain."""
 
 
 class _Server:
@@ -146,10 +146,10 @@ class _Server:
             if self._channel in readable:
                 request = self._channel.receive()
                 if request is None or self._channel.is_hung_up():
-                    return  # nobody waits for the ranks any more
+                    return  # nobody is waiting for the ranks any more
                 match request:
                     case messages.RankSetSpec():
-                        # Lock the slots before any fork, so that children can close their copies.
+                        # Lock the slots before the first fork: children close their copies.
                         self._set = _RankSet(spec=request, slots=HeldSlots(request.slots))
                     case messages.StartRank():
                         self._start_rank(request.rank)
@@ -162,7 +162,7 @@ class _Server:
         ending.kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
-        """Return how long to wait for killed processes: briefly while the pytest process lives."""
+        """Return how long to wait for killed processes; only briefly while pytest is waiting."""
         return ending.HURRIED_S if os.getppid() == self._parent else ending.PATIENCE_S
 
     def _start_rank(self, rank: int) -> None:
@@ -177,10 +177,10 @@ class _Server:
         pid = processes.fork_quietly()
         if pid == 0:
             self._run_forked(partial(self._run_rank, rank_set.spec, rank, descriptors))
-        # The child does the same, so that the group exists whichever runs first.
+        # The child makes the same call, so that the group exists whichever process runs first.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-        # Before the next fork, so that only this rank has these ends: see Note [Connections].
+        # Do this before the next fork, so that only this rank has these ends: Note [Connections].
         for descriptor in descriptors:
             os.close(descriptor)
         rank_set.pids[rank] = rank_set.groups[rank] = pid
@@ -194,13 +194,13 @@ class _Server:
             signal.set_wakeup_fd(-1)
             for number, handler in self._ranks_signals.items():
                 signal.signal(number, handler or signal.SIG_DFL)
-            # If copies stayed open, the pytest process would not notice the death of the server.
+            # If the child kept its copies open, pytest would not notice that the server has died.
             for end in (self._channel, self._socket, self._wakeup, self._write_end):
                 end.close()
             if self._set is not None:
                 self._set.slots.close()
             run()
-        except BaseException:  # noqa: BLE001  # must not reach the copied pytest session
+        except BaseException:  # noqa: BLE001  # this copy of pytest's session must not see it
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(1)
@@ -216,14 +216,14 @@ class _Server:
                 )
 
     def _end_set(self, *, within_s: float) -> dict[int, int]:
-        """Kill ranks and descendants; return pids that remain. See Note [Ending a process tree]."""
+        """Kill ranks and descendants (Note [Ending a process tree]); return unended ranks' pids."""
         rank_set, self._set = self._set, None
         if rank_set is None:
             return {}
         ending.kill(rank_set.pids.values())
         unended = self._await_ends(rank_set.pids, within_s)
         if unended or not self._adopts:
-            # Include the groups of finished ranks: processes of a test must not outlive it.
+            # Include the groups of finished ranks: no process of a test must outlive the test.
             ending.kill(-group for group in rank_set.groups.values())
         self._unended += unended.values()
         self._unended += ending.kill_children(self._unended, within_s=self._patience_s())
@@ -234,7 +234,8 @@ class _Server:
         began_at = time.monotonic()
         while True:
             remaining = {rank: pid for rank, pid in pids.items() if ending.await_end(pid) is None}
-            # Recheck each time: a killed pytest closes its socket before it stops being our parent.
+            # Recheck each time, because a killed pytest closes its socket slightly before it stops
+            # being our parent.
             limit_s = self._patience_s() if self._channel.is_hung_up() else within_s
             if not remaining or time.monotonic() > began_at + min(limit_s, within_s):
                 return remaining
@@ -244,36 +245,37 @@ class _Server:
 
 _Reply = TypeVar("_Reply", messages.SetStarted, messages.SetEnded)
 
-# The first reply comes once torch is loaded, perhaps from a busy file server.
+# The server first replies after importing torch, which can be slow on a busy network file system.
 _PREPARED_WITHIN_S = 300.0
-# For later replies, when the server is idle.
+# Later requests find the server idle, so it answers soon.
 _ANSWERED_WITHIN_S = 15.0
-# For killing the ranks (`ending.HURRIED_S`) and removing a directory.
+# Long enough for the server to kill its ranks (`ending.HURRIED_S`) and remove the directory.
 _CLOSED_WITHIN_S = 5.0
 
-# Note [Connections]: each rank and its watchdog have a connection to the pytest process, which
-# creates both, sends the ranks' ends after each `StartRank`, and closes its copies. The server
-# passes these ends to the rank, and closes its copies before it forks the next one. So no process
-# has more open files than it needs, and only the pytest process has its ends: when it dies, each
-# rank reads an end of file. Children of a rank may keep its end open, so that only the server
-# knows whether a rank has died.
+# Note [Connections]: each rank has a connection to the pytest process, and its watchdog has one,
+# too. The pytest process creates both, sends the rank's ends to the server after each `StartRank`,
+# and closes its copies of them. The server passes the ends to the rank, and closes its copies
+# before it forks the next rank. So no process has more open files than it needs. Only the pytest
+# process has the other ends, so when it dies, each rank reads an end of file. But the children of a
+# rank can keep the rank's end open after the rank has died, so only the server knows whether a rank
+# is alive.
 
 
 class ServerDiedError(Exception):
-    """The fork server and all ranks died; the text is the server's reason, empty if killed."""
+    """The fork server and all ranks have died; the message says why, empty if they were killed."""
 
 
 class RankServer(Protocol):
-    """Starts and ends ranks for their supervisor."""
+    """Starts and ends ranks on behalf of their supervisor."""
 
     @property
     def has_died(self) -> bool:
-        """Whether the server has ended, although nobody closed it."""
+        """Whether the server has ended without being closed."""
 
     def start_ranks(
         self, spec: messages.RankSetSpec
     ) -> Mapping[int, tuple[Connection, Connection]]:
-        """Start ranks; return connections to each rank and its watchdog, valid until `end_ranks`.
+        """Start ranks; return connections to each rank and its watchdog, open until `end_ranks`.
 
         Raises OSError if there are not enough file descriptors.
         """
@@ -283,11 +285,13 @@ class RankServer(Protocol):
     ) -> dict[int, int]:
         """End the rank set and free its slots; return, by rank, the pids that did not end.
 
-        `running` ranks did not finish their test, `unanswered` ones did not answer `EndTests`.
+        `running` ranks have not finished their test; `unanswered` ranks did not answer `EndTests`.
         """
 
     def exit_statuses(self) -> Mapping[int, int | str]:
-        """Return each ended rank's exit status, minus its signal, or a text if it was lost.
+        """Return the exit status of each ended rank (minus the signal, if one killed the rank).
+
+        If a rank was lost, a description replaces its status.
 
         Raises `ServerDiedError` if the server is gone.
         """
@@ -299,24 +303,24 @@ class RankServer(Protocol):
         """Return a descriptor that becomes readable when a rank ends."""
 
     def close(self) -> int | None:
-        """End all ranks; return the exit status of the server, None if unknown."""
+        """End all ranks and the server; return the server's exit status, None if unknown."""
 
 
 class ForkServer:
-    """The fork server, or the process that spawns ranks, seen from the pytest process."""
+    """The pytest process's handle to the fork server, or to the process that spawns ranks."""
 
     def __init__(self, start: Callable[[Connection, Connection], int], directory: Path) -> None:
-        """Call `start` with both ends of a connection; its server later removes `directory`."""
+        """Start a server: `start` takes both ends of a connection, and returns the server's pid."""
         self._directory = directory
         ours, theirs = Pipe()
         self._pid = start(ours, theirs)
         theirs.close()
-        # The interpreter closes sockets early, but not this descriptor, so that the server sees a
-        # hang-up only once this process has ended.
+        # At exit, the interpreter closes connections early, but not this descriptor. So the server
+        # sees a hang-up only once this process has ended.
         self._until_exit = os.dup(ours.fileno())
         self._channel: Channel[messages.ServerReply] = Channel(ours, stalls_s=_ANSWERED_WITHIN_S)
         self.pids: dict[int, int] = {}
-        """The pid of each rank of the last rank set, dead or alive."""
+        """The pid of each rank in the last rank set, whether dead or alive."""
         self._exited: dict[int, int] = {}
         self._connections: list[Connection] = []
         self._status: int | None = None
@@ -330,7 +334,7 @@ class ForkServer:
             try:
                 (ours, theirs), (our_watch, their_watch) = Pipe(), Pipe()
             except OSError:
-                self.end_ranks(ending.PATIENCE_S)  # some may have started
+                self.end_ranks(ending.PATIENCE_S)  # some ranks may have started
                 raise
             connections[rank] = ours, our_watch
             self._connections += connections[rank]
@@ -347,7 +351,7 @@ class ForkServer:
                 try:
                     socket.send_fds(connection, [b"."], [end.fileno() for end in ends])
                 finally:
-                    connection.detach()  # a copy could fail: too many open files
+                    connection.detach()  # not os.dup, which fails with too many open files
         except BlockingIOError:
             self.kill()  # the server has stopped reading
             raise ServerDiedError from None
@@ -374,7 +378,7 @@ class ForkServer:
             self._send(messages.EndSet(within_s=within_s))
             return self._await(messages.SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:
-            # Its ranks died with it (`end_with_parent`), but their children may be alive.
+            # The ranks died with their server (`end_with_parent`), but their children may be alive.
             ending.kill(-pid for pid in self.pids.values())
             return {}
         finally:
@@ -415,8 +419,9 @@ class ForkServer:
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)
-        # Remove it before the kill: if the server still loads torch, xdist interrupts this worker
-        # about now, 5 s after its session, and nobody would be left to remove it.
+        # Remove the directory before killing the server. If the server is still importing torch,
+        # xdist interrupts this worker about now, 5 s after its session ended, and then neither
+        # process would remove the directory.
         ending.remove_directory(self._directory)
         self.kill()
         self._reap(ending.HURRIED_S)
@@ -435,7 +440,7 @@ def fork_server(
     *,
     is_lazy: bool = False,
 ) -> ForkServer:
-    """Fork the server from this process; it runs `serve`, and always preloads torch."""
+    """Fork a server from this process; it runs `serve`, and imports torch besides `preloaded`."""
 
     def start(ours: Connection, theirs: Connection) -> int:
         pid = processes.fork_quietly()

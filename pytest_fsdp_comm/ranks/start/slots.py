@@ -17,11 +17,11 @@ _TURN = "turn"
 _WANTED = "wanted"
 
 # Note [Slots]: a slot is a file in a directory that the processes share. Whoever uses a slot locks
-# its file (fcntl.flock); the kernel frees the lock when the process dies. This cannot deadlock: one
-# process at a time takes slots, all slots of a test together, once all of them are free, and a
-# process with slots never waits for more. Ranks are kept for the next test only if it follows
-# immediately and no other process waits. A fork copies descriptors and thus locks, so each child
-# closes its copies.
+# its file (fcntl.flock); the kernel frees the lock when the process dies. This cannot deadlock,
+# because only one process at a time takes slots, it takes all slots of a test together once all of
+# them are free, and a process that has slots never waits for more. Ranks are kept for the next test
+# only if that test follows immediately and no other process is waiting for slots. A fork copies
+# descriptors, and with them the locks, so each child closes its copies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,31 +29,32 @@ class Grant:
     """The slots and GPUs that a rank set may use."""
 
     files: tuple[Path, ...] = ()
-    """The slots' files, for `HeldSlots`."""
+    """The files of the slots; pass them to `HeldSlots`."""
     gpus: tuple[str, ...] = ()
-    """The caller's names of GPUs; empty if the test needs none, or more than there are."""
+    """Names of the GPUs, as the user listed them; empty if the test needs no GPU, or more GPUs than
+    there are."""
 
 
 class Slots:
-    """One pytest process's view of the session's slots; see Note [Slots]."""
+    """The slots of the session, as used by one pytest process; see Note [Slots]."""
 
     def __init__(self, directory: Path, *, ranks: int | None, gpus: Sequence[str]) -> None:
-        """Share slots through files in `directory`, for at most `ranks` ranks (None: no limit)."""
+        """Share slots through files in `directory`, one for each of `ranks` (None: no limit)."""
         self._directory = directory  # created on first use
         self._bounds_ranks = ranks is not None
         self._ranks = [directory / f"rank{number}" for number in range(ranks or 0)]
-        # A MIG device's name may hold slashes.
+        # The name of a MIG device can contain slashes, so quote it for use as a file name.
         self._gpus = {directory / f"gpu-{urllib.parse.quote(name, safe='')}": name for name in gpus}
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Wait for enough free slots and yield them; lock them (`HeldSlots`) inside the block."""
+        """Wait for enough free slots and yield them; the block has to lock them (`HeldSlots`)."""
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0
         if not leased and not bounded:
             yield Grant()
             return
-        # pytest may have removed the directory with other temporary ones.
+        # pytest may have removed the directory when it cleaned up its temporary directories.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(self._directory / _TURN), contextlib.ExitStack() as wanting:
             is_waiting = False
@@ -71,14 +72,14 @@ class Slots:
             yield Grant(files=(*free_ranks, *free_gpus), gpus=names)
 
     def are_wanted(self) -> bool:
-        """Whether another process waits for slots."""
+        """Return whether another process is waiting for slots."""
         with contextlib.suppress(FileNotFoundError):  # no slots have been taken yet
             return not _is_free(self._directory / _WANTED)
         return False
 
 
 class HeldSlots:
-    """Slots in use, until they are released or this process ends."""
+    """Locked slots; the locks last until `release`, or until this process ends."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._descriptors = [_opened(file) for file in files]
@@ -86,13 +87,13 @@ class HeldSlots:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Free the slots, even if a forked process still has copies of the descriptors."""
+        """Unlock the slots, even if a forked process still has copies of the descriptors."""
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
-        """Close a forked child's copies; the parent keeps its locks."""
+        """Close the descriptors in a forked child, without unlocking the parent's slots."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
@@ -105,7 +106,7 @@ def _opened(file: Path) -> int:
 def _is_free(file: Path) -> bool:
     descriptor = _opened(file)
     try:
-        # A shared lock, so that two processes that check at the same time do not block each other.
+        # Use a shared lock, so that two processes can check at the same time.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

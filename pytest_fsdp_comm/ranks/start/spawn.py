@@ -1,4 +1,4 @@
-"""Starts ranks as new processes if the code that ran during collection makes a fork unsafe."""
+"""Starts ranks as new processes if code that ran during collection has made a fork unsafe."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.text.codec import dump_tagged
 
-# Threads of these modules hold no lock that a rank needs. Every xdist worker has execnet's.
+# Threads of these modules hold no lock that a rank needs, so they do not make a fork unsafe. Every
+# xdist worker has threads of execnet.
 _HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout", "pytest_rerunfailures")
 
 _OMP_PAUSE_HARD = 2  # omp.h
 _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 
-# polars, torch's inter-op pool and others start threads that `threading` does not list. A fork
-# loses them, and a rank that waits for one hangs. Linux lists all threads in _TASKS; those that run
-# no Python code are native. Five kinds of native threads are harmless:
-# - OpenMP: _end_openmp_threads ends them.
-# - OpenBLAS: it ends them before a fork, so _unsafe_native_threads forks a child once.
+# polars, torch's inter-op pool and other libraries start threads that `threading` does not list. A
+# forked child lacks them, so a rank that waits for such a thread hangs. Linux lists all threads in
+# _TASKS; those that run no Python code are native. Five kinds of native threads are harmless:
+# - OpenMP: _end_openmp_threads ends its threads.
+# - OpenBLAS: it ends its threads before a fork, so _unsafe_native_threads forks a child once.
 # - jemalloc (part of pyarrow), and the pool of torch.set_num_threads (pthreadpool-cpp.cc in torch
-#   2.6 to 2.15): a child starts new ones. The pool's threads have no names, so they are counted.
-# - NVML, which torch.cuda.device_count asks: its thread is named like CUDA's (driver 580).
-# On macOS there is no _TASKS, and native threads are not noticed.
+#   2.6 to 2.15): a forked child starts new threads. Those of the pool have no names, so count them.
+# - NVML, which torch.cuda.device_count queries: its thread is named like CUDA's (driver 580).
+# macOS has no _TASKS, so native threads go unnoticed there.
 _TASKS = Path("/proc/self/task")
 _HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")
-# Threads take a moment to end, longer on a busy machine.
+# Threads take a moment to end, and longer on a busy machine.
 _THREADS_END_WITHIN_S = 2.0
 
 
 def unsafe_to_fork() -> str:
-    """Return why a fork is unsafe, after ending OpenMP's threads; empty if it is safe."""
+    """End OpenMP's threads, then return why a fork is unsafe; empty if it is safe."""
     _end_openmp_threads()
     threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
     if threads:
@@ -64,13 +65,14 @@ def _unsafe_torch() -> str:
         return ""
     if torch.cuda.is_initialized():
         return "CUDA was initialised during collection"
-    # If the driver found no GPU, ranks cannot use one, and do not need the driver.
+    # If the driver found no GPU, ranks cannot use CUDA anyway, so it does not matter that the
+    # driver does not survive a fork.
     if is_driver_started(torch) and not no_gpu_error(torch):
         return (
             "the CUDA driver was started during collection (torch.cuda.is_available() does that, "
             "unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set in the environment)"
         )
-    # If torch was built without distributed support, is_initialized does not exist.
+    # A torch built without distributed support has no is_initialized.
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "a process group was made during collection"
     return ""
@@ -105,26 +107,26 @@ def _unsafe_native_threads() -> str:
 
 
 def _native_threads() -> tuple[int, set[str]]:
-    """Return the number of threads without Python code (0 if unknown), and their names if any."""
+    """Return how many threads run no Python code (0 if unknown), and their names if any."""
     names = {}
     with contextlib.suppress(FileNotFoundError):
         for task in _TASKS.iterdir():
             with contextlib.suppress(OSError):  # the thread has ended
                 names[task.name] = (task / "comm").read_text().strip()
     names = {task: name for task, name in names.items() if not _HARMLESS_NATIVE.fullmatch(name)}
-    # Count frames, since `threading` does not list the threads of execnet.
+    # Count the frames of Python threads, because `threading` does not list those of execnet.
     count = len(names) - len(sys._current_frames())  # noqa: SLF001  # documented for debuggers
     listed = {str(thread.native_id) for thread in threading.enumerate()}
-    # A thread without a name has the name of the program.
+    # A thread that was not named has the name of the program, like the main thread.
     unnamed = names.get(str(os.getpid()))
     return count, {names[task] for task in names.keys() - listed} - {unnamed}
 
 
 def _end_openmp_threads() -> None:
-    """End the threads of OpenMP; it starts new ones when it needs them."""
-    # A forked process would wait for these threads, which do not exist there, as soon as it uses
-    # more than one: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU). Libraries
-    # such as scikit-learn bring another copy of OpenMP.
+    """End the threads of OpenMP, which starts new ones when it needs them."""
+    # A forked process has none of these threads, but would wait for them as soon as it used more
+    # than one thread: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU). Libraries
+    # such as scikit-learn bring their own copy of OpenMP, so end the threads of every loaded copy.
     libraries: set[str | None] = {None}
     with contextlib.suppress(OSError):
         libraries |= {*_OPENMP_LIBRARY.findall(Path("/proc/self/maps").read_text())}
@@ -145,7 +147,7 @@ def _is_harmless(thread: threading.Thread) -> bool:
 
 
 def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ...]) -> ForkServer:
-    """Start the process that spawns ranks, with the arguments of this pytest process."""
+    """Start a process that spawns ranks; each rank gets the arguments of this pytest process."""
     arguments, environment = arguments_of(config)
     places = (str(directory), str(config.invocation_params.dir))
 
@@ -155,10 +157,11 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=(theirs.fileno(), *terminal),
-            # In a new session, ranks could not read the terminal.
+            # Not a new session, in which ranks could not read the terminal.
             process_group=0,
         )
-        # `ForkServer` waits for the pid; without a returncode, this object would warn.
+        # `ForkServer` reaps the process. Set a returncode, otherwise Popen would warn that the
+        # process is still running.
         process.returncode = 0
         return process.pid
 
@@ -166,21 +169,21 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
 
 
 def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and environment for a pytest that collects the same tests."""
-    # If an option's value, as a separate argument, is an existing path, pytest computes the rootdir
-    # from it.
+    """Return the arguments and environment for a pytest process that collects the same tests."""
+    # If an option and its value are separate arguments, and the value is also an existing path,
+    # pytest computes the rootdir from that path. So join options with their values.
     arguments = join_paths(map(str, config.invocation_params.args))
     from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
     if config.pluginmanager.has_plugin("xdist"):
         arguments += ["-n", "0"]
     if config.pluginmanager.has_plugin("randomly"):
-        # Otherwise each rank would choose a different seed.
+        # Pass the seed, otherwise each rank would choose a different one.
         arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
     return arguments, {**os.environ, "PYTEST_ADDOPTS": shlex.join(from_environment)}
 
 
 def main(descriptor: str, directory: str, *program: str) -> NoReturn:
-    """Spawn ranks until pytest is gone; `program` is its working directory, then its arguments."""
+    """Spawn ranks until pytest is gone; `program` has pytest's working directory and arguments."""
     serve(
         Channel.inherited(int(descriptor)),
         lambda: partial(_become_rank, program),
@@ -192,11 +195,11 @@ def main(descriptor: str, directory: str, *program: str) -> NoReturn:
 def _become_rank(
     program: tuple[str, ...], spec: RankSetSpec, rank: int, descriptors: tuple[int, int]
 ) -> NoReturn:
-    """Replace this process by a pytest that runs `rank.main.run_spawned_rank`."""
+    """Replace this process with a pytest process that runs `rank.main.run_spawned_rank`."""
     file = spec.directory / f"rank{rank}.json"
     file.write_text(dump_tagged(spec), encoding="utf-8")
     redirect_output(spec, rank)
-    # Without this variable, the rank resolves its markers as the pytest process did.
+    # Remove INSIDE_VARIABLE, so that the rank resolves its markers as the pytest process did.
     environment = {name: text for name, text in os.environ.items() if name != INSIDE_VARIABLE}
     environment |= {
         SPEC_VARIABLE: str(file),
@@ -205,7 +208,7 @@ def _become_rank(
     for descriptor in descriptors:
         os.set_inheritable(descriptor, True)  # noqa: FBT003  # the function takes no keywords
     if spec.gpus:
-        # Set it before collection, which may start CUDA.
+        # Set the visible GPUs now, because the collection in the rank may start CUDA.
         environment[visible_gpus_variable(environment)] = ",".join(spec.gpus)
     invoked_in, *arguments = program
     os.chdir(invoked_in)

@@ -1,1 +1,1 @@
-"""Messages between processes, the channel that carries them, and the results of ranks."""
+"""The messages between processes, the channel for them, and the results of ranks."""

@@ -1,4 +1,4 @@
-"""Sends messages as JSON over a `multiprocessing.connection` between two of our processes."""
+"""Sends messages as JSON over a `multiprocessing.connection` between two processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 _Received = TypeVar("_Received")
 
-# Each message follows its length. If a test writes text into the connection, the first characters
-# are read as a length above this limit.
+# The length of each message is sent before it. If a test writes text to the file descriptor by
+# mistake, the first characters are read as a length, which is above this limit.
 _MOST_NBYTES: Final = 1 << 29
 _TIMEVAL: Final = struct.Struct("@ll")
 _HANG_UP: Final = getattr(select, "POLLRDHUP", 0)
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Make the system notice within a minute that the other machine is gone."""
+    """Make the system notice within a minute if the other machine is gone."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -35,18 +35,18 @@ def keep_alive(connected: socket.socket) -> None:
 
 
 class Channel(Generic[_Received]):
-    """One end of a connection. Its own `send` and `recv` would pickle objects."""
+    """One end of a connection. Sends JSON, unlike `Connection.send`, which pickles objects."""
 
     def __init__(self, connection: Connection, *, stalls_s: float | None = None) -> None:
         """Take over a connection.
 
-        `stalls_s` limits pauses within a message; None waits forever. The other end may die
-        within one while its child keeps the connection open.
+        `stalls_s` limits pauses within a message (None: no limit). A limit is needed because the
+        other process can die within a message while its child keeps the connection open.
         """
         self.connection = connection
         self._pid = getpid()
         self.is_closed = False
-        """Whether the other end is gone and all of its messages have been read."""
+        """Whether the other process has closed its end, and all messages from it have been read."""
         if stalls_s is not None:
             limit = _TIMEVAL.pack(int(stalls_s), int(stalls_s % 1 * 1e6))
             with socket.socket(fileno=os.dup(connection.fileno())) as copy:
@@ -55,7 +55,7 @@ class Channel(Generic[_Received]):
 
     @classmethod
     def inherited(cls, descriptor: int) -> Channel[_Received]:
-        """Use an inherited descriptor, without passing it on to programs that this one starts."""
+        """Use an inherited descriptor; do not pass it on to programs that this process starts."""
         os.set_inheritable(descriptor, False)  # noqa: FBT003  # the function takes no keywords
         return cls(Connection(descriptor))
 
@@ -63,18 +63,18 @@ class Channel(Generic[_Received]):
         return self.connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message, blocking; in a forked child this does nothing."""
+        """Send a message, blocking; do nothing in a forked child."""
         if getpid() == self._pid:
-            # Values that JSON cannot represent are sent as their repr, so that an unusual user
-            # property does not lose the report.
+            # Values that JSON cannot represent are sent as their repr, otherwise an unusual user
+            # property would lose the report.
             self.connection.send_bytes(dump_tagged(message).encode("ascii"))
 
     def receive(self, *, within_s: float | None = None) -> _Received | None:
-        """Wait for one message; return None once the other end is gone.
+        """Wait for a message and return it; return None if the other end is closed.
 
         Raises:
-            TimeoutError: No message began in time.
-            CodecError: The other end sent something else.
+            TimeoutError: No message began to arrive within `within_s`.
+            CodecError: The other process sent something that is not a message.
         """
         if within_s is not None and not self.connection.poll(max(within_s, 0.0)):
             raise TimeoutError
@@ -84,7 +84,8 @@ class Channel(Generic[_Received]):
             self.is_closed = True
             return None
         except OSError as error:
-            # Without errno, the connection ended within a message, or a message is too long.
+            # An OSError without errno means that the connection ended within a message, or that the
+            # message is too long.
             if error.errno is None and self.is_hung_up():
                 self.is_closed = True
                 return None
@@ -93,14 +94,14 @@ class Channel(Generic[_Received]):
         return message
 
     def receive_available(self) -> Iterator[_Received]:
-        """Yield the messages that have arrived, without waiting for more."""
+        """Yield the messages that have arrived already; do not wait for more."""
         while not self.is_closed and self.connection.poll(0):
             message = self.receive()
             if message is not None:
                 yield message
 
     def is_hung_up(self) -> bool:
-        """Return immediately whether the other end is gone, even if messages are unread."""
+        """Return whether the other end is closed, without waiting; messages may still be unread."""
         poll = select.poll()
         poll.register(self.connection, _HANG_UP)
         return bool(poll.poll(0))

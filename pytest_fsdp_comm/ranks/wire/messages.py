@@ -1,4 +1,4 @@
-"""The messages between processes, each a frozen dataclass that is parsed strictly."""
+"""The messages between processes: frozen dataclasses, which are parsed strictly."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Position, SessionEx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTest:
-    """Whether another test follows on the same ranks, and which."""
+    """Whether the same ranks run another test after this one, and which."""
 
     index: int | None = None
-    """Index in the session's items of the next test that runs on these ranks, if that is certain.
-    Ranks keep the fixtures that it shares with this test. None tears down all fixtures."""
+    """The index among the session's items of the next test, if it is certain to run on these ranks.
+    They keep the fixtures that both tests share. If None, they tear down all fixtures."""
     is_none: bool = True
-    """Whether no other test follows, so that ranks run their exit functions."""
+    """True if these ranks run no more tests, so that they run their exit functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetSpec:
-    """Describes a rank set to its processes; for a fork server, `StartRank` messages follow."""
+    """Describes a rank set to its ranks. To a fork server, `StartRank` messages follow it."""
 
     item_index: int
-    """The first test, by its index in the session's items."""
+    """The index of the first test among the session's items."""
     nodeid: str
-    """The first test, for spawned ranks, which collect again."""
+    """The node id of the first test; spawned ranks need it, because they collect tests again."""
     settings: DistributedSettings
     directory: Path
-    """Used only by this rank set, for logs and stores."""
+    """The directory for this rank set's logs and store; no other rank set uses it."""
     basetemp: Path
     echoes: tuple[str, ...]
-    """Logs to print while ranks run: their streams with ``-s``, ``terminal`` with ``--setup-show``
-    or ``log_cli``."""
+    """Names of the logs to print while the test is running: ``stdout`` and ``stderr`` under ``-s``,
+    ``terminal`` under ``--setup-show`` or ``log_cli``."""
     next_test: NextTest = NextTest()
     store_prefix: str = ""
     """Prefix of this rank set's keys on the launcher's store."""
     slots: tuple[Path, ...] = ()
-    """Files of slots, which the server locks until the ranks have ended."""
+    """The files of slots; the server keeps them locked until the ranks have ended."""
     terminal: tuple[int, ...] = ()
     """Descriptors of the session's stdin, stdout and stderr; empty if there is no terminal."""
     foreground: int = 0
-    """The session's process group, which has the terminal while no debugger runs."""
+    """The process group of pytest, which has the terminal unless a debugger is running."""
     debugged_rank: int = 0
     gpus: tuple[str, ...] = ()
-    """Names from the caller's list of visible GPUs; empty leaves the list unchanged."""
+    """The GPUs that ranks can see, as the user listed them; empty to leave the list unchanged."""
 
     def log_path(self, rank: int, stream: str) -> Path:
-        """Return the log of a rank's ``stdout``, ``stderr``, or pytest's ``terminal``."""
+        """Return the log of a rank's ``stdout`` or ``stderr``, or of its ``terminal`` reporter."""
         return self.directory / f"rank{rank}.{stream}"
 
     def stacks_path(self, rank: int) -> Path:
@@ -62,29 +62,29 @@ class RankSetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Debugging:
-    """The user has entered or left a debugger; the time in it does not count."""
+    """Reports that the user has entered or left a debugger, where the test has no deadline."""
 
     has_begun: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestEnded:
-    """The rank has finished the test, and waits for another one."""
+    """Reports that the rank has finished the test and is waiting for the next command."""
 
     payloads: tuple[str, ...] | None
-    """The serialized value of each extension; None if the protocol raised."""
+    """The serialized payload of each extension; None if pytest's protocol raised."""
     escaped: str | None
-    """The exception that pytest's protocol raised; None if it returned."""
+    """The exception that pytest's protocol raised, in words; None if it returned."""
     session_exit: SessionExit | None = None
     further_ranks: tuple[int, ...] = ()
-    """Ranks that have to run too; the test runs again, with these."""
+    """Ranks that the test needs, too. It runs again, including these."""
     can_run_another: bool = True
-    """False if the test destroyed or replaced the process group."""
+    """False if the test has destroyed or replaced the process group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestsEnded:
-    """Answers `EndTests`, after reports of failures."""
+    """Answers `EndTests`; the rank has sent reports of failures before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class PositionQuestion:
     """Asks a watchdog where its rank is."""
 
     number: int
-    """Identifies the question, because its answer may come too late."""
+    """Identifies the question, so that a late answer to an earlier question can be ignored."""
     with_groups: bool
     """Whether to read `Position.groups`, which is slow if many ranks share few cores."""
 
@@ -128,14 +128,14 @@ class PositionQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRank:
-    """Asks to fork a rank; the two descriptors for `RunRank` follow."""
+    """Asks the server to fork a rank; the two descriptors for `RunRank` follow."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndSet:
-    """Asks to kill the rank set."""
+    """Asks the server to kill the rank set."""
 
     within_s: float
 
@@ -154,11 +154,11 @@ class SetStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExited:
-    """A rank's process has ended, before `EndSet`."""
+    """Reports that the process of a rank has ended before `EndSet`."""
 
     rank: int
     status: int
-    """Exit status, or minus the signal's number."""
+    """The exit status, or minus the number of the signal that killed the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +166,12 @@ class SetEnded:
     """Answers `EndSet`."""
 
     unended: dict[int, int]
-    """By rank: the pids that SIGKILL did not end."""
+    """By rank: the pids of processes that SIGKILL did not end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFailed:
-    """The last message of a fork server that failed."""
+    """Reports why the fork server failed; its last message."""
 
     reason: str
 
@@ -186,23 +186,23 @@ class Joined:
     """A launched rank's first message on each of its two connections."""
 
     token: str
-    """Read from the launcher's store; proves that the sender is a rank."""
+    """Read from the launcher's store, which proves that the sender is a rank."""
     rank: int
     host: str
     tests: tuple[str, ...] | None
-    """The tests that it collected, with their settings, in order; None from the watchdog."""
+    """The tests that the rank collected, with their settings; None on the watchdog's connection."""
     problem: str = ""
-    """Why it could not collect all tests; empty if it could."""
+    """Why the rank could not collect all tests; empty if it could."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """Answers `Joined`: all ranks have collected the same tests."""
+    """Answers `Joined` once all ranks have joined with the same tests."""
 
     order: tuple[int, ...]
-    """The index of each of rank 0's tests among the rank's tests."""
+    """For each test of rank 0, in order: its index among the tests of the receiving rank."""
     randomly_seed: int | None
-    """The seed of pytest-randomly; None without that plugin."""
+    """The seed that pytest-randomly chose on rank 0; None without that plugin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
