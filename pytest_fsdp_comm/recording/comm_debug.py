@@ -274,16 +274,16 @@ ModuleCounts = dict[str, dict[str, defaultdict[Any, int]]]
 
 
 class CommDebugAnswers(ABC):
-    """The methods of `CommMode` that CommDebugMode has too. All results are copies.
+    """The methods that `CommMode` shares with CommDebugMode. All results are copies.
 
-    In a block, they cover the recording so far; after it, the last block.
+    Inside a block, they cover the recording so far; after it, the last block.
     """
 
     @abstractmethod
     def _current_block(self) -> RecordedBlock: ...
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """Count by operation, e.g. ``torch.ops.c10d._allgather_base_``; 0 for other keys.
+        """Count collectives by operation, e.g. ``torch.ops.c10d._allgather_base_``; others are 0.
 
         As in CommDebugMode, operations of ``_c10d_functional`` are counted under their names in
         ``c10d_functional``. Point-to-point calls, barriers and in-place variants also count.
@@ -301,7 +301,7 @@ class CommDebugAnswers(ABC):
         return len(self._current_block().recording.collectives)
 
     def get_comm_module_counts(self) -> ModuleCounts:
-        """Count by module, then ``forward`` or ``backward``, then operation.
+        """Count collectives by module, then ``forward`` or ``backward``, then operation.
 
         A module's counts include those of the modules in it. Names begin with the class of the
         root; ``Global`` has the total. Collectives of a recomputation count as backward, those
@@ -323,7 +323,7 @@ class CommDebugAnswers(ABC):
 
     @property
     def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
-        """The operations that ran in each module, in order; ``Global`` has those of no module.
+        """The operations that ran in each module, in order; ``Global`` has all others.
 
         Raises:
             RecordingError: Operations were not traced.
@@ -343,7 +343,7 @@ class CommDebugAnswers(ABC):
 
     @property
     def advanced_module_tracker(self) -> Any:
-        """The modules that were called, as torch's tracker.
+        """The modules that were called, as an instance of torch's tracker.
 
         It provides ``module_helper_dict`` (``depth``, ``module_type``, and the placements of
         sharded ``parameters`` as text), ``module_parents_dict`` (each module's callers and itself)

@@ -245,7 +245,7 @@ class CommMode(CommDebugAnswers):
 
     @property
     def estimate(self) -> Estimate:
-        """This rank's memory at its peak, and its operations; estimated, never compared.
+        """This rank's estimated peak memory and operations; never compared with a snapshot.
 
         Raises:
             RecordingError: The last block was entered without ``estimate=``.

@@ -1,4 +1,4 @@
-"""Estimate a rank's memory at its peak, and its floating-point operations."""
+"""Estimate a rank's peak memory and its floating-point operations."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 # Note [Flight recorder]
 # torch's flight recorder lists the collectives that a backend ran, on all threads. It has no
-# point-to-point calls, no monitored_barrier, and nothing of the fake group. NCCL has a separate one
-# in CUDA builds. Checked in torch 2.13, which added the thread to the entries (version 2.10 of the
-# trace); we ignore entries without it. It stores 2,000 entries, or TORCH_FR_BUFFER_SIZE (0 disables
-# it). A dump takes 10 us per entry, and always includes all entries.
+# point-to-point calls, no monitored_barrier, and nothing from the fake group. NCCL has a separate
+# flight recorder in CUDA builds. Checked in torch 2.13, which added the thread to the entries
+# (version 2.10 of the trace); we ignore entries without a thread. The buffer has 2,000 entries, or
+# TORCH_FR_BUFFER_SIZE (0 disables it). A dump takes 10 us per entry, and always includes all.
 
 # Note [The witness]
 # The recording watches the dispatcher; the flight recorder watches the backend. A collective that

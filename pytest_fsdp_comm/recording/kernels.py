@@ -50,7 +50,7 @@ _USED: Final = (
 set_compiler: Callable[[Any], Any] = upstream.look_up(
     "torch._C._dynamo.eval_frame", "set_eval_frame"
 )
-"""Set the compiler of this thread's frames, None to switch it off; return the previous one."""
+"""Set the compiler for this thread's frames (None: no compiler); return the previous one."""
 
 _libraries: Final[list[Any]] = []
 """The libraries that own our kernels; torch removes the kernels when they are freed."""
@@ -70,7 +70,7 @@ _thread = _Thread()
 
 def register_collectives() -> str:
     """Register kernels for all collectives; return why a dispatch mode is needed instead, or ""."""
-    global _checked  # noqa: PLW0603  # the kernels are the process's
+    global _checked  # noqa: PLW0603  # the whole process shares the kernels
     missing = [name for name in _USED if not hasattr(torch._C, name)]
     if missing:
         return f"this torch has no torch._C.{missing[0]}"

@@ -87,7 +87,7 @@ def _take(patches: Sequence[_Patch]) -> None:
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
     """Report events to the recordings of their thread while the block runs. See Note [Patches]."""
-    global _num_users  # noqa: PLW0603  # the patches are the process's
+    global _num_users  # noqa: PLW0603  # the whole process shares the patches
     with _lock:
         if not _num_users:
             hide_from_compiler()

@@ -263,7 +263,7 @@ class Recorder:
         ]
         if not foreign:
             return
-        # The module may be unknown if the collective sends a gradient that is being added.
+        # Skip calls without a module, such as one that sends a gradient while it is added.
         modules = next(filter(None, foreign), ())
         example = f" (for example, a {printable(type(modules[0]).__name__)})" if modules else ""
         for model in self.idle:

@@ -67,7 +67,7 @@ class _OnImport(MetaPathFinder):
                 run(module)
                 self._imported(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # only this loader
         return spec
 
 
@@ -89,7 +89,7 @@ def run_script(
             file = str(Path(script).absolute())
             sys.modules["__main__"] = module = ModuleType("__main__")
             vars(module).update(__file__=file, __builtins__=builtins, __cached__=None)
-            exec(compile(Path(file).read_bytes(), file, "exec"), vars(module))  # noqa: S102  # it is what runs
+            exec(compile(Path(file).read_bytes(), file, "exec"), vars(module))  # noqa: S102  # the user's script
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
 

@@ -46,7 +46,7 @@ class Visit:
     wrappers: tuple[tuple[nn.Module, ...], ...]
     """The wrappers of each node, outermost first."""
     index_of: Mapping[int, int]
-    """``id`` of a module or wrapper -> index of its node, which is never an alias."""
+    """The index of a module's node (never an alias), by the ``id`` of the module or wrapper."""
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield each wrapper and module with its node's index, outermost first, without aliases."""

@@ -1,1 +1,1 @@
-"""How a model is sharded, as values: facts, differences and findings."""
+"""Values that describe how a model is sharded: facts, differences and findings."""

@@ -76,7 +76,7 @@ class ParameterNode:
     name: str
     """Its name in that module."""
     tied: tuple[tuple[int, str], ...] = ()
-    """Further places (module, name) where the same parameter is registered."""
+    """The other places (module, name) where the same parameter is registered."""
     shape: tuple[int, ...]
     """Global shape."""
     dtype: str
@@ -123,7 +123,7 @@ class Precision:
     buffer_dtype: str | None = None
     """FSDP1 only."""
     cast_forward_inputs: bool = True
-    """Whether inputs of the forward are cast to `param_dtype`."""
+    """Whether the inputs of forward are cast to `param_dtype`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +142,8 @@ class ShardUnit:
     replicate_axis: MeshAxis | None
     """The axis over which it is replicated; None without replication."""
     reshard_after_forward: bool | int | None
-    """Whether parameters are freed after forward, or the number of ranks over which they are
-    resharded then; None for a unit that gathers nothing. Applies once the model has run."""
+    """Whether parameters are freed after forward, or the number of ranks over which they are then
+    resharded; None for a unit that gathers nothing. The value once the model has run."""
     precision: Precision
     offload: bool
     """Whether shards are in host memory."""
@@ -171,7 +171,7 @@ class ShardUnit:
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether FSDP gathers its parameters, or would if its children had not taken them all."""
+        """Whether FSDP gathers its parameters, or would if child units did not manage all."""
         return self.shard_axis is not None or (self.kind == "fsdp2" and not self.parameters)
 
 
@@ -180,7 +180,7 @@ class ShardTree:
     """How a model is sharded, read on one rank."""
 
     rank: int
-    """This rank, from 0; 0 without a process group. Not compared."""
+    """The number of this rank; 0 without a process group. Not compared."""
     world_size: int
     """Ranks of the default group; 1 without a process group."""
     backend: str
@@ -188,7 +188,7 @@ class ShardTree:
     torch_version: str
     """The value of ``torch.__version__``. Printed, not compared."""
     mesh_axes: tuple[MeshAxis, ...]
-    """The axes over which something is sharded or replicated, sorted by name."""
+    """The axes over which parameters are sharded or replicated, sorted by name."""
     modules: tuple[ModuleNode, ...]
     """In registration order, parents first. The root has index 0; if the rank runs several parts of
     one model, each part's root comes before its modules."""
@@ -232,7 +232,7 @@ class ShardTree:
         return self._slot_fqn(parameter.module, parameter.name)
 
     def tied_fqns(self, index: int) -> tuple[str, ...]:
-        """Return the further FQNs of a tied parameter, in natural order."""
+        """Return the other FQNs of a tied parameter, in natural order."""
         tied = (self._slot_fqn(*slot) for slot in self.parameters[index].tied)
         return tuple(sorted(tied, key=natural_key))
 
@@ -260,9 +260,9 @@ class ShardTree:
 
     @property
     def module_to_fqns(self) -> dict[str, tuple[str, ...]]:
-        """FQN of each unit's module -> FQNs of the original parameters that the unit manages.
+        """FQNs of the original parameters that each unit manages, by the FQN of the unit's module.
 
-        For a unit of several modules, each module has the parameters inside it.
+        If a unit consists of several modules, each module is listed with the parameters inside it.
         """
         managed: dict[str, list[str]] = {}
         for unit in self.units:

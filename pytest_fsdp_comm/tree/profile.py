@@ -94,9 +94,9 @@ class TreeFacts:
     world_size: int
     mesh_axes: tuple[MeshAxis, ...]
     units: Mapping[int, Mapping[str, UnitFacts]]
-    """By number (1, or 2 and up for further units of the same modules), then by unit name."""
+    """Units by number (1, or 2 and up for further units of the same modules), then by name."""
     parameters: Mapping[str, ParameterFacts]
-    """By FQN."""
+    """Parameters by FQN."""
 
 
 def tree_facts(tree: ShardTree) -> TreeFacts:

@@ -26,9 +26,9 @@ class Label:
     """The parameter and role of a tensor."""
 
     parameter: torch.Tensor | None
-    """The parameter whose value or gradient it is; None if it may belong to several."""
+    """The parameter whose value or gradient the tensor is; None if there are several candidates."""
     role: Role | None
-    """None if it may be a value or a gradient."""
+    """None if the tensor may be either a value or a gradient."""
 
 
 @dataclass(slots=True)

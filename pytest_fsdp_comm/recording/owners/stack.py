@@ -116,7 +116,7 @@ class StackScan:
     is_object: bool = False
     """Whether one of the ``*_object*`` collectives requested the call."""
     is_from_cpp: bool = True
-    """True if no Python code lies between the call and the engine, or its thread's start."""
+    """True if no Python code lies between the call and the engine (or the start of the thread)."""
     is_from_ddp: bool = False
     """Whether DDP, or a communication hook that DDP called, requested the call."""
     is_from_dtensor: bool = False

@@ -100,7 +100,7 @@ class TensorOwners:
         attribution: Attribution,
         dtensor: Any,
     ) -> Carried | None:
-        """Return the `Carried` of a call that is about to run; None for FSDP, DDP and objects."""
+        """Return the `Carried` of a call about to run; None for FSDP, DDP and object calls."""
         # `bound` maps argument names to values. `dtensor` is the DTensor that user code is
         # redistributing through this call; None if an operator redistributes it, or nothing does.
         if attribution.source in _NAMED_BY_UNITS:
@@ -117,7 +117,7 @@ class TensorOwners:
             if dtensor is not None:
                 sent = dtensor
             elif scan.redistributing is not None:
-                # `dtensors.py` raises if torch has renamed the variable.
+                # Use get(), because `dtensors.py` raises if torch has renamed the variable.
                 sent = scan.redistributing.get("local_tensor")
             else:
                 has_sent = operation.sent is not NOWHERE

@@ -33,7 +33,7 @@ _PADDING_SHARE: Final = 0.1
 @rule("no-root-unit", "error", cure="call fully_shard on the model itself too, after its blocks")
 def no_root_unit(wrapping: Wrapping) -> Iterator[Case]:
     """Find blocks of a stack that are units without a common root unit."""
-    # Ignores parts of a model that run by themselves, such as stages of a pipeline: parts passed as
+    # Ignore parts of a model that run by themselves, such as stages of a pipeline: parts passed as
     # a list, parts in a module that cannot run, and parts that contain units and no parameters
     # outside them.
     tree = wrapping.tree
@@ -90,7 +90,7 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
     cure="shard the whole model with a single API; fully_shard is under active development",
 )
 def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units inside a unit of another kind; siblings of different kinds are allowed."""
+    """Find units inside a unit of a different kind; siblings of different kinds are allowed."""
     tree = wrapping.tree
     kinds = {module: units[-1].kind for module, units in wrapping.units_of.items()}
     for index, unit in enumerate(tree.units):
@@ -108,7 +108,7 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
 @rule("wrapped-after-parent", "error", cure="wrap children before their parents")
 def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
     """Find units whose parameters are managed by an enclosing unit that was wrapped earlier."""
-    # Ignores a unit that has no parameters because its children are units.
+    # Ignore a unit that has no parameters because its children are units.
     tree = wrapping.tree
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     late: defaultdict[int, dict[int, None]] = defaultdict(dict)
@@ -153,7 +153,7 @@ def split_tie(wrapping: Wrapping) -> Iterator[Case]:
 )
 def unmanaged_parameter(wrapping: Wrapping) -> Iterator[Case]:
     """Find trainable parameters outside all units."""
-    # Ignores models without gathered units, frozen parameters, and parameters that are DTensors.
+    # Ignore models without FSDP units, frozen parameters, and parameters that are DTensors.
     tree, loose = wrapping.tree, wrapping.unmanaged
     if loose:
         reason = (
@@ -185,7 +185,7 @@ def ranks_differ(texts: Mapping[int, str]) -> Iterator[Case]:
 @rule("partly-wrapped", "warning", cure="call fully_shard on each block of the stack")
 def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
     """Find blocks that are not units although other blocks of their stack are."""
-    # Ignores blocks too small for a unit, blocks whose modules are units, and blocks that are
+    # Ignore blocks too small for a unit, blocks whose modules are units, and blocks that are
     # frozen where FSDP1 wraps only trainable ones (or the reverse).
     tree, units_of = wrapping.tree, wrapping.units_of
     nbytes = [0] * len(tree.modules)
@@ -233,7 +233,7 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
 )
 def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
     """Find large parameters that are replicated on all ranks."""
-    # Ignores models without shards, units that replicate (a deliberate choice), and parameters that
+    # Ignore models without shards, units that replicate (a deliberate choice), and parameters that
     # `unmanaged-parameter` reports.
     tree, unmanaged = wrapping.tree, set(wrapping.unmanaged)
     for index, parameter in enumerate(tree.parameters if tree.is_sharded else ()):
@@ -248,7 +248,7 @@ def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
 def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
     """Find units with frozen and trainable parameters, where separate units would pay off."""
     # Only FSDP1 has this cost: it reduces one flat gradient, with zeros for frozen parameters.
-    # FSDP2 reduces only existing gradients, and gathers the same bytes in one unit or two. Ignores
+    # FSDP2 reduces only existing gradients, and gathers the same bytes in one unit or two. Ignore
     # cases where the additional collectives cost more than the zeros, and modules that have both
     # kinds of parameters, which no unit can separate.
     for index, unit in wrapping.sharded_units():
@@ -273,7 +273,7 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
     """Find units too small for separate collectives, if the enclosing unit could include them."""
-    # Ignores units that cannot join the enclosing unit because it has another mesh, precision,
+    # Ignore units that cannot join the enclosing unit because it has a different mesh, precision,
     # offload or divide factor, lacks a dtype, gathers more often, or would reduce frozen gradients.
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):

@@ -87,7 +87,7 @@ class Wrapping:
 
     def frozen_modules(self, unit: ShardUnit) -> Iterable[list[ParameterNode]]:
         """Return the frozen parameters that separate units could manage, grouped by unit."""
-        # Skips parameters whose module also has a trainable one.
+        # Skip parameters whose module also has a trainable one.
         trainable: set[int] = set()
         for parameter in self.parameters(unit):
             if parameter.trainable:
@@ -124,7 +124,7 @@ def gathers(unit: ShardUnit) -> int:
 
 
 def reductions(unit: ShardUnit) -> int:
-    """Return how many collectives reduce a unit's gradients: two if it is also replicated."""
+    """Return how many collectives reduce a unit's gradients: two if the unit is also replicated."""
     return 1 if unit.replicate_axis is None else 2
 
 
