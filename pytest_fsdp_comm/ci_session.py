@@ -47,7 +47,7 @@ class CiSession:
 
     def pytest_sessionstart(self) -> None:
         """Take over from pytest-github-actions-annotate-failures (checked with version 0.4)."""
-        # `pytest_runtest_logreport` passes failures that are not annotated here to that plugin.
+        # That plugin still annotates other failures, which `pytest_runtest_logreport` passes on.
         manager = self._config.pluginmanager
         if self.annotates and manager.has_plugin("annotate_errors"):
             self._annotator = manager.unregister(name="annotate_errors")

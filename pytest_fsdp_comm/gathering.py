@@ -166,7 +166,9 @@ class RankFiles:
         (self._directory / f"rank{rank}.{digest}").touch()
 
     def collect(self, num_ranks: int, *, timeout_s: float) -> dict[int, str]:
-        """Wait for each rank's text, and delete the directory; equal texts are one object.
+        """Wait until all ranks have written, delete the directory, and return each rank's text.
+
+        Texts that are equal are returned as one object.
 
         Raises:
             RecordingError: A rank has written nothing after `timeout_s`.

@@ -58,7 +58,7 @@ def simulated_variables(rank: int, size: int, local_size: int | None = None) -> 
     """Return torchrun's variables for hosts with `local_size` ranks (default 8) and no GPU."""
     local_size = local_size or _HOST_SIZE
     local_rank = rank % local_size
-    on_host = min(local_size, size - rank + local_rank)  # the last host may have fewer ranks
+    on_host = min(local_size, size - rank + local_rank)  # the last host can have fewer ranks
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     numbers = zip(names, map(str, (rank, size, local_rank, on_host)), strict=True)
     return {**dict(numbers), "CUDA_VISIBLE_DEVICES": ""}
@@ -70,7 +70,7 @@ def is_spawned_rank() -> bool:
 
 
 def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """Read the launcher's variables; return None if it started no or only one process.
+    """Read the launcher's variables; return None unless a launcher started several processes.
 
     Raises:
         ValueError: A variable is not a number in the expected range.

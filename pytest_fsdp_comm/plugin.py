@@ -174,7 +174,7 @@ def _prepare_ranks(
 
 
 class _Protocol:
-    """Runs distributed tests; registered last, so that its hook precedes those of other plugins."""
+    """Runs distributed tests; registered last, so its hook runs before those of other plugins."""
 
     def __init__(self, choose: Callable[[pytest.Item], RankRunner | None]) -> None:
         self._choose = choose

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         last_step=int(steps[2] or steps[1]),
         local_world_size=options.local_world_size,
     )
-    # An absolute path, because the script may change the working directory.
+    # Use an absolute path, because the script can change the working directory.
     hook = _Hook(script_run, Path(options.out).absolute(), goes_on=options.go_on)
     with contextlib.ExitStack() as undo:
         if options.world_size:
@@ -122,7 +122,7 @@ def _status_of(run: Callable[[], None]) -> int:
         raise
     except Exception as error:  # noqa: BLE001  # any error of the script
         error.__traceback__ = _without_our_frames(error.__traceback__)
-        if isinstance(error, FsdpCommError):  # of a simulated rank
+        if isinstance(error, FsdpCommError):  # a simulated rank raised it
             from pytest_fsdp_comm.simulation.world import of_user  # noqa: PLC0415  # loads torch
 
             of_user(error)

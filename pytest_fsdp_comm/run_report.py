@@ -87,7 +87,7 @@ class Notes:
         self._recordings: list[Recording] = []
         self._records: dict[str, Record] = {}
 
-    # Called in the process that runs the test; see Note [Records of ranks].
+    # These methods are called in the process that runs the test; see Note [Records of ranks].
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
         """Store the results of a comparison, and explain differences while the values exist."""
@@ -116,7 +116,7 @@ class Notes:
             compared = _UNCOMPARED
             context = item.config.stash.get(RANK_CONTEXT, None)
             if context is None or context.rank == context.settings.ranks[0]:
-                with suppress(FsdpCommError):  # too large for a snapshot
+                with suppress(FsdpCommError):  # the recording is too large for a snapshot
                     text = SnapshotText.of(fold(recording), where="the recording")
                     compared = replace(_UNCOMPARED, new=str(text))
             self._add(compared, recording)
@@ -132,7 +132,7 @@ class Notes:
         self._compared, self._recordings = [], []
         return record
 
-    # Called in the pytest process.
+    # These methods are called in the pytest process.
 
     def merge(self, item: pytest.Item, payloads: Mapping[int, Record], **_: bool) -> list[str]:
         """Store the merged records of a test's ranks until the test is reported."""
@@ -152,7 +152,7 @@ class Notes:
 
 
 def _recording_of(value: Any) -> Recording | None:
-    """Return the last recording of a ``comm_mode``; None if `value` is not one or has none."""
+    """Return a ``comm_mode``'s last recording; None if there is none, or for other values."""
     recording: Recording | None = None
     with suppress(FsdpCommError):
         recording = value.recording if hasattr(type(value), "merged_profile") else None
@@ -280,7 +280,7 @@ class SessionReport:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the report, also after an interrupted session."""
+        """Write the report, even if the session was interrupted."""
         if self._is_worker or RANK_CONTEXT in self._config.stash:
             return
         invocation = self._config.invocation_params

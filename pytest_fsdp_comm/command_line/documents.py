@@ -21,7 +21,7 @@ from pytest_fsdp_comm.tree.profile import fold as fold_tree
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
-    """Read a snapshot, or convert a JSON recording (keeping call sites) or JSON tree to one.
+    """Read a snapshot, or convert a recording (with call sites) or a tree in JSON to a snapshot.
 
     `where` (default: the path) is the name of the file in errors.
     """
@@ -132,7 +132,7 @@ class _ReadSettings:
 
 
 def _read_settings(start: Path) -> Any:
-    """Return pytest's configuration for an absolute directory, which may not exist yet."""
+    """Return pytest's configuration for an absolute directory, which need not exist yet."""
     import pytest  # noqa: PLC0415  # importing it takes longer than most commands run
 
     plugin = _ReadSettings()

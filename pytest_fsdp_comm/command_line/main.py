@@ -22,8 +22,8 @@ from pytest_fsdp_comm.errors import FsdpCommError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (default: the process's); return the exit status."""
     command_line = list(sys.argv[1:] if arguments is None else arguments)
-    # Do not fail at file names that are not UTF-8, or under a C locale. `record` must leave the
-    # script's streams, errors and exit status unchanged.
+    # Make it possible to print file names that are not UTF-8, and any text under a C locale.
+    # `record` must leave the script's streams, errors and exit status unchanged.
     runs_script = command_line[:1] == ["record"]
     for stream in (sys.stdout, sys.stderr) if not runs_script else ():
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream

@@ -1,4 +1,4 @@
-"""``fsdp-comm show``: print a file for reading, with totals, peak, phases and modules."""
+"""``fsdp-comm show``: print a file in readable form: totals, peak, phases and modules."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     table = [tuple(row) for row in rows]
     if not table:
         return
-    # The last cell of a row does not widen its column.
+    # The last cell of a row does not widen its column, because no cell follows it.
     widths = [
         max((len(row[column]) for row in table if column < len(row) - 1), default=0)
         for column in range(max(map(len, table)))

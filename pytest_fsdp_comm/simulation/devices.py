@@ -292,7 +292,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(batch, weight)
         # Each rank sends the mean and the inverse deviation of each channel, and a count.
         statistics = _sums(batch, 2 * batch.shape[1] + 1)
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # since 2.13
         gather(statistics.new_empty(size * len(statistics)), statistics, group)
         return torch.empty_like(batch)
 
@@ -366,7 +366,7 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
         **{f"current_device{end}": lambda: _state.index for end in ("", "_index", "_idx")},
         **{f"set_device{end}": set_device for end in ("", "_index", "_idx")},
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        # One GPU for each rank that a launcher starts on this host.
+        # Pretend that there is one GPU for each rank that a launcher starts on this host.
         "device_count": lambda: int(os.environ["LOCAL_WORLD_SIZE"]),
         "get_device_capability": answer((_H100.major, _H100.minor), "get_device_capability"),
         "get_device_name": answer(_H100.name, "get_device_name"),

@@ -61,11 +61,11 @@ class RealGroups:
                 )
 
     def check_used(self) -> None:
-        """Raise FsdpCommError if meshes were created, but none of them has one of the real axes."""
+        """Raise FsdpCommError if meshes were created, but all of them lack one of the real axes."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
-        # Do not complain if there is no mesh, or one without axis names: a real axis can also be a
-        # process group created without a mesh, or an axis without a name.
+        # Do not complain without any mesh, or with a mesh that has no axis names: a real axis can
+        # also be a process group created without a mesh, or an axis without a name.
         if unused and _meshes and None not in _meshes:
             raise FsdpCommError(
                 f"real= names {', '.join(unused)}, but the meshes have only "
@@ -287,7 +287,8 @@ def distinct_places(
             local_lengths = set()
             for length in lengths[dim]:
                 chunk = -(-length // size)
-                # The last rank with a full chunk, the one with the remainder, and the last rank.
+                # These ranks have all distinct lengths: the last rank with a full chunk, the rank
+                # with the remainder, and the last rank.
                 ends = {max(0, length // (chunk or 1) - 1), (length - 1) // (chunk or 1), size - 1}
                 local = {end: max(0, min(chunk, length - end * chunk)) for end in (place, *ends)}
                 distinct |= {end for end in ends if local[end] != local[place]}

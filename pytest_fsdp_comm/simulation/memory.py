@@ -97,7 +97,7 @@ class _Place(NamedTuple):
     dtype: torch.dtype
     size: Sequence[int]
     stride: Sequence[int]
-    offset: Any  # an int, which torch types as possibly symbolic
+    offset: Any  # an int, but torch's annotation also allows a symbolic one
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor with this layout that is a view of a storage with memory."""

@@ -122,8 +122,8 @@ _ADVICE: Final = {
 }
 """For each reason why values are unknown: an explanation, and what to do about it."""
 _awaited: Final[dict[int, list[Callable[[], None]]]] = {}
-"""Functions that write received values into a storage, by the address of the storage. They refer
-to the storage, which keeps it alive and the address unique."""
+"""Keyed by a storage's address: functions that write received values into the storage. They also
+refer to the storage, so it stays alive and its address stays unique."""
 
 
 _PLAIN: Final = frozenset(
@@ -541,7 +541,7 @@ def mark_of(tensor: torch.Tensor) -> torch.device | None:
 
 
 def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
-    # Not torch's tree_leaves, which does the same but takes a fifth of a step.
+    # Do not use torch's tree_leaves, which does the same but takes a fifth of a step.
     tensors = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -632,7 +632,7 @@ def _deduce(
 
 
 def _absorbs(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
-    """Return whether a known argument alone determines the result, as True does in an or."""
+    """Return whether a known argument alone determines the result, as True does in `or`."""
     value = _ABSORBS.get(name)  # among integers, only zero absorbs
     if value is None or (value and to != torch.bool) or not is_known(tensor):
         return False

@@ -141,7 +141,7 @@ def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # a case for each type
             readers = [_reader(entry) for entry in arguments if entry is not Ellipsis]
             return partial(_read_tuple, readers, Ellipsis in arguments)
         case builtins.dict | collections.abc.Mapping:
-            # JSON keys are always strings.
+            # JSON keys are always strings, so keys that were integers must be parsed.
             read_key = _read_whole_number if arguments[0] is int else _reader(arguments[0])
             return partial(_read_mapping, read_key, _reader(arguments[1]))
         case type() as cls if is_dataclass(cls):

@@ -68,7 +68,7 @@ def escape(fqn: str) -> str:
 
 
 def write_word(text: str) -> str:
-    """Escape only whitespace and backslashes, not parentheses or commas as `escape` does."""
+    """Escape only whitespace and backslashes, while `escape` also escapes ``(`` or ``,``."""
     return _escape_word(text, reserved="\\")
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from pytest_fsdp_comm.errors import quoted_part
 
-# Each set of ranks has exactly one text, and `read_ranks` rejects all others:
+# There is exactly one way to write each set of ranks, and `read_ranks` rejects all others:
 # - Consecutive ranks are a run, `0-3`.
 # - From the left, `FOLDED` or more runs of equal length and distance are folded: `0-62/2` is every
 #   second rank from 0 to 62, `0-55:8/16` the first 8 of every 16 from 0 to 55. Ranks of a device

@@ -28,12 +28,12 @@ _FACTOR: Final = 3
 
 
 def counted(count: int, noun: str) -> str:
-    """Write ``1 rank`` or ``2 ranks``; `noun` is a singular with a plural in s."""
+    """Write ``1 rank`` or ``2 ranks``; `noun` is a singular whose plural adds an s."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def cut(text: str, most: int) -> str:
-    """Truncate text to `most` characters (at least 60), and append the number dropped."""
+    """Truncate text to `most` characters (at least 60), and append the number of missing ones."""
     if len(text) <= most:
         return text
     beginning = text[: most - 40]
@@ -75,7 +75,7 @@ def shell_word(text: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element; 1 if the name has no number of bits, such as ``bool``."""
+    """Return an element's size in bytes; 1 if the name contains no number of bits, as ``bool``."""
     # For mixed dtypes such as ``bfloat16+float32``, return the size of the largest one, in which
     # FSDP also reduces gradients.
     names = (re.search(r"\d+", name) for name in dtype.split("+"))
@@ -103,12 +103,12 @@ def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) ->
     """Write old and new bytes, rounded as in `show_nbytes` unless they would look equal."""
     if any(unsized):
         return f"{show_nbytes(old, unsized[0])} -> {show_nbytes(new, unsized[1])}"
-    # `1.4 -> 2.3 MiB`, `512 B -> 2.0 KiB`, `0 -> 2.0 KiB`, `74_000 -> 74_008 B`.
+    # Examples: `1.4 -> 2.3 MiB`, `512 B -> 2.0 KiB`, `0 -> 2.0 KiB`, `74_000 -> 74_008 B`.
     before, after = show_nbytes(old), show_nbytes(new)
     if before == after and old != new:
         return f"{old:_} -> {new:_} B"
     amount, _, unit = before.partition(" ")
-    # Write the unit once if both sides have it; 0 needs none.
+    # Write the unit once if both amounts have the same unit; 0 needs no unit.
     is_shared = unit == after.partition(" ")[2] or not old
     return f"{amount if is_shared else before} -> {after}"
 
