@@ -62,7 +62,7 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """Join the session of all launched processes. Only rank 0 returns, with a choice of runners."""
+    """Join the launched session. Rank 0 returns a function that picks runners; others exit."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # Undo this at the end, because the process may run another session later.
@@ -154,7 +154,7 @@ def _planned(item: pytest.Item) -> str:
     )
 
 
-# These functions turn a launched process into a rank, which follows rank 0's process.
+# These functions turn a launched process into a rank, which runs commands of rank 0's process.
 
 
 class _EndedError(Exception):
@@ -202,7 +202,7 @@ def _run(
         items = session.items
         items[:] = [items[place] for place in command.order]
         if command.randomly_seed is not None:
-            # In each process, pytest-randomly chose a different seed, so use that of rank 0.
+            # pytest-randomly chose a different seed in each process, so use that of rank 0.
             session.config.option.randomly_seed = command.randomly_seed
         template = RankTemplate(session, extensions)
         watchdog = Watchdog(watchdog_channel, ends_process=True)
@@ -440,7 +440,7 @@ class LaunchedRanks:
         return self._exited
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal if this is rank 0, whose process is our child; ignore other ranks."""
+        """Send a signal to rank 0, whose process is our child; ignore other ranks."""
         if rank in self.pids and rank not in self._exited:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)

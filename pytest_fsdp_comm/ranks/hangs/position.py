@@ -30,7 +30,7 @@ from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedC
 # nor calls on the fake backend. Positions are only printed, so if a private name of torch or pytest
 # has moved, that part of the position is left out and nothing fails.
 
-# Enough to find the collective that a rank is waiting in among the last calls of other ranks.
+# How many of the last collectives to report: enough to find the one that other ranks are stuck in.
 _MOST_COLLECTIVES = 16
 
 _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
@@ -114,7 +114,7 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
 
 
 def _is_comparing(frame: FrameType) -> bool:
-    """Return whether a frame is comparing with a snapshot or explaining or sharing the diff."""
+    """Return whether a frame belongs to comparing with a snapshot or explaining the diff."""
     module: str = frame.f_globals.get("__name__", "")
     return (
         module.startswith(("pytest_fsdp_comm.snapshots.", "_pytest._io.saferepr"))
@@ -248,7 +248,7 @@ class Watchdog:
     """A thread that answers the supervisor's questions over a separate connection."""
 
     def __init__(self, channel: Channel[PositionQuestion], *, ends_process: bool = False) -> None:
-        """Start the thread; with `ends_process`, it exits the rank when the supervisor is gone."""
+        """Start the thread; with `ends_process`, end this process when the supervisor is gone."""
         self._ends_process = ends_process
         self._began_ns = time.time_ns()
         self._channel = channel

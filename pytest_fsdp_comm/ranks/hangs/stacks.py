@@ -71,7 +71,7 @@ def with_code(site: str, code: str) -> str:
 
 
 def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
-    """Format the frames of user code, innermost first, then the library function they called."""
+    """Format the frames of user code, innermost first, then the library call in them."""
     users = [frame for frame in frames if frame.is_users]
     lines = [frame.site for frame in users]
     lines[:1] = [with_code(frame.site, frame.code) for frame in users[:1]]
@@ -97,7 +97,7 @@ def read_dump(path: Path, *, until: float) -> list[StackFrame]:
         text = path.read_text(errors="backslashreplace") if path.exists() else ""
         unchanged = unchanged + 1 if text and text == previous else 0
         # faulthandler writes piece by piece, so wait until the file stops growing. A dump has no
-        # frame if a native thread got the signal, so do not wait for one forever.
+        # frame if a native thread got the signal, so do not wait for a frame forever.
         is_complete = unchanged and (_HAS_FRAME.search(text) or unchanged > _SETTLED)
         if is_complete or time.monotonic() > until:
             return parse_dump(text)

@@ -65,7 +65,7 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
 
 
 def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
-    """Find ranks that are waiting for finished ranks in calls that outlast `timeout_s`."""
+    """Find ranks that wait for finished ranks in calls whose timeout exceeds `timeout_s`."""
     ended = [rank for rank, at in positions.items() if at.activity is Activity.HAS_ENDED]
     groupless = tuple(rank for rank in ended if not positions[rank].groups)
     joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
@@ -112,7 +112,7 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
 
 
 def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by equal text, rarest first; if there are too many, merge the commonest."""
+    """Group ranks by equal text, rarest first; if too many, merge the commonest as `others`."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
     if len(folded) <= _MOST_WAYS:
         return folded
@@ -141,7 +141,7 @@ class _Stall:
     missing: frozenset[int]
     """The ranks that the waiting ranks are waiting for."""
     absent: Mapping[int, tuple[str, str]]
-    """For ranks that respond but are not waiting: whether each called it, and where each is."""
+    """For ranks that respond but are not waiting: did they call the collective, where are they?"""
     difference: str
     """How the calls of the ranks differ, which blocks the collective; empty if they match."""
     divergence: tuple[str, dict[int, str]]
@@ -192,7 +192,7 @@ def _fill(template: str, ranks: Sequence[int]) -> str:
 
 
 def _doing(position: Position | None) -> str:
-    """Describe what a rank is doing outside a stalled collective, as a template for `_fill`."""
+    """Describe what a rank that is not stuck with its peers is doing, as a template for `_fill`."""
     if position is None:
         return "{is} dead"
     site = with_code(position.site, position.code)
@@ -299,8 +299,8 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
     return _Stall(
         collective=collective,
         waiting=waiting,
-        # gloo may let a rank finish a collective before its peers do. So blame a rank that has
-        # finished only if every rank called the collective.
+        # gloo may let a rank finish a collective before its peers do. So if some ranks never called
+        # the collective, blame those, not the ranks that have finished.
         missing=never or (frozenset() if difference else finished),
         absent=absent,
         difference=difference,
@@ -350,7 +350,7 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
 
 
 def _folded(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
-    """Yield a line for each group of ranks with equal templates; for many groups, use `short`."""
+    """Yield a line for each group of ranks with equal templates; if too many, shorten some."""
     for ranks, text in sorted(_rarest(full, "")):
         folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
         for same, template in folded:

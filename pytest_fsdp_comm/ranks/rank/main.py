@@ -89,7 +89,7 @@ class RankTemplate:
         session = self._session
         processes.flush_streams()
         processes.redirect_output(spec, rank)
-        # pytest enabled it for the terminal, so a crash would be written into the progress line.
+        # pytest has enabled it for the terminal, where a crash would garble the progress line.
         faulthandler.enable(file=2)
         # The handler is C code with a separate stack, so it works even while other code holds the
         # GIL. It dumps only the thread that receives the signal, because dumping all threads while
@@ -152,7 +152,7 @@ class RankTemplate:
                 self._plugin.leave_group()
             else:
                 self._end_process(item)
-            # Report that, then wait until the supervisor ends this process.
+            # Report the end, then wait until the supervisor ends this process.
             command = _ask_for_next(channel, messages.TestsEnded())
         return command
 
@@ -238,7 +238,7 @@ def _coverage() -> Any:
 
 
 def select_own_test(config: pytest.Config) -> None:
-    """Make a spawned rank collect only the test that it runs."""
+    """Make this spawned rank collect only the test that it has to run."""
     config.args[:] = [str(config.rootpath / _read_spec().nodeid)]
 
 

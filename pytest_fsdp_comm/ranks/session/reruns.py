@@ -55,7 +55,7 @@ def run_with_reruns(
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
-    """Return an exception with the name and message in a merged report; None if it passed."""
+    """Rebuild the exception in a merged report, by name and message; None if nothing failed."""
     if not report.failed:
         return None
     crash = getattr(report.longrepr, "reprcrash", None)

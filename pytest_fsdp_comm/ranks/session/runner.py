@@ -220,8 +220,8 @@ class RankRunner:
         """Return what ranks do after `item`, if `candidate` is the next test: Note [Kept ranks]."""
         settings = item.stash[SETTINGS]
         if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
-            # Launched ranks always wait for another test. Whether ranks with slots can run another
-            # one is not certain yet: another process may need the slots.
+            # Keep the ranks, but tear down their fixtures. Launched ranks run all tests; ranks with
+            # slots may have to end before the next test, if another pytest process needs the slots.
             return NextTest(is_none=False)
         if settings.scope == "test":
             return NextTest()
@@ -379,7 +379,7 @@ class RankRunner:
         return Supervision(spec, self._server, connections, config)
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
-        """End the rank set, if any. Ranks that do not end fail a later test, unless in a hurry."""
+        """End the rank set, if any. Unless hurried, a later test reports ranks that did not end."""
         supervision, self._supervision = self._supervision, None
         if supervision is not None:
             problems, unended = supervision.end(HURRIED_S if is_hurried else PATIENCE_S)

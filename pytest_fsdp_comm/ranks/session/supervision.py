@@ -160,7 +160,7 @@ class Supervision:
 
     def _finish(self) -> None:
         results = self._results.values()
-        # The report compares the last calls of failed ranks. (`_stop` has located stopped ranks.)
+        # The report compares the last calls of failed ranks. `_stop` has asked already, if it ran.
         has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
             self._locate()
@@ -179,12 +179,12 @@ class Supervision:
         self._read_unreported()
 
     def can_run(self, item_index: int) -> bool:
-        """Return whether the ranks are waiting for a next test, and this one qualifies."""
+        """Return whether the ranks are waiting for a next test, which can be this one."""
         expected = self._next_test
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
-        """Kill the rank set; return problems in kept fixtures, and problems of unended ranks."""
+        """Kill the rank set; return failures of kept fixtures, and reports of unended ranks."""
         problems = self._late_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
@@ -253,7 +253,7 @@ class Supervision:
         for rank, status in self.server.exit_statuses().items():
             if rank not in self._exited:
                 # Note [Dead ranks are read first]: the last messages of a dead rank are still in
-                # the socket, and can contain that the rank finished the test, or why it failed. So
+                # the socket, and may say that the rank finished the test, or why it failed. So
                 # read all of them before marking the rank as dead or stopped.
                 self._drain(rank)
                 self._exited.add(rank)

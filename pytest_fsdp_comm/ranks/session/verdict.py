@@ -210,7 +210,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
 
 
 def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
-    """Merge the reports of each subtest, by phase; omit passed ones that a rank may have left."""
+    """Merge each subtest's reports, by phase; omit subtests that a rank may not have finished."""
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
         for key, subtest in ran.subtests.items():
@@ -438,7 +438,7 @@ def _with_others(
     rank_count: int,
     is_first: bool,
 ) -> pytest.TestReport:
-    """Add to a report which ranks it applies to, and what the other ranks did."""
+    """Add to a report which ranks failed in this way, and what the other ranks did."""
     if not others and len(failing) == rank_count:
         return report
     how = "failed first" if is_first and len(failing) == 1 else "failed"
@@ -557,7 +557,7 @@ def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
 
 
 def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
-    """Return the output sections of all ranks up to the end of a phase, each only once."""
+    """Return the output sections of all ranks up to the end of a phase, equal ones only once."""
     by_rank = {}
     before = _PHASES[max(_PHASES.index(when) - 1, 0)]
     for rank, ran in ranks.items():
@@ -573,7 +573,7 @@ def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
 def _folded(
     by_rank: Mapping[int, Sequence[tuple[str, str]]], *, several: bool
 ) -> list[tuple[str, str]]:
-    """Merge the sections of all ranks; each title names the ranks with that content."""
+    """Merge the sections of all ranks; titles name the ranks that have the same content."""
     by_title: dict[str, dict[int, str]] = {}
     for rank in sorted(by_rank):
         for title, content in by_rank[rank]:

@@ -40,7 +40,7 @@ _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill processes; a negative id kills a process group. Each must not have been reaped yet."""
+    """Kill processes that have not been reaped yet; a negative id kills a process group."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

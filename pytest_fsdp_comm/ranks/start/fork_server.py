@@ -149,7 +149,7 @@ class _Server:
                     return  # nobody is waiting for the ranks any more
                 match request:
                     case messages.RankSetSpec():
-                        # Lock the slots before the first fork: children close their copies.
+                        # Lock slots before any fork: each child closes its copies of the locks.
                         self._set = _RankSet(spec=request, slots=HeldSlots(request.slots))
                     case messages.StartRank():
                         self._start_rank(request.rank)
@@ -162,7 +162,7 @@ class _Server:
         ending.kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
-        """Return how long to wait for killed processes; only briefly while pytest is waiting."""
+        """Return how long to wait for killed processes; only briefly if pytest is still waiting."""
         return ending.HURRIED_S if os.getppid() == self._parent else ending.PATIENCE_S
 
     def _start_rank(self, rank: int) -> None:
@@ -216,7 +216,7 @@ class _Server:
                 )
 
     def _end_set(self, *, within_s: float) -> dict[int, int]:
-        """Kill ranks and descendants (Note [Ending a process tree]); return unended ranks' pids."""
+        """Kill ranks and descendants; return pids that remain. See Note [Ending a process tree]."""
         rank_set, self._set = self._set, None
         if rank_set is None:
             return {}
@@ -247,7 +247,7 @@ _Reply = TypeVar("_Reply", messages.SetStarted, messages.SetEnded)
 
 # The server first replies after importing torch, which can be slow on a busy network file system.
 _PREPARED_WITHIN_S = 300.0
-# Later requests find the server idle, so it answers soon.
+# For later replies: by then, the server is idle and answers quickly.
 _ANSWERED_WITHIN_S = 15.0
 # Long enough for the server to kill its ranks (`ending.HURRIED_S`) and remove the directory.
 _CLOSED_WITHIN_S = 5.0
@@ -262,7 +262,7 @@ _CLOSED_WITHIN_S = 5.0
 
 
 class ServerDiedError(Exception):
-    """The fork server and all ranks have died; the message says why, empty if they were killed."""
+    """The fork server and all ranks have died; the message is the server's reason, or empty."""
 
 
 class RankServer(Protocol):
@@ -440,7 +440,7 @@ def fork_server(
     *,
     is_lazy: bool = False,
 ) -> ForkServer:
-    """Fork a server from this process; it runs `serve`, and imports torch besides `preloaded`."""
+    """Fork a server, which runs `serve` and preloads torch in addition to `preloaded`."""
 
     def start(ours: Connection, theirs: Connection) -> int:
         pid = processes.fork_quietly()

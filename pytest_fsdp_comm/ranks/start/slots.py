@@ -31,15 +31,14 @@ class Grant:
     files: tuple[Path, ...] = ()
     """The files of the slots; pass them to `HeldSlots`."""
     gpus: tuple[str, ...] = ()
-    """Names of the GPUs, as the user listed them; empty if the test needs no GPU, or more GPUs than
-    there are."""
+    """Names of GPUs, as the user listed them; empty if the test needs none, or more than exist."""
 
 
 class Slots:
     """The slots of the session, as used by one pytest process; see Note [Slots]."""
 
     def __init__(self, directory: Path, *, ranks: int | None, gpus: Sequence[str]) -> None:
-        """Share slots through files in `directory`, one for each of `ranks` (None: no limit)."""
+        """Share slots in `directory`: one per GPU, and `ranks` for ranks (None: no limit)."""
         self._directory = directory  # created on first use
         self._bounds_ranks = ranks is not None
         self._ranks = [directory / f"rank{number}" for number in range(ranks or 0)]

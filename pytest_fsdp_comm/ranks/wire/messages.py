@@ -77,14 +77,14 @@ class TestEnded:
     """The exception that pytest's protocol raised, in words; None if it returned."""
     session_exit: SessionExit | None = None
     further_ranks: tuple[int, ...] = ()
-    """Ranks that the test needs, too. It runs again, including these."""
+    """Further ranks that the test needs; it runs again, with these included."""
     can_run_another: bool = True
     """False if the test has destroyed or replaced the process group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestsEnded:
-    """Answers `EndTests`; the rank has sent reports of failures before."""
+    """Answers `EndTests`, after reports of failures in teardown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

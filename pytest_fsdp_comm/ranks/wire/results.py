@@ -86,7 +86,7 @@ class Position:
     is_waiting: bool = False
     """Whether the rank is in a call that waits for other ranks, or in a torch call that might."""
     is_reporting: bool = False
-    """Whether the rank compares with a snapshot or formats a failure. Neither needs other ranks."""
+    """Whether the rank is comparing with a snapshot or formatting a failure, without its peers."""
 
 
 class Stopped(StrEnum):
@@ -167,7 +167,7 @@ class RankResult:
     waited_for: tuple[int, ...] = ()
     """The ranks that this rank is waiting for in vain, because they have finished the test."""
     position: Position | None = None
-    """Where the rank was when the supervisor last asked; None if it did not ask or answer."""
+    """Where the rank was when the supervisor last asked; None if unknown."""
 
     @property
     def is_over(self) -> bool:
