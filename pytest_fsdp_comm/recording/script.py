@@ -55,7 +55,7 @@ class _OnImport(MetaPathFinder):
     def __init__(self, name: str, imported: Callable[[Any], None]) -> None:
         self._name, self._imported = name, imported
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  # as it is called
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  # the import system passes all
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)

@@ -46,7 +46,7 @@ class Attribution:
     owner: Modules
     """The modules of the unit that communicated, or a single module; empty if none."""
     issued_in: Modules
-    """The module that was running, or those of the unit whose hook ran; empty if none."""
+    """The module that was running, or the modules of the unit whose hook ran; empty if none."""
     phase: Phase
     source: Source
     lacks_forward: bool = False

@@ -61,7 +61,7 @@ class Gather:
 
 
 class Prefetches:
-    """Count slots, and how far ahead of its use each gather was issued. Note [Counting slots]."""
+    """Count the slots between each gather and its use. See Note [Counting slots]."""
 
     def __init__(self) -> None:
         self._slot = 0
