@@ -86,7 +86,7 @@ class CiSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
-        from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # in CI only
+        from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # only for summaries and annotations
 
         # Append to the step summary: earlier sessions of the same step can have written to it.
         step = self.step_summary if outcomes.has_news else None

@@ -139,7 +139,7 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
 
     After the block, compare the recording, ``assert comm_mode == comm_snapshot``, or query it:
     ``comm_mode.counts("all_gather", phase="backward")``, ``comm_mode.nbytes(axis="tp")``.
-    """  # noqa: D402  # its use, not a signature
+    """  # noqa: D402  # shows how to use it, not its signature
     from pytest_fsdp_comm.recording.comm_mode import CommMode  # noqa: PLC0415  # loads torch
     from pytest_fsdp_comm.snapshots.comm_text import format_profile  # noqa: PLC0415  # as above
 
@@ -163,7 +163,7 @@ def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -
     """Compare with this test's reviewed snapshots, which ``pytest --snapshot-update`` writes.
 
     ``assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot`` compares both;
-    ``comm_snapshot(name="second")`` uses another file for the next comparison.
+    ``comm_snapshot(name="second")`` uses a different file for the next comparison.
     """
     from pytest_fsdp_comm.snapshots.extension import bind_snapshot  # noqa: PLC0415  # on first use only
 

@@ -49,24 +49,24 @@ def pytest_configure(config: pytest.Config) -> None:
     settings = config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):
         config.pluginmanager.register(unused.UnusedSnapshots(config), "fsdp-comm-unused")
-        from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # imports syrupy
+        from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # it imports syrupy
 
         plain_snapshot.refuse_recordings(config)
     else:
         config.pluginmanager.register(_WithoutSyrupy(), "fsdp-comm-without-syrupy")
     if settings.report_dir is not None:
-        from pytest_fsdp_comm import run_report  # noqa: PLC0415  # on request
+        from pytest_fsdp_comm import run_report  # noqa: PLC0415  # only for a report
 
         run_report.register(config, settings.report_dir)
     github = {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}
     has_summary = settings.summary_file or not github.isdisjoint(os.environ)
     is_main = not (hasattr(config, "workerinput") or is_spawned_rank())
     if has_summary and is_main and (settings.launched is None or settings.launched.is_leader):
-        from pytest_fsdp_comm import ci_session  # noqa: PLC0415  # in CI only
+        from pytest_fsdp_comm import ci_session  # noqa: PLC0415  # only for summaries and annotations
 
         config.pluginmanager.register(ci_session.CiSession(config, os.environ), "fsdp-comm-ci")
     if is_spawned_rank():
-        from pytest_fsdp_comm.ranks.rank import main  # noqa: PLC0415  # in such a rank only
+        from pytest_fsdp_comm.ranks.rank import main  # noqa: PLC0415  # only in a spawned rank
 
         main.select_own_test(config)
 
@@ -87,7 +87,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Under a launcher, silence all processes except that of rank 0."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
-        from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # in such a process only
+        from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # only under a launcher
 
         isolation.hold_terminal(session.config)
 
@@ -123,7 +123,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     elif launched:
         # Under a launcher, tests that do not use this plugin run in every process, so let each
         # process print its results.
-        from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # in such a process only
+        from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # only under a launcher
 
         isolation.release_terminal(session.config)
 
@@ -211,7 +211,7 @@ def pytest_assertrepr_compare(
     explanations = yield
     sides = (left, right)
     if _is_any(sides, "comm.questions", "Answer"):
-        from pytest_fsdp_comm.reports.assertions import explain_answer  # noqa: PLC0415  # on failure only
+        from pytest_fsdp_comm.reports.assertions import explain_answer  # noqa: PLC0415  # only after a failure
 
         return [explain_answer(op, left, right), *explanations]
     if _is_any(sides, "tree.finding", "Findings"):
@@ -219,7 +219,7 @@ def pytest_assertrepr_compare(
         return [[f"{left!r} {op} {right!r}"], *explanations]
     if not _is_any(sides, "snapshots.extension", "CommSnapshot"):
         return explanations
-    from pytest_fsdp_comm.snapshots.explain import explain_comparison  # noqa: PLC0415  # on failure only
+    from pytest_fsdp_comm.snapshots.explain import explain_comparison  # noqa: PLC0415  # only after a failure
 
     explanation = explain_comparison(left, right)
     return [explanation, *explanations] if explanation else explanations
@@ -230,7 +230,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Fail a test that ignored the result of a failed comparison."""
     yield
     if failed_comparison.UNEXPLAINED in item.stash:
-        from pytest_fsdp_comm.snapshots.explain import fail_unasserted  # noqa: PLC0415  # on failure only
+        from pytest_fsdp_comm.snapshots.explain import fail_unasserted  # noqa: PLC0415  # only after a failure
 
         fail_unasserted(item)
 
@@ -242,15 +242,15 @@ def pytest_runtest_makereport(
     """Explain failed assertions about findings and comparisons, and process group errors."""
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, ValueError) and "torch" in sys.modules:
-        from pytest_fsdp_comm.ranks.rank.process_group import add_remedy  # noqa: PLC0415  # on failure only
+        from pytest_fsdp_comm.ranks.rank.process_group import add_remedy  # noqa: PLC0415  # only after a failure
 
         add_remedy(error, item)
     if isinstance(error, AssertionError) and "pytest_fsdp_comm.tree.finding" in sys.modules:
-        from pytest_fsdp_comm.reports.assertions import explain_findings  # noqa: PLC0415  # on failure only
+        from pytest_fsdp_comm.reports.assertions import explain_findings  # noqa: PLC0415  # only after a failure
 
         explain_findings(error)
     if error is not None and failed_comparison.UNEXPLAINED in item.stash and call.when == "call":
-        from pytest_fsdp_comm.snapshots.explain import explain_bare_failure  # noqa: PLC0415  # on failure only
+        from pytest_fsdp_comm.snapshots.explain import explain_bare_failure  # noqa: PLC0415  # only after a failure
 
         explain_bare_failure(item, error)
     report = yield

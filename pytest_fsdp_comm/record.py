@@ -190,5 +190,5 @@ class _Hook:
         # rank has failed.
         if rank == "0" or status == SAME or self._problem is not None:
             prefix = "" if rank == "0" else f"rank {rank}: "
-            print(f"fsdp-comm: {prefix}{problem}", file=sys.stderr)  # noqa: T201  # an error's place
+            print(f"fsdp-comm: {prefix}{problem}", file=sys.stderr)  # noqa: T201  # errors go to standard error
         return status or FAILED

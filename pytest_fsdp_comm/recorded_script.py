@@ -92,7 +92,7 @@ class RecordedScript:
                 self._problem = IncompleteRecordingError(text)
         except FsdpCommError as problem:
             self._problem = problem
-        except Exception as problem:  # noqa: BLE001  # such as OSError
+        except Exception as problem:  # noqa: BLE001  # for example OSError
             self._problem = FsdpCommError(f"cannot write {self._out}: {problem}")
 
     def _write_tree(self, trees: dict[int, str], comm: CommProfile) -> list[Path]:

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
             changed += [pair] if pair.old != pair.new else []
     print_explanations(changed)
     refusals = f", {len(refused)} refused" if refused else ""
-    print(f"{counted(len(changed), 'file')} accepted{refusals}")  # noqa: T201  # a program's output
+    print(f"{counted(len(changed), 'file')} accepted{refusals}")  # noqa: T201  # the program's output
     return print_problems(refused)
 
 

@@ -115,7 +115,7 @@ def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
     """Return the directories and file patterns that ``pytest`` without arguments collects."""
     config = _read_settings(start)
     root, names = config.rootpath, config.getini("testpaths")
-    paths = [root / path for name in names for path in glob.glob(name, root_dir=root)]  # noqa: PTH207  # as pytest, which allows ".."
+    paths = [root / path for name in names for path in glob.glob(name, root_dir=root)]  # noqa: PTH207  # like pytest, allow ".."
     paths = paths or [root / name for name in names if not glob.has_magic(name)]
     directories = [Path(os.path.normpath(path)) for path in paths if not path.is_file()]
     return directories or [root], config.getini("python_files")

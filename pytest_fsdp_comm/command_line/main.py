@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # `record` must leave the script's streams, errors and exit status unchanged.
     runs_script = command_line[:1] == ["record"]
     for stream in (sys.stdout, sys.stderr) if not runs_script else ():
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # both are text streams
     options = _parser().parse_args(command_line)
     # Start fast: import only the module of this command.
     name, _, function = options.run.partition(":")
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FsdpCommError as problem:
         from pytest_fsdp_comm.command_line.documents import describe_problem  # noqa: PLC0415  # already loaded
 
-        print(f"fsdp-comm: {describe_problem(problem)}", file=sys.stderr)  # noqa: T201  # an error's place
+        print(f"fsdp-comm: {describe_problem(problem)}", file=sys.stderr)  # noqa: T201  # errors go to standard error
         return FAILED
     return status
 

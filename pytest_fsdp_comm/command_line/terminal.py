@@ -17,13 +17,13 @@ FAILED: Final = 2
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines on standard output, with control characters escaped."""
     for line in lines:
-        print(printable(line, "\t"))  # noqa: T201  # a program's output
+        print(printable(line, "\t"))  # noqa: T201  # the program's output
 
 
 def print_problems(problems: Iterable[str]) -> int:
     """Print problems on standard error; return the exit status."""
     status = SAME
     for problem in problems:
-        print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place
+        print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # errors go to standard error
         status = FAILED
     return status

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     command = f"pytest {shell_word(os.path.relpath(test))}"
-    print(f"wrote {show_path(test)} and {show_path(folder)}: review both, then run {command}")  # noqa: T201  # a program's output
+    print(f"wrote {show_path(test)} and {show_path(folder)}: review both, then run {command}")  # noqa: T201  # the program's output
     if not (any(map(test.match, patterns)) and any(map(test.is_relative_to, collected))):
         print("pytest without arguments does not run it: see testpaths and python_files")  # noqa: T201  # as above
     return SAME

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F  # noqa: N812  # as all do
+from torch.nn import functional as F  # noqa: N812  # the usual name of this module
 from torch.nn.attention import flex_attention
 from torch.utils._device import _device_constructors
 
@@ -58,7 +58,7 @@ def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     """Make ``histc`` accept integers, which torch supports only on a GPU."""
 
     @functools.wraps(original)
-    def histc(data: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002  # as torch names them
+    def histc(data: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002  # the parameter names of torch
         if data.is_floating_point() or mark_of(data) is None:
             return original(data, bins, min, max)
         low, high = (min, max) if min != max else (data.min().item(), data.max().item())
@@ -87,7 +87,7 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         inputs, enabled = [query, key, value], torch.backends.cuda
         is_on_gpu = any(isinstance(tensor, DTensor) or mark_of(tensor) for tensor in inputs)
-        is_fused = enabled.flash_sdp_enabled() or enabled.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]  # torch's
+        is_fused = enabled.flash_sdp_enabled() or enabled.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         is_fused |= enabled.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # as above
         if not (is_on_gpu and is_fused and query.dim() == len("BHSD")):
             return original(*inputs, attn_mask, dropout_p, is_causal, **options)

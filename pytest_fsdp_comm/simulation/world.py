@@ -354,7 +354,7 @@ def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTenso
             with tensors:
                 run()
 
-        thread.run = simulate  # type: ignore[method-assign]  # whatever class it has
+        thread.run = simulate  # type: ignore[method-assign]  # works for every subclass of Thread
         start(thread)
 
     return started

@@ -34,7 +34,7 @@ class CodecError(FsdpCommError):
     """A JSON value does not fit its class; the message names the field."""
 
 
-def to_json(value: Any) -> Any:  # noqa: PLR0911  # a case for each type
+def to_json(value: Any) -> Any:  # noqa: PLR0911  # one return per type
     """Convert a value to types that `json` can write."""
     # Fall back to the repr for objects of other types and for numbers that JSON cannot represent:
     # an attribute that a different plugin adds to a report must not cause an error here.
@@ -126,7 +126,7 @@ def _field_names(cls: Hashable) -> tuple[str, ...] | None:
 
 
 @cache
-def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # a case for each type
+def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # one return per type
     """Return the reader for an annotation: a function of the data and its name in errors."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind) or kind:

@@ -138,8 +138,8 @@ def show_growth(old: float, new: float) -> str:
     if ratio >= _FACTOR:
         return f"x{ratio:.1f}" if ratio < 100 else f"x{ratio:.0f}"  # noqa: PLR2004  # three digits
     percent = (ratio - 1) * 100
-    if abs(percent) < 0.1:  # noqa: PLR2004  # the last digit that is shown
+    if abs(percent) < 0.1:  # noqa: PLR2004  # the last digit that is printed
         return f"<0.1 % {'more' if percent > 0 else 'fewer'}"
-    if new and percent < -99:  # noqa: PLR2004  # rounds to -100
+    if new and percent < -99:  # noqa: PLR2004  # would round to -100
         return f"{max(percent, -99.9):.1f} %"
     return f"{percent:+.1f} %" if abs(percent) < 9.95 else f"{percent:+.0f} %"  # noqa: PLR2004  # two digits
