@@ -83,8 +83,8 @@ MISTAKES = {
     ),
     "a module": (
         {"owner": nn.ReLU()},
-        "owner must be the name of a module such as 'layers.0', got ReLU; write names as "
-        "snapshots do, or '' for the root",
+        "owner must be the name of a module such as 'layers.0', got ReLU; use a name "
+        "as the snapshot has it, or '' for the root",
     ),
 }
 
