@@ -19,7 +19,7 @@ CURE: Final = "  fix: "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
 READ: Final = "  then read the file, and commit it with the test"
-"""How the lines begin that do not describe a change: causes, notes, cures and commands."""
+"""Beginnings of the lines that do not describe a change: causes, notes, cures and commands."""
 
 # Outside CI, pytest truncates an explanation to 8 lines or 640 characters, but only if it is longer
 # by more than the notice about it would be: 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
@@ -41,7 +41,7 @@ class FailureText:
     snapshot: str = ""
     """The snapshot's path, relative to pytest's root; empty if nothing was compared."""
     scope: str = ""
-    """The part of `head` that says what the comparison ignored, such as sizes; usually empty."""
+    """The part of `head` about different torch versions or ignored sizes; usually empty."""
     training: tuple[str, ...] = ()
     """Changes that break training, the worst first."""
     cost: tuple[str, ...] = ()

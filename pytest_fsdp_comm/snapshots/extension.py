@@ -394,7 +394,7 @@ class CommSnapshot(SnapshotAssertion):
                 "atexit handler or another test?), too late to fail the test: compare it in the "
                 "test, or in one of its fixtures"
             )
-        # Pass on an empty dict and a dict with keys that cannot be names: `serialize` raises.
+        # Do not split an empty dict, or one with keys that cannot be names: `serialize` raises.
         values: Mapping[str, object] = {"": other}
         if isinstance(other, Mapping) and all(
             isinstance(key, str) and key and PART not in key for key in other

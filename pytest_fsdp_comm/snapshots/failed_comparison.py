@@ -87,7 +87,7 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
         # `fail_unasserted` failed the test, without a traceback.
         vars(report)[DIFFERS] = failed.first_line
         return
-    # Keep a message that the user wrote first. pytest usually omits "AssertionError: ".
+    # If the user wrote a message, it stays the first line. pytest usually omits "AssertionError: ".
     leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(
         "assert "
     )

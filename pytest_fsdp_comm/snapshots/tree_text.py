@@ -57,7 +57,7 @@ def _read_names(text: str) -> tuple[str, ...]:
 def _read_reshard(text: str) -> bool | int:
     if text in {"true", "false"}:
         return text == "true"
-    # Reject 1, which would equal True; resharding to one rank has no meaning anyway.
+    # Reject 1, which would equal True; groups of one rank have no meaning anyway.
     if not text.isdecimal() or int(text) <= 1:
         raise ValueError("expected reshard_after_forward=true, =false or =<number of ranks>")
     return int(text)

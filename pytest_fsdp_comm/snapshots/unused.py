@@ -122,7 +122,7 @@ class UnusedSnapshots:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """After a test without ranks, write its updates if it passed; fail it on problems."""
+        """End a test without ranks: if it passed, write its updates; fail it if it has problems."""
         report = yield
         # Not in `pytest_runtest_logreport`, which plugins that rerun tests call too late.
         self._phases = [*([] if report.when == "setup" else self._phases), report.passed]
