@@ -1,4 +1,4 @@
-"""Declare each compared field of a call once, with its source and its text in a snapshot."""
+"""Declare each compared field of a call once: how to compute it, and how snapshots write it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from pytest_fsdp_comm.comm.events import Collective, Source
 from pytest_fsdp_comm.text.fqn import write_word
 
-# To add a field to snapshots, declare it in `Calls`, with the default for snapshots without it. The
+# To add a field to snapshots, declare it in `Calls`, with a default for snapshots that lack it. The
 # writer and the reader of snapshots use `CALL_WORDS`, and rows are compared by all fields.
 
 _WORD: Final = "word"
@@ -23,7 +23,7 @@ class CallWord:
     """How one field of `Calls` is computed, written and read."""
 
     text: str
-    """The field's text in a snapshot, with ``{}`` for the value; a default is not written."""
+    """The field's text in a snapshot, with ``{}`` for the value; the default is not written."""
     getter: Callable[[Collective], Any]
     value_pattern: str = ""
     """Regular expression for the value; empty for a flag."""
@@ -37,7 +37,7 @@ class CallWord:
 
     @property
     def pattern(self) -> str:
-        """Regular expression for the text; its group has the value, or the whole flag."""
+        """Regular expression for the text; its group matches the value, or the entire flag."""
         prefix, placeholder, _ = self.text.partition("{")
         escaped = re.escape(prefix)
         return f"{escaped}({self.value_pattern})" if placeholder else f"({escaped})"
@@ -53,8 +53,8 @@ def _word(default: Any, text: str, getter: Callable[[Collective], Any], **option
 
 
 def _peer_distance(event: Collective) -> int:
-    # The shorter way around, so that each pipeline stage sends to +1 and receives from -1 for any
-    # number of ranks.
+    # Count the shorter way around the group, so that each pipeline stage sends to +1 and receives
+    # from -1 for any number of ranks.
     peer, size = event.peer or 0, event.group_size
     return peer - size if peer > size / 2 else peer
 
@@ -71,9 +71,9 @@ class Calls:
     nbytes: int = 0
     """Message size of each call, in bytes; 0 if `lacks_size`."""
     dtype: str = ""
-    """As `events.Collective.dtype`; empty for objects."""
+    """The `events.Collective.dtype`; empty for objects."""
     role: str = ""
-    """As `events.Collective.role`; empty instead of None."""
+    """The `events.Collective.role`, or an empty string if it is None."""
     is_object: bool = False
     """Whether the calls carry pickled objects, whose size depends on values and paths."""
     is_unsized: bool = False
@@ -81,7 +81,7 @@ class Calls:
     ahead: int = _word(
         0, "ahead {}", lambda event: event.ahead or 0, value_pattern=_COUNT, is_timing=True
     )
-    """As `events.Collective.ahead`; 0 instead of None."""
+    """The `events.Collective.ahead`, or 0 if it is None."""
     is_async: bool = _word(
         default=False, text="async", getter=lambda event: event.is_async is True, is_timing=True
     )
@@ -95,14 +95,14 @@ class Calls:
         lambda event: -1 if event.root_rank is None else event.root_rank,
         value_pattern=f"0|{_COUNT}",
     )
-    """As `events.Collective.root_rank`; -1 instead of None."""
+    """The `events.Collective.root_rank`, or -1 if it is None."""
     reduce_op: str = _word(
         "",
         "by {}",
         _reduce_op_of_user,
         value_pattern="avg|product|min|max|band|bor|bxor|premul_sum",
     )
-    """As `events.Collective.reduce_op` in calls of user code, but empty for a sum. Always empty for
+    """The `events.Collective.reduce_op` of calls from user code; empty for a sum. Always empty for
     FSDP, DDP and DTensor, whose operation depends on the backend."""
     backwards: str = _word(
         "",
@@ -111,10 +111,10 @@ class Calls:
         value_pattern=rf"(?:the first|the last|{_COUNT}) of {_COUNT} backwards(?:{NOT_LAST})?",
         is_timing=True,
     )
-    """The backward passes in which the row reduces gradients; empty if it does so in each pass that
-    computes them. See Note [Comparable]."""
+    """The backward passes in which these calls reduce gradients; empty if they do so in every pass
+    that computes these gradients. See Note [Comparable]."""
     count: int = 0
-    """Number of calls; 0 in a value that describes a single call."""
+    """Number of calls. 0 if the object serves as a key for equal calls and carries no count."""
 
     @property
     def lacks_last(self) -> bool:
@@ -164,4 +164,4 @@ _DEFAULTS: Final = {entry.name: entry.default for entry in fields(Calls)}
 UNTIMED: Final[dict[str, Any]] = {
     name: _DEFAULTS[name] for name, word in CALL_WORDS.items() if word.is_timing
 }
-"""Defaults of the timing fields: comparisons set these to ignore when calls are issued."""
+"""Defaults of the timing fields. To ignore when calls are issued, reset the fields to these."""

@@ -10,8 +10,8 @@ from typing import TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.profile import CommProfile
 
-# A cost belongs to one rank, so that its parts add up. It is the rank whose bytes change most: in a
-# sum over ranks, more bytes on one rank could hide fewer bytes on another. Ranks that occur in the
+# A cost is that of one rank, so that its parts add up: the rank whose bytes change most. In a sum
+# over ranks, more bytes on one rank could hide fewer bytes on another. Ranks that appear in the
 # same lists of ranks have equal rows and peaks, so only the first rank of each such group is
 # computed. Bytes are message sizes, as in `events.Collective.nbytes`.
 
@@ -42,7 +42,7 @@ class PartCost:
     """The calls of one kind over one axis, or all calls over it."""
 
     kind: str = ""
-    """As `events.Collective.kind`; empty for all kinds."""
+    """The `events.Collective.kind`; empty for all kinds."""
     axis: str
     before: Volume
     after: Volume
@@ -57,14 +57,14 @@ class Cost:
     collectives: tuple[PartCost, ...] = ()
     """One entry for each axis and kind of either side, sorted."""
     peak_before: int = 0
-    """Most bytes of parameters that were gathered at once; 0 if none were."""
+    """The most bytes of parameters that were gathered at the same time; 0 if none were gathered."""
     peak_after: int = 0
     peak_ranks: tuple[int, ...] = ()
     """The ranks with these peaks, ascending; empty for all ranks that both sides recorded."""
 
     @property
     def axes(self) -> tuple[PartCost, ...]:
-        """Sum the kinds of each axis; sorted by axis."""
+        """The calls over each axis, all kinds added up; sorted by axis."""
         by_axis = itertools.groupby(self.collectives, key=lambda part: part.axis)
         return tuple(
             PartCost(
@@ -168,7 +168,7 @@ def _largest(
     groups: Mapping[int, Sequence[int]],
     weight: Callable[[_Value], tuple[int, ...]],
 ) -> tuple[_Value, tuple[int, ...]]:
-    """Return the value of greatest weight, and the ranks that have it; empty if all ranks do."""
+    """Return the value with the greatest weight, and the ranks that have it (empty for all)."""
     largest = max(values.values(), key=weight)
     firsts = [rank for rank, value in values.items() if value == largest]
     ranks = sorted(itertools.chain.from_iterable(groups[rank] for rank in firsts))

@@ -71,7 +71,7 @@ class Change:
     """The first owner's rows in the recording; empty if they were removed."""
     old_text: str = ""
     new_text: str = ""
-    """Both values, if no row changed."""
+    """`old_text` and `new_text` are the two values, if no row changed; otherwise empty."""
     new_calls: NewCalls = NewCalls()
 
 
@@ -106,9 +106,9 @@ class Comparison:
 
     @property
     def reported(self) -> tuple[TrainingChange | Step, ...]:
-        """Changes that break training, then regressions, other steps and changes of torch."""
+        """Changes that break training, then regressions, other steps, and steps due to torch."""
         steps = () if self.explanation is None else self.explanation.steps
-        # Keyed by identity, since steps are not hashable.
+        # Use the steps' identities as keys, since steps are not hashable.
         order = {
             id(step): (not cause.is_of_regression, cause.is_of_torch)
             for cause in self.causes
@@ -141,7 +141,7 @@ def _is_of_backward(step: Step) -> bool:
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
-    """Compare a snapshot with a recording, after `comparable`."""
+    """Compare the `comparable` parts of a snapshot and a recording."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     old, new = comparable(old, new)
@@ -206,7 +206,7 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
 
 
 def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:
-    """Write both meshes; empty if they differ only in axes over which one side sends nothing."""
+    """Describe both meshes; both empty if they differ only in axes that one side does not use."""
     before, after = ({axis.name for axis in axes} for axes in (old, new))
     shared = before & after
     is_same = [axis for axis in old if axis.name in shared] == [
@@ -222,13 +222,13 @@ def _compare_rows(
 ) -> Iterable[Change]:
     before, after = _by_place(old), _by_place(new)
     groups: dict[tuple[object, ...], list[Change]] = {}
-    # In the order of the new profile; removed rows keep their place in the old one.
+    # In the order of the new profile; in each phase, removed rows come last, in their old order.
     for owner, key in sorted({**after, **before}, key=lambda place: step_order(place[1])):
         was, now = before.get((owner, key), ()), after.get((owner, key), ())
         if was == now:
             continue
         if not (was and now):
-            # For rows that are new or removed, ignore how far ahead units were prefetched.
+            # If rows are new or removed, do not mention how far ahead units were prefetched.
             was, now = (
                 tuple(replace(row, calls=replace_fields(row.calls, ahead=0)) for row in rows)
                 for rows in (was, now)
@@ -242,7 +242,7 @@ def _compare_rows(
             after=now,
             new_calls=_new_calls(owner, was, now, recorded.get((owner, key), ())),
         )
-        # Changes that differ only in their owner are merged.
+        # Merge changes that differ only in their owner.
         amounts = (tuple((row.calls, row.ranks) for row in rows) for rows in (was, now))
         groups.setdefault((key, *amounts), []).append(change)
     for changes in groups.values():
@@ -260,7 +260,7 @@ def _compare_rows(
 def _new_calls(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
-    """Return the sites of new calls; find them by fields, since snapshots have no sites."""
+    """Find the sites of new calls by comparing their fields, since snapshots have no sites."""
     sites: dict[Site, None] = {}
     is_certain = True
     for row in now:

@@ -80,8 +80,8 @@ class Collective:
     """FQN of the module whose parameters or activations are sent. Several modules of one unit or
     one tied parameter are joined with ``+``. None if the call is attributed to no module."""
     issued_in: str | None
-    """FQN of the module that was running; None outside every module. Under prefetch, this is not
-    the owner."""
+    """FQN of the module that was running; None outside every module. If the call prefetches, this
+    is not the owner."""
     phase: Phase
     axis: str
     """Name of the `MeshAxis`."""
@@ -98,8 +98,8 @@ class Collective:
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
     role: Role | None = None
     """Parameters or gradients if FSDP or DDP sends them, or if the autograd graph or the storage
-    proves it; otherwise activations if a module's forward or backward issued the call. None for
-    other calls, such as losses and norms, and for pickled objects."""
+    identifies them; otherwise activations if a module's forward or backward issued the call. None
+    for other calls, such as losses and norms, and for pickled objects."""
     peer: int | None = None
     """For a send or receive, the distance to the other rank, wrapping around the group: 1 is the
     next rank. None for other kinds, a receive from any rank, and a rank outside the group."""
@@ -115,9 +115,9 @@ class Collective:
     ahead: int | None = None
     """`Reshard.ahead` of the unshard that issued this all-gather; None for other calls."""
     backward: int | None = None
-    """For a reduction of gradients in backward or outside, the backward pass that issued it, or the
-    last pass before it. Counts the passes that added to these gradients, from 1. None for all other
-    calls, and if there were fewer than two passes."""
+    """For a reduction of gradients in backward or outside, the number of the backward pass that
+    issued it, or of the last pass before it. Only passes that added to these gradients are counted,
+    from 1. None for all other calls, and if there were fewer than two passes."""
     num_backwards: int | None = None
     """Number of backward passes that added to these gradients; None if `backward` is None."""
 
@@ -158,7 +158,7 @@ class Redistribution:
     index: int
     """Place in the recording, from 0."""
     owner: str | None
-    """FQN of the module whose activation or parameter it was; None without such a module."""
+    """FQN of the module that the activation or parameter belongs to; None if there is none."""
     issued_in: str | None
     """FQN of the module that was running; None outside every module."""
     phase: Phase
@@ -168,7 +168,7 @@ class Redistribution:
     mesh_axes: tuple[str, ...]
     """Names of the mesh axes, in the order of the placements."""
     is_explicit: bool
-    """True if user code called it, False if a DTensor operator did."""
+    """True if user code requested the redistribution, False if a DTensor operator did."""
     nbytes: int
     """Bytes of this rank's local tensor before the redistribution."""
     call_site: str
@@ -180,7 +180,7 @@ class Gap:
     """A known reason why a recording is incomplete and must not be compared."""
 
     kind: Literal["unseen", "value_dependent", "idle_model"]
-    """``unseen``: a call was not recorded, or not as it was sent. ``value_dependent``: calls may
+    """``unseen``: a call was recorded wrongly or not at all. ``value_dependent``: calls may
     depend on values, which the fake group does not exchange. ``idle_model``: the model passed to
     `comm_mode` did not run, and another model sent something."""
     text: str
@@ -194,7 +194,7 @@ class Answer:
     """An assumed value that a simulated rank returned for a value it cannot compute."""
 
     site: str
-    """``module:function`` of the innermost user code. Without the line, which any edit changes."""
+    """``module:function`` of the innermost user code. Omits the line, which any edit may change."""
     how: str
     """The operation that read the value, such as ``item`` or ``torch.cuda.device_count``."""
     value: str
@@ -205,7 +205,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """All events of one rank in one ``comm_mode`` block, in the order of issue."""
+    """All events of one rank in one ``comm_mode`` block, in the order in which they were issued."""
 
     rank: int
     """This rank, from 0; 0 without a process group."""
@@ -214,7 +214,7 @@ class Recording:
     backend: str
     """``gloo``, ``nccl``, ``fake``; empty without a process group. Reported, never compared."""
     torch_version: str
-    """As ``torch.__version__``. Reported, never compared."""
+    """The value of ``torch.__version__``. Reported, never compared."""
     mesh_axes: tuple[MeshAxis, ...] = ()
     """The axes over which something was sent, sorted by name."""
     shows_async: bool = True
@@ -223,14 +223,15 @@ class Recording:
     reshards: tuple[Reshard, ...] = ()
     redistributions: tuple[Redistribution, ...] = ()
     timings: tuple[tuple[str, float], ...] = ()
-    """Category and host seconds between issue and return of its calls: ``all_gather``,
-    ``all_gather_object``, ``reduce``, ``resharding`` or ``all``. Reported, never compared."""
+    """Pairs of a category and the host seconds that its calls took to return. The categories are
+    ``all_gather``, ``all_gather_object``, ``reduce``, ``resharding`` and ``all``. Reported, never
+    compared."""
     notes: tuple[str, ...] = ()
     """Remarks for readers, e.g. that the model was unsharded when the block began."""
     peak_gathered_nbytes: int = 0
-    """The most bytes of FSDP parameters that were gathered on this rank at once, without padding,
-    from the issue of each unshard to its reshard. Includes parameters that were gathered before the
-    block, and the part that ``reshard_after_forward=<int>`` keeps."""
+    """The most bytes of FSDP parameters that were gathered on this rank at the same time, without
+    padding, from the issue of each unshard to its reshard. Includes parameters that were gathered
+    before the block, and the part that ``reshard_after_forward=<int>`` keeps."""
     gaps: tuple[Gap, ...] = ()
     """Known reasons why the recording is incomplete; the notes repeat them."""
     answers: tuple[Answer, ...] = ()

@@ -12,14 +12,14 @@ from pytest_fsdp_comm.text.codec import CodecError, dump_document, load_document
 from pytest_fsdp_comm.text.rank_lists import fold_equal
 
 JSON_VERSION: Final = 1
-"""Rises when an older reader would misread the document."""
+"""Increase it if older readers would misread a new document."""
 
 _KIND: Final = "recording"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptRun:
-    """The script that ``fsdp-comm record`` recorded, and the steps."""
+    """The script and the steps that ``fsdp-comm record`` recorded."""
 
     script: str
     """The path or module name from the command line."""
@@ -40,9 +40,9 @@ class ScriptRun:
 class _Recordings:
     recordings: tuple[Recording, ...]
     ranks_alike: tuple[tuple[int, ...], ...] = ()
-    """For each recording, the further ranks with an equal one; empty if all recordings differ."""
+    """For each recording, the other ranks with an equal one; empty if all recordings differ."""
     run: ScriptRun | None = None
-    """None if the recording was made by a test, or by the script's own `comm_mode`."""
+    """None if a test, or a `comm_mode` block in a script, made the recordings."""
 
 
 def dump_recordings(recordings: Sequence[Recording]) -> str:
@@ -51,7 +51,7 @@ def dump_recordings(recordings: Sequence[Recording]) -> str:
 
 
 def join_recordings(texts: Mapping[int, str], run: ScriptRun | None = None) -> str:
-    """Join the documents of single ranks, by rank; equal recordings are written once."""
+    """Join documents of single ranks, with ranks as keys; equal recordings are written once."""
     folded = fold_equal(texts)
     joined = _Recordings(
         recordings=tuple(
@@ -64,7 +64,7 @@ def join_recordings(texts: Mapping[int, str], run: ScriptRun | None = None) -> s
 
 
 def load_recordings(text: str) -> tuple[Recording, ...]:
-    """Read the recordings of all ranks; a `CodecError` names the place of a mistake."""
+    """Read the recordings of all ranks, or raise a CodecError that says where the text is wrong."""
     saved = load_document(_Recordings, _KIND, JSON_VERSION, text)
     further_ranks = saved.ranks_alike or ((),) * len(saved.recordings)
     if len(further_ranks) != len(saved.recordings):
@@ -83,7 +83,7 @@ def load_run(text: str) -> ScriptRun | None:
 
 def parts_of(recording: Recording) -> tuple[int, ...]:
     """Return a key that is equal for all ranks that `load_recordings` read from one entry."""
-    # By identity: valid only while the recording exists.
+    # The key consists of ids of objects, so it is valid only while the recording exists.
     names = {field.name for field in fields(recording)} - {"rank"}
     return tuple(id(getattr(recording, name)) for name in sorted(names))
 

@@ -20,8 +20,8 @@ class MeshAxis:
     """Number of ranks in each group."""
     dims: tuple[tuple[int, int], ...] = ()
     """Size and stride of each dimension of a group, innermost first. ``((4, 1),)`` is ranks 0 to 3
-    or 4 to 7; ``((2, 1), (2, 8))`` is ranks 0, 1, 8, 9. For a mesh axis, equal on all ranks. Empty
-    for a group of one rank, and for ranks without such a pattern."""
+    or 4 to 7; ``((2, 1), (2, 8))`` is ranks 0, 1, 8, 9. All ranks have equal dims for a mesh axis.
+    Empty for a group of one rank, and for ranks without such a pattern."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The ranks of each recorded group, if they have no such pattern; otherwise empty."""
 
@@ -45,12 +45,13 @@ def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
 
 
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """Return `MeshAxis.dims` for the ranks of a group, in its order; None without a pattern."""
-    # From the innermost dimension outwards: the next stride is the distance to the first rank that
-    # the dimensions so far do not cover. Its size is how often their ranks repeat at that distance.
+    """Return `MeshAxis.dims` for ranks in the order of their group; None without a pattern."""
+    # Work outwards from the innermost dimension. The next stride is the distance to the first rank
+    # that the dimensions so far do not cover; the next size is how often the covered ranks repeat
+    # at that distance.
     offsets = [rank - ranks[0] for rank in ranks]
     dims = []
-    inner = 1  # ranks that the dimensions so far cover
+    inner = 1  # number of ranks that the dimensions so far cover
     while inner < len(offsets):
         stride, size = offsets[inner], 1
         while offsets[size * inner : (size + 1) * inner] == [

@@ -27,14 +27,15 @@ from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
 
 Subject: TypeAlias = Literal["collective", "reshard", "redistribution"]
-"""What a row counts. The collectives that an unshard or redistribution sends have other rows."""
+"""What a row counts. Collectives that an unshard or redistribution sends have separate rows."""
 SUBJECTS: Final[tuple[Subject, ...]] = get_args(Subject)
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 _SUBJECT_ORDER: Final = {subject: place for place, subject in enumerate(SUBJECTS)}
 _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
 
-# The embedding's shape in `_MaskPartial` (torch 2.6 to 2.13), which is not part of the placement.
+# The embedding's shape in `_MaskPartial` (torch 2.6 to 2.13), which rows omit, since it is not part
+# of the placement.
 _SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
 
 
@@ -85,8 +86,8 @@ class Row:
     ranks: tuple[int, ...] = ()
     """The ranks that issued these calls, ascending; empty for all ranks."""
     sites: tuple[Site, ...] = field(default=(), compare=False)
-    """The sites on the lowest of these ranks; empty unless these are collectives, and in a profile
-    that was read from a snapshot."""
+    """The sites on the lowest of these ranks. Empty unless the calls are collectives, and always
+    empty in a profile that was read from a snapshot."""
 
     @property
     def key(self) -> RowKey:
@@ -109,7 +110,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredPeak:
-    """Most bytes of parameters that were gathered at once."""
+    """The most bytes of parameters that were gathered at the same time."""
 
     nbytes: int
     """On one rank; at least 1."""
@@ -134,7 +135,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommProfile:
-    """The recording of one test as rows, for several ranks; the part that is compared."""
+    """The recording of one test on all recorded ranks, as rows that can be compared."""
 
     world_size: int
     """Ranks of the default group."""
@@ -147,17 +148,17 @@ class CommProfile:
     recorded_ranks: tuple[int, ...] = ()
     """The ranks that were recorded, ascending; empty for all ranks."""
     shows_async: bool = True
-    """As `events.Recording.shows_async`; if False, `Calls.is_async` is not compared."""
+    """The `events.Recording.shows_async`; if False, `Calls.is_async` is not compared."""
     sizes_activations: bool = True
     """Whether sizes of activations are compared; if False, `Calls.is_unsized` is set for them."""
     answers: tuple[Answer, ...] = ()
-    """`events.Recording.answers` of all ranks."""
+    """The `events.Recording.answers` of all ranks."""
     backend: str = field(default="", compare=False)
     torch_version: str = field(default="", compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """As `events.Recording.notes`."""
+    """The `events.Recording.notes` of all ranks."""
     gaps: tuple[Gap, ...] = field(default=(), compare=False)
-    """`events.Recording.gaps` of all ranks; empty in a profile that was read from a snapshot."""
+    """The `events.Recording.gaps` of all ranks; empty in a profile read from a snapshot."""
 
     @property
     def collectives(self) -> tuple[Row, ...]:
@@ -186,7 +187,7 @@ _WithRanks = TypeVar("_WithRanks", Row, GatheredPeak, Gap)
 
 
 def fold(recording: Recording) -> CommProfile:
-    """Count the calls of one rank's recording."""
+    """Return the profile of one rank's recording."""
     peak = recording.peak_gathered_nbytes
     return CommProfile(
         world_size=recording.world_size,
@@ -208,7 +209,8 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
     for event in recording.collectives:
         events[event.phase, event.owner, event.kind, event.axis].append(event)
     # In backward, calls of FSDP, DDP and DTensors come from the line with .backward(), and those of
-    # hooks from other lines. Hooks send less, so the line with the most rows has .backward().
+    # hooks from other lines. Hooks issue fewer calls, so the line with the most rows must be the
+    # one with .backward().
     rows = Counter(
         line
         for (phase, *_), row_events in events.items()
@@ -273,11 +275,11 @@ def _fold_resharding(recording: Recording) -> Iterable[Row]:
 
 
 def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> CommProfile:
-    """Merge profiles in the order of their ranks; `ranks` replaces the ranks that they have."""
-    # The profile of a single process has no ranks.
+    """Merge profiles in the order of their ranks; `ranks`, if passed, replaces these ranks."""
+    # The profile of a single process lists no ranks, so use rank 0.
     ranks = ranks or [(profile.recorded_ranks or (0,))[0] for profile in profiles]
-    # Most of thousands of ranks record the same, and their readers return one object for equal
-    # recordings. Grouping by identity is fast; comparing profiles would take longer than merging.
+    # Most of thousands of ranks have equal recordings, for which readers return the same object.
+    # So group by identity: comparing the profiles would take longer than merging them.
     groups: dict[int, tuple[CommProfile, list[int]]] = {}
     for rank, profile in zip(ranks, profiles, strict=True):
         groups.setdefault(id(profile), (profile, []))[1].append(rank)
@@ -301,7 +303,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
         for value, places in merged.values():
             yield replace(value, ranks=ranks_of(frozenset(places)))
 
-    # Not the row itself: hashing all fields takes longer.
+    # Do not use the row itself as the key: hashing all fields would take longer.
     row_key = attrgetter("subject", "phase", "owner", "what", "axis", "calls")
     return replace(
         profiles[0],
@@ -318,7 +320,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
 def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
     """Return the profile as if only these ranks, ascending, had been recorded."""
     chosen = frozenset(ranks)
-    # Many rows share one list of ranks.
+    # Many rows share one list of ranks, so filter each list once.
     lists: dict[tuple[int, ...], tuple[int, ...]] = {(): tuple(ranks)}
 
     def select(values: Iterable[_WithRanks]) -> Iterator[tuple[_WithRanks, tuple[int, ...]]]:
@@ -391,7 +393,7 @@ def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
 # Note [Comparable]: a comparison ignores fields that only one side has.
 # - Ranks: a simulation may record only some ranks of the snapshot; only these are compared.
 # - `is_async`: ignored if torch reported it on one side only.
-# - Sizes of activations: ignored if one side does not compare them. That is a change by itself.
+# - Sizes of activations: ignored if one side lacks them, which is itself reported as a change.
 # - `backwards`: follows from the counts and the number of micro-batches, so it is only printed,
 #   unless the last backward does not reduce its gradients.
 

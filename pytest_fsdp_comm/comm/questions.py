@@ -39,10 +39,10 @@ class Names:
     kinds: frozenset[str]
     """Further kinds in the recording, besides `COLLECTIVE_KINDS`."""
     has_model: bool
-    """Whether `comm_mode` got a model; otherwise `owners` has only modules that ran."""
+    """Whether a model was passed to `comm_mode`; otherwise `owners` has only modules that ran."""
 
     def with_axes(self, pairs: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
-        """Add further axes, each with the name of its process group."""
+        """Add further axes; each pair has the name of an axis and that of its process group."""
         axes, renamed = set(self.axes), {}
         recorded_axes = {event.axis for event in recorded}
         for name, group in pairs:
@@ -61,7 +61,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Selects collectives; a field that is None selects all."""
+    """Selects the collectives that match all fields; a field that is None matches everything."""
 
     kind: str | None = None
     phase: str | None = None

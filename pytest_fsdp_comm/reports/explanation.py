@@ -101,12 +101,12 @@ class FailureText:
 def failure_lines(
     texts: Mapping[str, FailureText], *, accept: str, everything: bool = False
 ) -> tuple[str, ...]:
-    """Explain the failed comparisons of one assertion in at most 8 lines, or in all lines.
+    """Explain the failed comparisons of one assertion in up to 8 lines, or completely.
 
     Args:
-        texts: By the value's name; "" for a single value.
+        texts: The failed comparisons, by the value's name; "" for a single value.
         accept: The command that accepts the changes; may be empty.
-        everything: Whether to return all lines, as pytest will not truncate them.
+        everything: Whether to return all lines, because pytest will not truncate them.
     """
     head = _head(texts)
     is_several = len(texts) > 1

@@ -89,7 +89,7 @@ class UnusedSnapshots:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._selected = {item.nodeid for item in session.items if may_record(item)}
-        # Compare numbers: plugins that split a run may not call `pytest_deselected`.
+        # Compare the numbers of tests: plugins that split a run may not call `pytest_deselected`.
         is_complete = len(session.items) >= self._num_collected and not _selects_tests(self._config)
         self._config.stash[_IS_COMPLETE] = is_complete
         if not is_complete:
@@ -112,7 +112,7 @@ class UnusedSnapshots:
             # If the test is rerun, only its last run counts.
             self._called.discard(report.nodeid)
             self._unpassed.discard(report.nodeid)
-        # Not `report.failed`: a skipped subtest may be the part that compares.
+        # Do not use `report.failed`: a skipped subtest may be the part that would compare.
         if not report.passed:
             self._unpassed.add(report.nodeid)
         elif report.when == "call":

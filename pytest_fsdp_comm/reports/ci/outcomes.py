@@ -94,7 +94,7 @@ class FailedTest:
     sent: tuple[tuple[Place, str], ...] = ()
     """The changes in `comparisons.sent`, or where a test hangs; only lines in the checkout."""
     comparisons: Comparisons = Comparisons()
-    """Empty if the test failed before its first comparison, or for another reason."""
+    """Empty if the test failed before its first comparison, or for a different reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

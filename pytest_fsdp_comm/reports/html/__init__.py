@@ -1,1 +1,1 @@
-"""HTML pages about a run; jinja2 is only imported to render one."""
+"""HTML pages about a run; jinja2 is imported only when a page is rendered."""
