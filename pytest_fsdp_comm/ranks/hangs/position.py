@@ -114,7 +114,7 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
 
 
 def _is_comparing(frame: FrameType) -> bool:
-    """Return whether a frame belongs to comparing with a snapshot or explaining the diff."""
+    """Return whether a frame is part of comparing with a snapshot or explaining the diff."""
     module: str = frame.f_globals.get("__name__", "")
     return (
         module.startswith(("pytest_fsdp_comm.snapshots.", "_pytest._io.saferepr"))
@@ -252,9 +252,9 @@ class Watchdog:
         self._ends_process = ends_process
         self._began_ns = time.time_ns()
         self._channel = channel
-        # Use `_thread`, because `threading` would list the thread to tests, and takes 3 ms to start
-        # it. Block all signals in the thread: SIGUSR1 dumps the stack of the thread that receives
-        # it, which must be the main thread.
+        # Use `_thread`: with `threading`, tests would see the thread, and starting it would take
+        # 3 ms. Block all signals in the thread: SIGUSR1 dumps the stack of the thread that receives
+        # the signal, which has to be the main thread.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             _thread.start_new_thread(self._answer, ())
@@ -273,5 +273,5 @@ class Watchdog:
                     position = Position(site="")
                 self._channel.send(PositionAnswer(number=question.number, position=position))
         if self._ends_process:
-            time.sleep(_LAST_S)  # the main thread may notice too, and print why
+            time.sleep(_LAST_S)  # the main thread might notice this, too, and print why
             os._exit(1)

@@ -343,8 +343,8 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
     yield from dict.fromkeys(stall.difference for stall in stalls if stall.difference)
     absent = {rank: texts for stall in stalls for rank, texts in stall.absent.items()}
     did = {rank: text for rank, (text, _) in absent.items()}
-    # If a rank is waiting in a different collective, the line about that one says where it is, so
-    # do not repeat it here.
+    # If a rank is waiting in a different collective, the line about that collective says where the
+    # rank is, so do not repeat the place here.
     at = {rank: "" if rank in reached else place for rank, (_, place) in absent.items()}
     yield from _folded({rank: f"{text}{at[rank]}" for rank, text in did.items()}, did)
 

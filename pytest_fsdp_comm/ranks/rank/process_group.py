@@ -108,7 +108,7 @@ def leave_group() -> None:
     if has_group():
         import torch.distributed as dist  # noqa: PLC0415  # loaded
 
-        with contextlib.suppress(Exception):  # it may be broken
+        with contextlib.suppress(Exception):  # the group may be broken
             dist.destroy_process_group()
         gc.collect()  # gloo closes its connections once nothing refers to the group
 
@@ -159,7 +159,7 @@ def join_group(context: RankContext) -> object:
         world_size=settings.world_size,
         timeout=dt.timedelta(seconds=settings.timeout_s + BEYOND_DEADLINE_S),
     )
-    # Wait for all ranks: if one exits right after init, those that are still connecting fail.
+    # Wait for all ranks: if a rank exits right after init, ranks that are still connecting fail.
     context.exchange.share("joined")
     return dist.group.WORLD
 

@@ -86,7 +86,7 @@ def serve(
         if collects:
             gc.enable()
         server.run()
-    except BaseException as error:  # noqa: BLE001  # this copy of pytest's session must not see it
+    except BaseException as error:  # noqa: BLE001  # must not reach the copied pytest session
         reason = str(error) if isinstance(error, FsdpCommError) else traceback.format_exc()
         with contextlib.suppress(OSError):
             channel.send(messages.ServerFailed(reason=reason))
@@ -200,7 +200,7 @@ class _Server:
             if self._set is not None:
                 self._set.slots.close()
             run()
-        except BaseException:  # noqa: BLE001  # this copy of pytest's session must not see it
+        except BaseException:  # noqa: BLE001  # must not reach the copied pytest session
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(1)

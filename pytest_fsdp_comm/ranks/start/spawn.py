@@ -208,7 +208,7 @@ def _become_rank(
     for descriptor in descriptors:
         os.set_inheritable(descriptor, True)  # noqa: FBT003  # the function takes no keywords
     if spec.gpus:
-        # Set the visible GPUs now, because the collection in the rank may start CUDA.
+        # Set the visible GPUs now, because collecting the tests in the rank can start CUDA.
         environment[visible_gpus_variable(environment)] = ",".join(spec.gpus)
     invoked_in, *arguments = program
     os.chdir(invoked_in)

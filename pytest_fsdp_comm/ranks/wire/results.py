@@ -86,7 +86,8 @@ class Position:
     is_waiting: bool = False
     """Whether the rank is in a call that waits for other ranks, or in a torch call that might."""
     is_reporting: bool = False
-    """Whether the rank is comparing with a snapshot or formatting a failure, without its peers."""
+    """Whether the rank is comparing with a snapshot or formatting a failure. Neither requires other
+    ranks."""
 
 
 class Stopped(StrEnum):
