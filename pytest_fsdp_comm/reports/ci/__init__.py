@@ -1,1 +1,1 @@
-"""A session as a reviewer meets it in CI: a summary in Markdown, annotations of GitHub."""
+"""The results of a session for reviewers in CI: a Markdown summary and GitHub annotations."""
