@@ -119,6 +119,6 @@ def _check_tree(tree: object, function: str, usage: str) -> None:
     __tracebackhide__ = True
     if not isinstance(tree, ShardTree):
         raise FsdpCommError(
-            f"{function} expects a tree, as fsdp_tree(model) returns it, got "
+            f"{function} expects a tree returned by fsdp_tree(model), got "
             f"{printable(type(tree).__name__)}; write {usage}"
         )

@@ -174,7 +174,7 @@ def _parse_arguments(mark: pytest.Mark) -> dict[str, Any]:
     for name in mark.kwargs:
         if name not in MARKER_ARGUMENTS:
             allowed = ", ".join(MARKER_ARGUMENTS)
-            raise BadValueError(f"unknown argument {name!r}; allowed are {allowed}")
+            raise BadValueError(f"unknown argument {name!r}; expected one of {allowed}")
     if mark.args and "world_size" in mark.kwargs:
         raise BadValueError("world_size is set twice, by position and by name")
     named = {**dict.fromkeys(MARKER_ARGUMENTS), **mark.kwargs}

@@ -201,8 +201,8 @@ def _modules_below(references: Sequence[weakref.ref[nn.Module]]) -> tuple[Traced
 
 def _model_is_gone() -> RecordingError:
     return RecordingError(
-        "the recorded model and its parameters no longer exist; keep a reference to the model "
-        "until you have read them"
+        "the recorded model no longer exists; keep a reference to it until you have read its "
+        "modules and parameters"
     )
 
 

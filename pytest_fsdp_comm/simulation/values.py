@@ -463,9 +463,9 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if self._answered[site] > _MOST_ANSWERS:
             raise SimulationError(
                 f"{site} has read unknown values ({how}) {_MOST_ANSWERS:_} times in this test, and "
-                f"got {answer} each time. A loop that waits for another value would never end: "
-                "limit it by a configuration value, move it to code that the test does not run, or "
-                "run the test on real ranks, without simulate="
+                f"got {answer} each time. A loop that waits for a different value would never end: "
+                "bound it with a value from your configuration, move it to code that the test does "
+                "not run, or run the test on real ranks, without simulate="
             ) from None
         note_answer(answer, how)
         return answer

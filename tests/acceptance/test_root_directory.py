@@ -111,6 +111,6 @@ def test_spawned_ranks_resolve_paths_like_session(project, tmp_path):
         (project / "conftest.py").write_text(conftest)
         (project / "test_ranks.py").unlink()
     for done in (given, from_environment):
-        assert "ranks are new pytest processes" in done.stdout
+        assert "start as new pytest processes" in done.stdout
         assert "2 failed" in done.stdout, done.stdout
         assert done.stdout.count("there is no snapshot") == 2

@@ -21,7 +21,7 @@ def test_plain():
 """
 MISSPELT = (
     "test_it.py::test_misspelt: @pytest.mark.distributed: unknown argument 'world_sizes'; "
-    "allowed are world_size, backend, simulate, simulation_splits, real, ranks, scope, "
+    "expected one of world_size, backend, simulate, simulation_splits, real, ranks, scope, "
     "timeout_s, device"
 )
 ZERO = (

@@ -156,7 +156,7 @@ def test_bad_world_size_is_refused(value):
 @pytest.mark.parametrize(
     ("args", "kwargs", "text"),
     [
-        ([], {"colour": 4}, ("unknown argument 'colour'; allowed are world_size, backend, "
+        ([], {"colour": 4}, ("unknown argument 'colour'; expected one of world_size, backend, "
          "simulate, simulation_splits, real, ranks, scope, timeout_s, device")),
         ([4, "gloo"], {}, ("takes one positional argument (world_size), got 2: 4, 'gloo'; write "
          "distributed(world_size=None, *, backend=None, simulate=False, simulation_splits=None, "

@@ -85,4 +85,4 @@ def test_live_logs_name_their_rank(run_session):
 def test_live_logs_are_not_shown_under_xdist(run_session):
     session = run_session(LOGS, *LIVE, "-n", "1")
     assert session.status == 0, session.output
-    assert "one" not in session.output
+    assert "two" not in session.output

@@ -206,7 +206,7 @@ def test_what_is_no_tree_is_refused(call, usage, thing, tmp_path, monkeypatch):
         call(TreeFactory(), thing)
     name = usage.partition("(")[0]
     assert str(caught.value) == (
-        f"{name} expects a tree, as fsdp_tree(model) returns it, got {type(thing).__name__}; "
+        f"{name} expects a tree returned by fsdp_tree(model), got {type(thing).__name__}; "
         f"write {usage}"
     )
     assert not list(tmp_path.iterdir())
