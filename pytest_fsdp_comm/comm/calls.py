@@ -20,10 +20,10 @@ _COUNT: Final = r"[1-9][0-9]{0,5}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallWord:
-    """How one field of `Calls` is computed, written and read."""
+    """How to compute, write and read one field of `Calls`."""
 
     text: str
-    """The field's text in a snapshot, with ``{}`` for the value; the default is not written."""
+    """The field's text in a snapshot, with ``{}`` for the value; default values are not written."""
     getter: Callable[[Collective], Any]
     value_pattern: str = ""
     """Regular expression for the value; empty for a flag."""
@@ -37,13 +37,13 @@ class CallWord:
 
     @property
     def pattern(self) -> str:
-        """Regular expression for the text; its group matches the value, or the entire flag."""
+        """Regular expression for the text; its group captures the value, or the entire flag."""
         prefix, placeholder, _ = self.text.partition("{")
         escaped = re.escape(prefix)
         return f"{escaped}({self.value_pattern})" if placeholder else f"({escaped})"
 
     def read(self, text: str) -> Any:
-        """Convert the text that the group of `pattern` matched to a value."""
+        """Convert `text`, which the group in `pattern` matched, into a value."""
         return self.value_type(text) if self.value_pattern else True
 
 
@@ -54,7 +54,7 @@ def _word(default: Any, text: str, getter: Callable[[Collective], Any], **option
 
 def _peer_distance(event: Collective) -> int:
     # Count the shorter way around the group, so that each pipeline stage sends to +1 and receives
-    # from -1 for any number of ranks.
+    # from -1, however many ranks there are.
     peer, size = event.peer or 0, event.group_size
     return peer - size if peer > size / 2 else peer
 
@@ -66,7 +66,7 @@ def _reduce_op_of_user(event: Collective) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Calls:
-    """Calls of one rank that are equal in all compared fields."""
+    """One rank's calls that have the same value in every compared field."""
 
     nbytes: int = 0
     """Message size of each call, in bytes; 0 if `lacks_size`."""
@@ -114,7 +114,7 @@ class Calls:
     """The backward passes in which these calls reduce gradients; empty if they do so in every pass
     that computes these gradients. See Note [Comparable]."""
     count: int = 0
-    """Number of calls. 0 if the object serves as a key for equal calls and carries no count."""
+    """Number of calls; 0 in an object that only serves as a key for equal calls."""
 
     @property
     def lacks_last(self) -> bool:
@@ -159,9 +159,9 @@ class Calls:
 CALL_WORDS: Final[dict[str, CallWord]] = {
     entry.name: entry.metadata[_WORD] for entry in fields(Calls) if _WORD in entry.metadata
 }
-"""By field name, in the order in which snapshots write them."""
+"""How to write each field, keyed by field name, in the order that snapshots use."""
 _DEFAULTS: Final = {entry.name: entry.default for entry in fields(Calls)}
 UNTIMED: Final[dict[str, Any]] = {
     name: _DEFAULTS[name] for name, word in CALL_WORDS.items() if word.is_timing
 }
-"""Defaults of the timing fields. To ignore when calls are issued, reset the fields to these."""
+"""Defaults of the timing fields. Reset the fields to them to ignore when calls are issued."""

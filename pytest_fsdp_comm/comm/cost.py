@@ -1,4 +1,4 @@
-"""Compute the cost of a change for one rank: calls, bytes and peak memory."""
+"""Compute what a change costs one rank: calls, bytes and peak memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.profile import CommProfile
 
-# A cost is that of one rank, so that its parts add up: the rank whose bytes change most. In a sum
-# over ranks, more bytes on one rank could hide fewer bytes on another. Ranks that appear in the
-# same lists of ranks have equal rows and peaks, so only the first rank of each such group is
-# computed. Bytes are message sizes, as in `events.Collective.nbytes`.
+# A cost is the cost for one rank, the one whose bytes change most. In a sum over ranks, more bytes
+# on one rank could hide fewer bytes on another. Ranks that appear in the same lists of ranks have
+# equal rows and peaks, so the cost is computed only for the first rank of each such group. Bytes
+# are message sizes, as in `events.Collective.nbytes`.
 
 _Value = TypeVar("_Value")
 _Part: TypeAlias = tuple[str, str]  # axis and kind
@@ -24,10 +24,10 @@ class Volume:
     """The calls of one rank."""
 
     count: int = 0
-    """Calls of known size."""
+    """Number of calls of known size."""
     nbytes: int = 0
     unsized: int = 0
-    """Calls of unknown size, which `count` and `nbytes` do not include."""
+    """Number of calls of unknown size; `count` and `nbytes` do not include them."""
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(
@@ -39,10 +39,10 @@ class Volume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCost:
-    """The calls of one kind over one axis, or all calls over it."""
+    """How the calls over one axis change, for one kind or for all kinds."""
 
     kind: str = ""
-    """The `events.Collective.kind`; empty for all kinds."""
+    """The `events.Collective.kind`; empty if the part covers all kinds."""
     axis: str
     before: Volume
     after: Volume
@@ -55,7 +55,7 @@ class Cost:
     ranks: tuple[int, ...] = ()
     """The ranks with these calls, ascending; empty for all ranks that both sides recorded."""
     collectives: tuple[PartCost, ...] = ()
-    """One entry for each axis and kind of either side, sorted."""
+    """One entry for each axis and kind that either side uses, sorted."""
     peak_before: int = 0
     """The most bytes of parameters that were gathered at the same time; 0 if none were gathered."""
     peak_after: int = 0
@@ -64,7 +64,7 @@ class Cost:
 
     @property
     def axes(self) -> tuple[PartCost, ...]:
-        """The calls over each axis, all kinds added up; sorted by axis."""
+        """The calls over each axis, summed over all kinds and sorted by axis."""
         by_axis = itertools.groupby(self.collectives, key=lambda part: part.axis)
         return tuple(
             PartCost(
@@ -116,7 +116,7 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
 
 
 def _groups_of_equal_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
-    """Group the common ranks by equal rows and peaks; each group's lowest rank is the key."""
+    """Group ranks that both sides recorded by equal rows and peaks, keyed by lowest rank."""
     lists: set[tuple[int, ...]] = set()
     for profile in (old, new):
         lists.update(row.ranks for row in profile.collectives)
@@ -168,7 +168,7 @@ def _largest(
     groups: Mapping[int, Sequence[int]],
     weight: Callable[[_Value], tuple[int, ...]],
 ) -> tuple[_Value, tuple[int, ...]]:
-    """Return the value with the greatest weight, and the ranks that have it (empty for all)."""
+    """Return the value with the greatest weight, and its ranks; empty for all ranks."""
     largest = max(values.values(), key=weight)
     firsts = [rank for rank, value in values.items() if value == largest]
     ranks = sorted(itertools.chain.from_iterable(groups[rank] for rank in firsts))

@@ -44,7 +44,7 @@ class NewCalls:
     sites: tuple[tuple[str | None, Site], ...] = ()
     """Owner and site of each call that may be new."""
     is_certain: bool = True
-    """Whether all of these sites issued new calls; False if some of them may not have."""
+    """Whether every site issued a new call; False if some may not have."""
 
     @classmethod
     def join(cls, parts: Iterable[NewCalls]) -> NewCalls:
@@ -55,23 +55,23 @@ class NewCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One difference, and all modules that have it."""
+    """One difference, and all modules that show it."""
 
     subject: Subject | Literal["frame", "memory", "answer"]
     phase: Phase | None
-    """None unless rows changed: for the frame (world size, activation sizes, recorded ranks, mesh),
-    the peak of gathered bytes, and assumed values."""
+    """None if no row changed, but the frame (world size, activation sizes, recorded ranks, mesh),
+    the peak of gathered bytes, or an assumed value."""
     owners: tuple[str | None, ...] = ()
     """FQNs in natural order; None for rows without a module."""
     what: str
     """E.g. ``all_gather[dp]``, ``unshard``, ``(Shard(dim=0))->(Replicate())``, ``world_size``."""
     before: tuple[Row, ...] = ()
-    """The first owner's rows in the snapshot: several if ranks differ, empty if rows are new."""
+    """The first owner's rows in the snapshot: several if ranks differ, empty if there were none."""
     after: tuple[Row, ...] = ()
-    """The first owner's rows in the recording; empty if they were removed."""
+    """The first owner's rows in the recording: several if ranks differ, empty if there are none."""
     old_text: str = ""
     new_text: str = ""
-    """`old_text` and `new_text` are the two values, if no row changed; otherwise empty."""
+    """`old_text` and `new_text` are the values on both sides; empty if rows changed."""
     new_calls: NewCalls = NewCalls()
 
 
@@ -80,7 +80,7 @@ class Comparison:
     """All differences between a snapshot and a recording."""
 
     changes: tuple[Change, ...]
-    """Changes without a phase, then rows in the order of the profile; empty if nothing differs."""
+    """Changes without a phase, then changed rows in profile order; empty if nothing differs."""
     explanation: Explanation | None = None
     """None if no rows differ."""
     remaining: tuple[Change, ...] = ()
@@ -106,7 +106,7 @@ class Comparison:
 
     @property
     def reported(self) -> tuple[TrainingChange | Step, ...]:
-        """Changes that break training, then regressions, other steps, and steps due to torch."""
+        """Changes that break training, then regressions, other steps, and steps caused by torch."""
         steps = () if self.explanation is None else self.explanation.steps
         # Use the steps' identities as keys, since steps are not hashable.
         order = {
@@ -141,7 +141,7 @@ def _is_of_backward(step: Step) -> bool:
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
-    """Compare the `comparable` parts of a snapshot and a recording."""
+    """Compare those parts of a snapshot and a recording that are `comparable`."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     old, new = comparable(old, new)
@@ -206,7 +206,7 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
 
 
 def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:
-    """Describe both meshes; both empty if they differ only in axes that one side does not use."""
+    """Describe both meshes; return empty strings if only axes that one side does not use differ."""
     before, after = ({axis.name for axis in axes} for axes in (old, new))
     shared = before & after
     is_same = [axis for axis in old if axis.name in shared] == [
@@ -228,7 +228,7 @@ def _compare_rows(
         if was == now:
             continue
         if not (was and now):
-            # If rows are new or removed, do not mention how far ahead units were prefetched.
+            # For new or removed rows, do not print how far ahead units were prefetched.
             was, now = (
                 tuple(replace(row, calls=replace_fields(row.calls, ahead=0)) for row in rows)
                 for rows in (was, now)
@@ -260,7 +260,7 @@ def _compare_rows(
 def _new_calls(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
-    """Find the sites of new calls by comparing their fields, since snapshots have no sites."""
+    """Find the sites of new calls by comparing fields, because snapshots store no sites."""
     sites: dict[Site, None] = {}
     is_certain = True
     for row in now:
@@ -285,7 +285,7 @@ def _new_calls(
                     if is_sender and _untimed(site.calls, call) == kind:
                         candidates.append(site)
                         counts[site.call_site] += site.calls.count
-                # A line that issued more calls than can be old ones issued at least one new call.
+                # A line that issued more calls than there are old ones issued at least one new one.
                 num_old = counts.total() - num_new
                 certain = {line for line, count in counts.items() if count > num_old}
                 is_certain &= bool(certain) or not candidates
@@ -295,7 +295,7 @@ def _new_calls(
 
 
 def _untimed(recorded: Calls, compared: Calls) -> Calls:
-    """Reset timing and count of recorded calls, and their size if `compared` has none."""
+    """Reset the timing and count of recorded calls, and their size if `compared` has none."""
     changes = {**UNTIMED, "count": 0}
     if compared.is_unsized:
         changes |= {"nbytes": 0, "is_unsized": True}

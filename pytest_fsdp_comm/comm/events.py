@@ -18,10 +18,10 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     RECOMPUTE = "recompute"
-    """A forward that activation checkpointing repeats during backward."""
+    """A forward that activation checkpointing reruns during backward."""
     OPTIMIZER = "optimizer"
     OUTSIDE = "outside"
-    """No module, backward or optimizer step was running: setup, gradient clipping, checkpoints."""
+    """Outside every module, backward and optimizer step: setup, gradient clipping, checkpoints."""
 
 
 class Source(StrEnum):
@@ -60,7 +60,7 @@ COLLECTIVE_KINDS: Final = (
     "recv",
     "barrier",
 )
-"""The known kinds; any other operation is recorded as ``unknown:<op>``."""
+"""The kinds that have a name; any other operation is recorded as ``unknown:<op>``."""
 
 REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
 """The kinds that carry gradients if FSDP or DDP sends them."""
@@ -71,7 +71,7 @@ class Collective:
     """One communication call, as this rank issued it."""
 
     index: int
-    """Place in the recording, from 0."""
+    """Position in the recording, starting at 0."""
     kind: str
     """One of `COLLECTIVE_KINDS`, or ``unknown:<op>``."""
     op: str
@@ -90,9 +90,9 @@ class Collective:
     """The element type without ``torch.``, such as ``bfloat16``; several are joined with ``+`` in
     order of appearance. Empty for a barrier."""
     nbytes_sent: int
-    """Bytes of the input tensors on this rank; 0 without an input."""
+    """Bytes of the input tensors on this rank; 0 if there are none."""
     nbytes_received: int
-    """Bytes of the output tensors on this rank; 0 without an output."""
+    """Bytes of the output tensors on this rank; 0 if there are none."""
     source: Source
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
@@ -104,11 +104,11 @@ class Collective:
     """For a send or receive, the distance to the other rank, wrapping around the group: 1 is the
     next rank. None for other kinds, a receive from any rank, and a rank outside the group."""
     root_rank: int | None = None
-    """The rank in the group, from 0, that sends a broadcast or scatter, or receives a reduce or
-    gather. None for other kinds, and if the rank is not in the group."""
+    """Group rank, starting at 0, of the rank that sends a broadcast or scatter, or receives a
+    reduce or gather. None for other kinds, and if that rank is not in the group."""
     reduce_op: str | None = None
     """``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor``, ``bxor`` or
-    ``premul_sum``. None unless this is a reduction, and if torch does not report it."""
+    ``premul_sum``. None if this is not a reduction, or if torch does not report the op."""
     is_async: bool | None = None
     """Whether the caller must wait for the result (``async_op=True``). None if torch does not
     report it: for functional collectives, sends and receives, and in older versions."""
@@ -116,8 +116,8 @@ class Collective:
     """`Reshard.ahead` of the unshard that issued this all-gather; None for other calls."""
     backward: int | None = None
     """For a reduction of gradients in backward or outside, the number of the backward pass that
-    issued it, or of the last pass before it. Only passes that added to these gradients are counted,
-    from 1. None for all other calls, and if there were fewer than two passes."""
+    issued it, or of the last pass before it. Numbers start at 1 and count only passes that added to
+    these gradients. None for all other calls, and if there were fewer than two such passes."""
     num_backwards: int | None = None
     """Number of backward passes that added to these gradients; None if `backward` is None."""
 
@@ -158,7 +158,7 @@ class Redistribution:
     index: int
     """Place in the recording, from 0."""
     owner: str | None
-    """FQN of the module that the activation or parameter belongs to; None if there is none."""
+    """FQN of the module whose activation or parameter changed; None if there is no such module."""
     issued_in: str | None
     """FQN of the module that was running; None outside every module."""
     phase: Phase
@@ -200,7 +200,7 @@ class Answer:
     value: str
     """The value's repr."""
     call_site: str = field(default="", compare=False)
-    """``path:line`` of that code. Reported, never compared."""
+    """``path:line`` of the code in `site`. Reported, never compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,30 +208,31 @@ class Recording:
     """All events of one rank in one ``comm_mode`` block, in the order in which they were issued."""
 
     rank: int
-    """This rank, from 0; 0 without a process group."""
+    """The global rank; 0 if there is no process group."""
     world_size: int
-    """Ranks of the default group; 1 without a process group."""
+    """Number of ranks in the default group; 1 if there is no process group."""
     backend: str
-    """``gloo``, ``nccl``, ``fake``; empty without a process group. Reported, never compared."""
+    """Such as ``gloo``, ``nccl`` or ``fake``; empty if there is no process group. Reported, never
+    compared."""
     torch_version: str
     """The value of ``torch.__version__``. Reported, never compared."""
     mesh_axes: tuple[MeshAxis, ...] = ()
-    """The axes over which something was sent, sorted by name."""
+    """The axes that collectives used, sorted by name."""
     shows_async: bool = True
     """Whether this torch reports which calls are asynchronous; older versions do not."""
     collectives: tuple[Collective, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     redistributions: tuple[Redistribution, ...] = ()
     timings: tuple[tuple[str, float], ...] = ()
-    """Pairs of a category and the host seconds that its calls took to return. The categories are
+    """Pairs of a category and the seconds that the host spent in its calls. The categories are
     ``all_gather``, ``all_gather_object``, ``reduce``, ``resharding`` and ``all``. Reported, never
     compared."""
     notes: tuple[str, ...] = ()
     """Remarks for readers, e.g. that the model was unsharded when the block began."""
     peak_gathered_nbytes: int = 0
     """The most bytes of FSDP parameters that were gathered on this rank at the same time, without
-    padding, from the issue of each unshard to its reshard. Includes parameters that were gathered
-    before the block, and the part that ``reshard_after_forward=<int>`` keeps."""
+    padding. A parameter counts from the issue of its unshard to its reshard. Includes parameters
+    gathered before the block, and the part that ``reshard_after_forward=<int>`` keeps."""
     gaps: tuple[Gap, ...] = ()
     """Known reasons why the recording is incomplete; the notes repeat them."""
     answers: tuple[Answer, ...] = ()

@@ -12,7 +12,7 @@ from pytest_fsdp_comm.text.codec import CodecError, dump_document, load_document
 from pytest_fsdp_comm.text.rank_lists import fold_equal
 
 JSON_VERSION: Final = 1
-"""Increase it if older readers would misread a new document."""
+"""Increase this if older readers would misread a new document."""
 
 _KIND: Final = "recording"
 
@@ -40,18 +40,18 @@ class ScriptRun:
 class _Recordings:
     recordings: tuple[Recording, ...]
     ranks_alike: tuple[tuple[int, ...], ...] = ()
-    """For each recording, the other ranks with an equal one; empty if all recordings differ."""
+    """For each recording, the other ranks whose recording is identical; empty if all differ."""
     run: ScriptRun | None = None
-    """None if a test, or a `comm_mode` block in a script, made the recordings."""
+    """None if the recordings come from a test, or from a `comm_mode` block in a script."""
 
 
 def dump_recordings(recordings: Sequence[Recording]) -> str:
-    """Write the recordings of one block as JSON, in the order of the ranks."""
+    """Write the recordings of one block as JSON, in rank order."""
     return dump_document(_KIND, JSON_VERSION, _Recordings(recordings=tuple(recordings)))
 
 
 def join_recordings(texts: Mapping[int, str], run: ScriptRun | None = None) -> str:
-    """Join documents of single ranks, with ranks as keys; equal recordings are written once."""
+    """Join documents of single ranks, keyed by rank; write equal recordings only once."""
     folded = fold_equal(texts)
     joined = _Recordings(
         recordings=tuple(
@@ -77,13 +77,13 @@ def load_recordings(text: str) -> tuple[Recording, ...]:
 
 
 def load_run(text: str) -> ScriptRun | None:
-    """Read which script ``fsdp-comm record`` recorded; None for other recordings."""
+    """Read which script ``fsdp-comm record`` recorded; return None for other recordings."""
     return load_document(_Recordings, _KIND, JSON_VERSION, text).run
 
 
 def parts_of(recording: Recording) -> tuple[int, ...]:
     """Return a key that is equal for all ranks that `load_recordings` read from one entry."""
-    # The key consists of ids of objects, so it is valid only while the recording exists.
+    # The key consists of object ids, so it is valid only while the recording is alive.
     names = {field.name for field in fields(recording)} - {"rank"}
     return tuple(id(getattr(recording, name)) for name in sorted(names))
 

@@ -21,9 +21,9 @@ class MeshAxis:
     dims: tuple[tuple[int, int], ...] = ()
     """Size and stride of each dimension of a group, innermost first. ``((4, 1),)`` is ranks 0 to 3
     or 4 to 7; ``((2, 1), (2, 8))`` is ranks 0, 1, 8, 9. All ranks have equal dims for a mesh axis.
-    Empty for a group of one rank, and for ranks without such a pattern."""
+    Empty for a group of one rank, and for ranks that do not form such a pattern."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each recorded group, if they have no such pattern; otherwise empty."""
+    """The ranks of each recorded group, if they do not form such a pattern; otherwise empty."""
 
     @property
     def layout(self) -> str:
@@ -38,14 +38,14 @@ class MeshAxis:
 
 
 def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
-    """Return the axis of a process group; `ranks` are in the order of the group."""
+    """Return the axis of a process group; `ranks` must be in group order."""
     dims = dims_of(ranks)
     groups = () if dims is not None else (tuple(ranks),)
     return MeshAxis(name=name, size=len(ranks), dims=dims or (), groups=groups)
 
 
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """Return `MeshAxis.dims` for ranks in the order of their group; None without a pattern."""
+    """Return `MeshAxis.dims` for ranks in group order; None if they have no such pattern."""
     # Work outwards from the innermost dimension. The next stride is the distance to the first rank
     # that the dimensions so far do not cover; the next size is how often the covered ranks repeat
     # at that distance.
@@ -66,7 +66,7 @@ def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
 
 
 def merge_axes(axes: Iterable[MeshAxis]) -> tuple[MeshAxis, ...]:
-    """Merge equal axes, and axes that differ only in their groups; sorted by name."""
+    """Merge equal axes, and axes that differ only in their groups; sort them by name."""
     groups: defaultdict[MeshAxis, set[tuple[int, ...]]] = defaultdict(set)
     for axis in axes:
         groups[replace(axis, groups=())].update(axis.groups)
@@ -75,5 +75,5 @@ def merge_axes(axes: Iterable[MeshAxis]) -> tuple[MeshAxis, ...]:
 
 
 def show_mesh(axes: Iterable[MeshAxis]) -> str:
-    """Write the axes with their layouts in one line: ``dp=4 stride 2, tp=2 stride 1``."""
+    """Write the axes and their layouts on one line: ``dp=4 stride 2, tp=2 stride 1``."""
     return ", ".join(f"{axis.name}={axis.layout}" for axis in axes) or "none"

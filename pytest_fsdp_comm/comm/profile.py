@@ -27,21 +27,21 @@ from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
 
 Subject: TypeAlias = Literal["collective", "reshard", "redistribution"]
-"""What a row counts. Collectives that an unshard or redistribution sends have separate rows."""
+"""What a row counts. Collectives issued by an unshard or redistribution have separate rows."""
 SUBJECTS: Final[tuple[Subject, ...]] = get_args(Subject)
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 _SUBJECT_ORDER: Final = {subject: place for place, subject in enumerate(SUBJECTS)}
 _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
 
-# The embedding's shape in `_MaskPartial` (torch 2.6 to 2.13), which rows omit, since it is not part
-# of the placement.
+# Matches the embedding's shape in `_MaskPartial` (torch 2.6 to 2.13). Rows omit it, because it is
+# not part of the placement.
 _SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Code that issued collectives of a row. Reported, never compared or stored."""
+    """A line of code that issued collectives of a row. Reported, never compared or stored."""
 
     issued_in: str | None
     """FQN of the module that was running; None outside every module."""
@@ -52,7 +52,7 @@ class Site:
     is_of_dtensor: bool = False
     """Whether a redistribution of a DTensor issued them."""
     is_of_backward: bool = False
-    """Whether the line calls ``.backward()``, rather than being in a hook."""
+    """Whether the line calls ``.backward()``; False for a line in a hook."""
 
 
 class RowKey(NamedTuple):
@@ -70,7 +70,7 @@ class RowKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The calls of one kind that some ranks issued for one module in one phase."""
+    """The calls of one kind that one or more ranks issued for one module in one phase."""
 
     subject: Subject = "collective"
     phase: Phase
@@ -113,7 +113,7 @@ class GatheredPeak:
     """The most bytes of parameters that were gathered at the same time."""
 
     nbytes: int
-    """On one rank; at least 1."""
+    """Bytes on one rank; at least 1."""
     ranks: tuple[int, ...] = ()
     """The ranks with this peak, ascending; empty for all ranks."""
 
@@ -130,7 +130,7 @@ class Total:
     unsized: int
     """Number of collectives of unknown size; `count` includes them."""
     num_ranks: int
-    """Number of ranks in the sum: 1 if all ranks have the same rows, else all recorded ranks."""
+    """How many ranks the sum covers: 1 if all ranks have the same rows, else all recorded ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +138,9 @@ class CommProfile:
     """The recording of one test on all recorded ranks, as rows that can be compared."""
 
     world_size: int
-    """Ranks of the default group."""
+    """Number of ranks in the default group."""
     mesh_axes: tuple[MeshAxis, ...]
-    """The axes over which something was sent, sorted by name."""
+    """The axes that collectives used, sorted by name."""
     rows: tuple[Row, ...]
     """In the order of `sort_rows`."""
     peaks: tuple[GatheredPeak, ...] = ()
@@ -208,9 +208,9 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
     events: defaultdict[tuple[Phase, str | None, str, str], list[Collective]] = defaultdict(list)
     for event in recording.collectives:
         events[event.phase, event.owner, event.kind, event.axis].append(event)
-    # In backward, calls of FSDP, DDP and DTensors come from the line with .backward(), and those of
-    # hooks from other lines. Hooks issue fewer calls, so the line with the most rows must be the
-    # one with .backward().
+    # In backward, FSDP, DDP and DTensors issue calls from the line with .backward(), and hooks from
+    # other lines. Hooks issue fewer calls, so the line with the most rows must be the one with
+    # .backward().
     rows = Counter(
         line
         for (phase, *_), row_events in events.items()
@@ -275,11 +275,11 @@ def _fold_resharding(recording: Recording) -> Iterable[Row]:
 
 
 def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> CommProfile:
-    """Merge profiles in the order of their ranks; `ranks`, if passed, replaces these ranks."""
-    # The profile of a single process lists no ranks, so use rank 0.
+    """Merge profiles in rank order; `ranks` overrides the ranks that the profiles record."""
+    # The profile of a single process lists no ranks; its rank is 0.
     ranks = ranks or [(profile.recorded_ranks or (0,))[0] for profile in profiles]
-    # Most of thousands of ranks have equal recordings, for which readers return the same object.
-    # So group by identity: comparing the profiles would take longer than merging them.
+    # Of thousands of ranks, most have equal recordings, and readers return the same object for
+    # them. So group by identity: comparing the profiles would take longer than merging them.
     groups: dict[int, tuple[CommProfile, list[int]]] = {}
     for rank, profile in zip(ranks, profiles, strict=True):
         groups.setdefault(id(profile), (profile, []))[1].append(rank)
@@ -320,7 +320,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
 def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
     """Return the profile as if only these ranks, ascending, had been recorded."""
     chosen = frozenset(ranks)
-    # Many rows share one list of ranks, so filter each list once.
+    # Many rows share a list of ranks, so filter each list only once.
     lists: dict[tuple[int, ...], tuple[int, ...]] = {(): tuple(ranks)}
 
     def select(values: Iterable[_WithRanks]) -> Iterator[tuple[_WithRanks, tuple[int, ...]]]:
@@ -392,14 +392,14 @@ def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
 
 # Note [Comparable]: a comparison ignores fields that only one side has.
 # - Ranks: a simulation may record only some ranks of the snapshot; only these are compared.
-# - `is_async`: ignored if torch reported it on one side only.
+# - `is_async`: ignored if torch reported it for only one side.
 # - Sizes of activations: ignored if one side lacks them, which is itself reported as a change.
 # - `backwards`: follows from the counts and the number of micro-batches, so it is only printed,
 #   unless the last backward does not reduce its gradients.
 
 
 def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
-    """Remove everything that cannot be compared from both profiles; see Note [Comparable]."""
+    """Remove from both profiles everything that cannot be compared; see Note [Comparable]."""
     if new.recorded_ranks and not old.recorded_ranks:
         old = restrict(old, new.recorded_ranks)
     if old.shows_async != new.shows_async:

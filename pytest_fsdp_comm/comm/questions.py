@@ -1,4 +1,4 @@
-"""Queries on a recording: check the names that a user passes, and select collectives."""
+"""Answer queries on a recording: check the names that users pass, and select collectives."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Names:
     """The names that queries on one rank's recording may use."""
 
     modules: Mapping[str, str]
-    """Module name that includes wrappers -> FQN."""
+    """Maps each module name, with wrappers included, to the FQN."""
     owners: frozenset[str]
-    """FQNs of all modules and units, and all further owners of collectives."""
+    """FQNs of all modules and units, and all other owners of collectives."""
     axes: frozenset[str]
-    """Names of mesh axes and other process groups, used or not."""
+    """Names of mesh axes and other process groups, whether used or not."""
     groups: Mapping[str, str]
-    """Name of a process group of this rank -> name of its axis in the recording."""
+    """Maps the name of each process group of this rank to that of its axis in the recording."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Name of an axis -> name of the same process group in the recording, if they differ."""
+    """Maps an axis to the name that the recording uses for its process group, if it differs."""
     kinds: frozenset[str]
-    """Further kinds in the recording, besides `COLLECTIVE_KINDS`."""
+    """Kinds in the recording that are not in `COLLECTIVE_KINDS`."""
     has_model: bool
     """Whether a model was passed to `comm_mode`; otherwise `owners` has only modules that ran."""
 
     def with_axes(self, pairs: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
-        """Add further axes; each pair has the name of an axis and that of its process group."""
+        """Add axes; each pair holds the name of an axis and the name of its process group."""
         axes, renamed = set(self.axes), {}
         recorded_axes = {event.axis for event in recorded}
         for name, group in pairs:
@@ -55,7 +55,7 @@ class Names:
         return replace(self, axes=frozenset(axes), renamed=renamed)
 
     def fqn(self, name: str) -> str | None:
-        """Return the FQN of a module by any of its names; None if there is no such module."""
+        """Return the FQN of the module that has this name; None if there is no such module."""
         return name if name in self.owners else self.modules.get(name)
 
 
@@ -78,12 +78,12 @@ class Question:
 
 
 class Answer(int):
-    """An int that stores the collectives it counts; arithmetic returns plain numbers."""
+    """An int that also stores the collectives it counts; arithmetic returns plain numbers."""
 
     expression: str
-    """The call, as a user writes it: ``counts('all_gather')``."""
+    """The query, as a user would write it: ``counts('all_gather')``."""
     matching: Sequence[Collective]
-    """The counted collectives, in the order of issue."""
+    """The counted collectives, in the order in which they were issued."""
     recorded: Sequence[Collective]
 
     def __new__(  # noqa: PYI034  # never subclassed

@@ -1,4 +1,4 @@
-"""Propose changes of counts, sizes and dtypes that hold for all modules."""
+"""Propose changes in counts, sizes and dtypes that apply to all modules."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey, replace_fields
 from pytest_fsdp_comm.text.words import itemsize
 
-# Each proposal guesses its factor from the ratios of most rows; applying it shows whether the other
-# rows agree. Fractions are proposed only if all products are whole numbers: a later step that
-# writes the same rows could hide a rounded product.
+# Each proposal takes its factor from the most common ratios; applying it shows whether the other
+# rows agree. Fractions are proposed only if all products are whole numbers, because a later step
+# that writes the same rows could hide a rounded product.
 
 
 _ONE: Final = Fraction(1)
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 _MOST_TERMS: Final = 64
-"""Largest product of a ratio's terms: 3/2 is a change, 129/65 a coincidence."""
+"""Largest product of numerator and denominator: 3/2 is a change, 129/65 a coincidence."""
 _MOST_RATIOS: Final = 3
 
 
 class Scope(Enum):
-    """The calls whose count changes."""
+    """Which calls change their count."""
 
     EVERYTHING = auto()
     PASSES = auto()
-    """Forward, backward and recomputation; gradient reductions have a separate factor."""
+    """Those in forward, backward and recomputation; gradient reductions have a separate factor."""
     PASSES_AND_OUTSIDE = auto()
-    """As `PASSES`, and the outside phase."""
+    """Those of `PASSES`, and those in the outside phase."""
     FORWARD = auto()
     ACTIVATIONS = auto()
     OPTIMIZER = auto()
@@ -60,7 +60,7 @@ class Scope(Enum):
             case Scope.OPTIMIZER:
                 return key.phase is Phase.OPTIMIZER
             case Scope.FORWARD:
-                # A unit that stays unsharded is not gathered for the next forward.
+                # A unit that stays unsharded is not gathered again for the next forward.
                 stays_unsharded = is_of_unit(key, call) and content.stays_unsharded
                 return key.phase is Phase.FORWARD and not stays_unsharded
         is_outside = self is Scope.PASSES_AND_OUTSIDE and key.phase is Phase.OUTSIDE
@@ -79,15 +79,15 @@ class Counts(GlobalStep):
     scope: Scope
     factor: Fraction
     has_activations: bool
-    """Whether any calls send activations; otherwise only gathers show the number of forwards."""
+    """Whether any calls send activations; if not, only gathers show how many forwards ran."""
     reductions: Fraction = Fraction(1)
     """Factor of gradient reductions, for scopes that do not include them."""
     excluded: tuple[Owner, ...] = ()
-    """Units that the forward scope ignores, because they stay unsharded."""
+    """Units that the forward scope ignores because they stay unsharded."""
 
     @property
     def description_cost(self) -> float:
-        # Prefer n and 1/n, and changes of all counts.
+        # Prefer factors n and 1/n, and changes in all counts.
         is_simple = self.factor.numerator == 1 or self.factor.denominator == 1
         return (2.0 if is_simple else 3.0) + (0.0 if self.scope is Scope.EVERYTHING else 0.5)
 
@@ -105,7 +105,7 @@ class Counts(GlobalStep):
         return self.reductions if is_other and is_of_gradients(key, call, content) else _ONE
 
     def fits(self, contents: Iterable[Content]) -> bool:
-        """Whether all changed counts are whole numbers."""
+        """Whether all new counts are whole numbers."""
         return self.factor.denominator == self.reductions.denominator == 1 or not any(
             call.count % self._factor_of(key, call, content).denominator
             for content in contents
@@ -127,7 +127,7 @@ class Counts(GlobalStep):
 
 
 def propose_counts(between: Between) -> Iterator[Step]:
-    """Propose changes of counts."""
+    """Propose changes in counts."""
     unique = set(between.state.values())
     sends = any(call.role == Role.ACTIVATIONS for content in unique for _, call in content.calls())
     reductions = _ratios(
@@ -146,7 +146,7 @@ def propose_counts(between: Between) -> Iterator[Step]:
             if before and scope.includes(key, before[0].calls[0], group.old)
         )
         for ratio in _ratios(pairs):
-            # Only the forward scope excludes units.
+            # Only the forward scope ignores units.
             units = between.state.items() if scope is Scope.FORWARD else ()
             excluded = tuple(owner for owner, content in units if content.stays_unsharded)
             step = Counts(scope=scope, factor=ratio, has_activations=sends, excluded=excluded)
@@ -158,8 +158,8 @@ def propose_counts(between: Between) -> Iterator[Step]:
 
 
 def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
-    """Return the most common ratios of `pairs`: old value, new value, number of modules."""
-    # Modules share few pairs, and fractions are slow to create.
+    """Return the most common ratios; `pairs` hold old value, new value and number of modules."""
+    # Most modules share a few pairs, so create each fraction once: fractions are slow to create.
     weights: Counter[tuple[int, int]] = Counter()
     for old, new, weight in pairs:
         if old and new and old != new:
@@ -207,13 +207,13 @@ class Sizes(_Scaled):
     kind: str = "sizes"
     factor: Fraction
     axis: str = ""
-    """Axis of gradients; empty for activations, on all axes."""
+    """The axis of the gradients; empty for activations, which change on all axes."""
     with_loss: bool = False
-    """Whether calls without a role in the outside phase change too, such as a parallel loss."""
+    """Whether calls without a role in the outside phase, such as a parallel loss, change too."""
 
     @property
     def description_cost(self) -> float:
-        # Prefer n and 1/n, and changes of activations.
+        # Prefer factors n and 1/n, and changes in activations.
         is_simple = self.factor.numerator == 1 or self.factor.denominator == 1
         return 2.0 if is_simple and not self.axis else 2.5
 
@@ -228,7 +228,7 @@ class Sizes(_Scaled):
 
 
 def propose_sizes(between: Between) -> Iterator[Step]:
-    """Propose changes of the sizes of activations, and of gradients on an axis."""
+    """Propose changes in the sizes of activations, and of gradients on an axis."""
     sizes_by_part: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
     for group in between.differences:
         for key, before, after in group.rows:
@@ -246,7 +246,7 @@ def propose_sizes(between: Between) -> Iterator[Step]:
 
 @dataclass(frozen=True, kw_only=True)
 class Dtype(_Scaled):
-    """All collectives of some roles and axes changed dtype, and their sizes with it."""
+    """All collectives of some roles and axes changed dtype, and with it their sizes."""
 
     kind: str = "dtype"
     factor: Fraction
@@ -278,7 +278,7 @@ class Dtype(_Scaled):
 
 
 def propose_dtypes(between: Between) -> Iterator[Step]:
-    """Propose changes of the dtype of parameters, gradients and activations."""
+    """Propose changes in the dtype of parameters, gradients and activations."""
     candidates: dict[tuple[str, str, Fraction], dict[tuple[str, str], set[Owner]]] = {}
     for group in between.differences:
         for key, was, now in group.rows:

@@ -19,9 +19,9 @@ from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.text.fqn import name_owners
 
 # A step is exact, so its cause explains all of its rows. The rule for a kind of step names every
-# known cause of these rows, except causes that the recordings, the trees of the test or a change of
-# torch rule out. Separate rules handle several steps together, and leftover rows.
-# docs/causes.md lists the causes; `tests/regressions/look_alikes.json` has similar changes.
+# known cause, except those that the recordings, the test's trees or a change of torch rule out.
+# Other rules handle combinations of steps, and leftover rows. docs/causes.md lists the causes;
+# `tests/regressions/look_alikes.json` lists changes whose diffs look alike.
 
 _NOT_REDUCED: Final = ", FSDP does not reduce their gradients"
 _MISSING_ROOT: Final = (
@@ -35,8 +35,8 @@ _FROZEN: Final = "frozen, as the tree shows"
 _THAWED: Final = f"parameters are no longer {_FROZEN}"
 _REDUCES_IN_FLOAT32: Final = (2, 15)
 """The first torch whose FSDP2 reduces in the parameter's dtype if ``reduce_dtype`` is unset, and
-casts partial gradients before DTensor reduces them. Older ones, and FSDP1 in all versions, use
-``param_dtype`` for both. Recorded with torch 2.13.0 and 2.15.0."""
+casts partial gradients before DTensor reduces them. Older versions of FSDP2, and all versions of
+FSDP1, use ``param_dtype`` for both. Recorded with torch 2.13.0 and 2.15.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Cause:
     text: str
     steps: tuple[Step, ...] = ()
     is_of_torch: bool = False
-    """Whether another version of torch causes it, without a change of the user's code."""
+    """Whether a different torch version causes the change, and not the user's code."""
     is_unwanted: bool = False
-    """Whether it is always a regression, whatever its steps are."""
+    """Whether the cause is a regression regardless of its steps."""
 
     @property
     def is_of_regression(self) -> bool:
@@ -59,7 +59,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Evidence for causes: both recordings, and the trees of the same comparison."""
+    """Evidence for causes: both recordings, and the trees compared together with them."""
 
     old: CommProfile
     new: CommProfile
@@ -71,7 +71,7 @@ class Inputs:
 
 
 def _is_regression(step: Replaced) -> bool:
-    """Whether the cause of a step, if known, is a regression."""
+    """Whether a step is a regression, if its cause is known."""
     match step.kind:
         case "reduced times" | "redistributed" | "gathered in full" | "called":
             return True
@@ -96,7 +96,7 @@ def find_causes(
     explained = [step for cause in causes for step in cause.steps]
     for step in explanation.steps:
         is_of_mesh = step.kind in {"sizes", "redistributed"} and not is_same_mesh
-        # If rows are left over, gathers may have moved into recomputation from elsewhere.
+        # If rows are left over, gathers in recomputation may have moved there from elsewhere.
         is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
             text = _cause(step, inputs)
@@ -111,7 +111,7 @@ def find_causes(
 
 # Rules for several steps, or for leftover rows.
 def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
-    """Detect that the root unit was removed or is not called, so that units below become roots."""
+    """Detect a root unit that was removed or is not called, so that units below it become roots."""
     lost_roots, unresharded = (
         [
             step
@@ -123,10 +123,10 @@ def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
     lost_roots = [step for step in lost_roots if step.owners == (ROOT_FQN,)]
     trees = inputs.trees
     if trees is not None and trees.lost_root:
-        # Units that only one of the trees has were added or removed with the root.
+        # Units in only one of the trees were added or removed together with the root.
         units, roots = trees.units, trees.new_roots
         unresharded = [step for step in unresharded if units.intersection(step.owners) <= roots]
-        # Without a backward, the snapshot has no reductions to lose.
+        # If the snapshot has no backward, there were no reductions to lose.
         reduces = any(role_of((row,)) == Role.GRADIENTS for row in inputs.old.rows)
         text = trees.lost_root if reduces else trees.lost_root.replace(_NOT_REDUCED, "")
         return [Cause(text=text, steps=(*lost_roots, *unresharded), is_unwanted=True)]
@@ -157,7 +157,7 @@ def swapped_axes(old: CommProfile, new: CommProfile) -> Iterator[Cause]:
 
 
 def _norms_one_by_one(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect norms that were stacked and reduced in one call, and now have one call each."""
+    """Detect norms that used to be stacked and reduced in one call, and now take one call each."""
     (was, norms_before), (now, norms) = map(_reduced_norms, inputs.sides)
     removed, added = was - now, now - was
     nbytes = [sum(size * count for size, count in calls.items()) for calls in (removed, added)]
@@ -173,7 +173,7 @@ def _norms_one_by_one(explanation: Explanation, inputs: Inputs) -> Iterator[Caus
 
 
 def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
-    """Count all-reduces by bytes in phases that reduce norms of DTensors, and the norms."""
+    """Count all-reduces by size in phases that reduce norms of DTensors, and count the norms."""
     norms, calls = Counter[Phase](), Counter[int]()
     rows = [row for row in profile.rows if row.owner is None]
     for row in rows:
@@ -185,7 +185,7 @@ def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
 
 
 def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect diffs that only lack reshards of units, after the step or after backward."""
+    """Detect diffs in which only reshards of units are missing, after backward or the step."""
     rows = set(explanation.before) ^ set(explanation.after)
     was, now = (
         Counter({(row.owner, row.phase, row.what): row.count for row in side})
@@ -197,7 +197,7 @@ def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]
     if explanation.steps or sent or now - was or (Phase.OUTSIDE, "unshard") in acts:
         return
     owners = {row.owner for row in rows}
-    # An evaluation may have run a single unit.
+    # If no other unit ran in forward, an evaluation may have run only this one.
     has_others = not owners.issuperset(_acts(inputs.new, Phase.FORWARD, "unshard"))
     is_resharded = any(now[owner, Phase.BACKWARD, "reshard"] for owner in owners)
     prefix = f"{name_owners(owners)} left unsharded after"
@@ -209,7 +209,7 @@ def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]
 
 
 def _evaluations(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect evaluations: forward gathers all units more often, or all units that it reshards."""
+    """Detect evaluations: forward gathers all units, or all that it reshards, more often."""
     phases = {row.phase for row in {*explanation.before} ^ {*explanation.after}}
     freed, units = (_acts(inputs.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
     more = _more_acts(inputs, Phase.FORWARD, "unshard").keys()
@@ -230,7 +230,7 @@ def _prefetching(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
         call, changed = f"set_modules_to_{phase}_prefetch", f"{phase}_prefetch"
         trees = inputs.trees
         if later == {True} and (trees is None or {changed, "prefetch"} & trees.prefetching):
-            # If each unit is a root, none prefetches another.
+            # If every unit is a root, no unit prefetches another.
             is_root_called = _acts(inputs.new, phase, "reshard")[ROOT_FQN]
             has_root = trees or phase is Phase.FORWARD or is_root_called
             is_ahead = any(after for _, after in distances)
@@ -244,7 +244,7 @@ def _prefetching(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
 
 # Rules for one step.
 def _cause(step: Step, inputs: Inputs) -> str:
-    """Return the cause of a step; empty if it is unknown, or if the sentence already names it."""
+    """Return a step's cause; empty if it is unknown, or if the step's sentence already names it."""
     match step:
         case Counts():
             return _of_counts(step, inputs)
@@ -260,7 +260,7 @@ def _cause(step: Step, inputs: Inputs) -> str:
 
 
 def _gathers(profile: CommProfile) -> set[tuple[Owner, str, int, str]]:
-    """Return unit, axis, bytes per call and dtype of each gather of parameters."""
+    """Return the unit, axis, bytes per call and dtype of each gather of parameters."""
     return {
         (row.owner, row.axis, call.nbytes, call.dtype)
         for row in profile.collectives
@@ -342,10 +342,10 @@ def _of_dtype(step: Dtype, inputs: Inputs) -> str:
             return f"{_MODEL_DTYPE if is_dtype else 'MixedPrecisionPolicy'}, as the tree shows"
     if torchs := _change_of_torch(step, inputs):
         return torchs
-    # If the number of gathers changed too, no step reports their dtype.
+    # If the number of gathers changed too, no step reports a change in their dtype.
     types = [{dtype for *_, dtype in _gathers(side)} for side in inputs.sides]
     if Role.PARAMETERS in step.roles or types[0] != types[1]:
-        # Trees do not show hooks.
+        # Trees do not show hooks, so they cannot rule this out.
         hook = "an fsdp_pre_all_gather hook of the weights, such as torchao's float8 all-gather"
         if is_refuted:
             return hook
@@ -491,7 +491,7 @@ def _of_units(step: Replaced, inputs: Inputs) -> str:
 
 def _of_called(step: Replaced, inputs: Inputs) -> str:
     more = _more_acts(inputs, Phase.FORWARD, "unshard")
-    # Ignore gathers in backward: a call without a backward changes the order of prefetches.
+    # Ignore gathers in backward, because a call without a backward changes the prefetch order.
     is_reduced, is_resharded = (
         any(_more_acts(inputs, Phase.BACKWARD, act)[at] == more[at] > 0 for at in step.owners)
         for act in ("reduce_scatter", "reshard")
@@ -504,7 +504,7 @@ def _of_called(step: Replaced, inputs: Inputs) -> str:
             "before, or leave it in its parent's unit"
         )
     again = "the unit runs again without a backward, e.g. under no_grad()"
-    # All layers of a list but the first get inputs that need gradients.
+    # In a list of layers, all but the first get inputs that require gradients.
     lists = Counter(template(owner) for owner in step.owners if owner is not None)
     if any("*" in name and number > 1 for name, number in lists.items()):
         return again
@@ -515,7 +515,7 @@ def _of_reduced_times(step: Replaced, inputs: Inputs) -> str:
     kinds = {row.what for row in sent_rows(step.rows)}
     call = f"set_requires_{'all_reduce' if kinds == {'all_reduce'} else 'gradient_sync'}(False)"
     is_sharded = step.facts["is_sharded"]
-    # Other units show that only the backward of this one runs several times.
+    # The other units show that only this unit's backward runs several times.
     if step.facts["is_alone"] or (not is_sharded and _gathered_axes(inputs.new)):
         return (
             "the unit's backward runs several times, e.g. for a chunked loss: "
@@ -539,13 +539,13 @@ def _of_reduced_times(step: Replaced, inputs: Inputs) -> str:
 
 
 def _units_in(step: Replaced, trees: Evidence | None) -> set[str]:
-    """Return the modules of a step if all are units in the trees; otherwise none."""
+    """Return the modules of a step if all of them are units in the trees; otherwise none."""
     owners = {owner for owner in step.owners if owner is not None}
     return owners if trees is not None and owners <= trees.units else set()
 
 
 def _policy(step: Replaced, trees: Evidence | None) -> str:
-    """Return the change of policy after forward that the trees show; empty if none."""
+    """Return how the policy after forward changed in the trees; empty if it did not."""
     owners = _units_in(step, trees)
     if not owners or trees is None:
         return ""
@@ -554,7 +554,7 @@ def _policy(step: Replaced, trees: Evidence | None) -> str:
 
 
 def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
-    """Return why units reduce gradients now or no longer, if the trees show it."""
+    """Return why units now reduce gradients or no longer do so, if the trees show it."""
     owners = _units_in(step, trees)
     if not owners or trees is None:
         return ""

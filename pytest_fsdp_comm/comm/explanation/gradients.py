@@ -28,7 +28,7 @@ Keys: TypeAlias = Mapping[Owner, Iterable[RowKey]]
 
 
 def propose_reductions(between: Between) -> Iterator[Step]:
-    """Propose changed reductions of units whose gathers did not change."""
+    """Propose changed gradient reductions of units whose gathers did not change."""
     keys_by_change: defaultdict[tuple[str, Fraction], dict[Owner, list[RowKey]]] = defaultdict(dict)
     for group in between.differences:
         old, new = group.old, group.new
@@ -55,7 +55,7 @@ def propose_reductions(between: Between) -> Iterator[Step]:
 
 
 def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """Return the kind of a row's change, and the ratio of counts, or 1 for more and 0 for less."""
+    """Return how a row changed, and by which ratio of counts, or 1 for more and 0 for less."""
     if before == after:
         return None
     if not (before and after):
@@ -79,7 +79,7 @@ def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fract
 
 def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[Step]:
     is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
-    # If forward gathers each of these units once, the step has no micro-batches.
+    # If forward gathers each of these units only once, the step has no micro-batches.
     other_units = [
         content
         for owner, content in between.state.items()
@@ -101,7 +101,7 @@ def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[St
 
 def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Step]:
     less, more = between.sides(is_added=is_added)
-    # A unit that reduces nothing is not resharded after its backward either.
+    # The step also covers missing reshards: without a reduction, backward does not reshard a unit.
     freed = {
         owner: [
             key

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 _MOST_RENAMES: Final = 6
 _List: TypeAlias = dict[int, dict[str, Content]]
-"""The contents in a list of modules, by index, then by name relative to that module."""
+"""The contents of a list of modules, keyed by index, then by name relative to that module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class AxisRenamed(GlobalStep):
     old: str
     new: str
     has_same_ranks: bool
-    """Whether both axes have the same ranks, so that only the name changed."""
+    """Whether both axes have the same ranks; if so, only the name changed."""
 
     def change(self, row: Row, content: Content) -> Row:
         return replace(row, axis=self.new) if row.axis == self.old else row
@@ -63,11 +63,11 @@ class Renamed(Step):
     kind: str = "renamed"
     order: ClassVar[int] = 1
     old: str
-    """A prefix, with ``*`` for numbers; empty for all modules."""
+    """The old prefix, with ``*`` for numbers; empty if all modules were renamed."""
     new: str
     keeps_root: bool = False
     is_leaf: bool = False
-    """Whether no modules are below it; then a different module with equal rows looks the same."""
+    """Whether it has no submodules. If so, a different module with equal rows looks the same."""
 
     def apply(self, state: State, pool: Pool) -> State:
         return State({self.name(owner): content for owner, content in state.items()})
@@ -118,7 +118,7 @@ def _without_common_end(old: str, new: str) -> tuple[str, str]:
 
 
 def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
-    """Whether modules below the renamed ones, or equal rows, show that this is a rename."""
+    """Whether submodules or equal rows show that the modules were renamed, not replaced."""
     old, new = step.old, step.new
     below = {template(owner or "") for owner in changes} - {old}
     if not old or not new:
@@ -134,8 +134,8 @@ def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
 class Layers(Step):
     """A list of modules is longer or shorter, and added modules repeat their siblings.
 
-    Modules after an added or removed one have a different number, so that their rows differ too.
-    The step adds or removes modules at one place and renumbers those after it.
+    The modules after an added or removed one are renumbered, so their rows differ as well. The
+    step adds or removes modules at one position and renumbers those that follow.
     """
 
     kind: str = "layers"
@@ -147,9 +147,9 @@ class Layers(Step):
     at: int
     """Index of the first added or removed module."""
     period: int = 1
-    """How many modules the added ones repeat: 2 if every second one is a mixture of experts."""
+    """How many modules form the repeated pattern: 2 if every second one is a mixture of experts."""
     has_units: bool = True
-    """Whether all are units; otherwise modules that send nothing are not counted."""
+    """Whether all modules are units; if not, the modules that send nothing are not counted."""
 
     @property
     def description_cost(self) -> float:
@@ -176,7 +176,7 @@ class Layers(Step):
         return self.prefix.count(".") + 1 if self.prefix else 0
 
     def _place(self, owner: Owner) -> int | None:
-        """Return the index of the item that is or contains a module; None outside the list."""
+        """Return the index of the item that is or contains a module; None if no item does."""
         segments = [] if owner is None else owner.split(".")
         depth = self._depth
         if len(segments) <= depth or not segments[depth].isdecimal():
@@ -188,7 +188,7 @@ class Layers(Step):
         return ".".join((*segments[: self._depth], str(place), *segments[self._depth + 1 :]))
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # The step determines all rows of added modules, and removed modules have none.
+        # The step determines all rows of added modules; removed modules must have none.
         place = self._place(owner)
         return place is not None and (
             place >= self.new or self.at <= place < self.at + self.new - self.old
@@ -209,7 +209,7 @@ def propose_layers(between: Between) -> Iterator[Step]:
 
 
 def _lists(state: State) -> dict[str, dict[str, _List]]:
-    """Return the lists of a state, by `template` of their name, then by name."""
+    """Return the lists of a state, keyed by the `template` of their name, then by name."""
     lists: dict[str, dict[str, _List]] = {}
     for owner, content in state.items():
         segments = (owner or "").split(".") if "+" not in (owner or "") else []
@@ -222,15 +222,15 @@ def _lists(state: State) -> dict[str, dict[str, _List]]:
 
 
 def _length(lists: Mapping[str, _List]) -> int:
-    """Return the length of all lists; 0 if it differs, or an index is missing."""
+    """Return the length of the lists; 0 if their lengths differ or an index is missing."""
     return sole(
         (len(modules) * (modules.keys() == {*range(len(modules))}) for modules in lists.values()), 0
     )
 
 
 def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]]:
-    """Yield possible values of `Layers.at` and `Layers.period`, from the shorter list."""
-    # Between equal modules all places are equivalent: try the end, and where neighbours differ.
+    """Yield possible values of `Layers.at` and `Layers.period`, based on the shorter list."""
+    # All positions among equal modules are equivalent, so try the end, and where neighbours differ.
     contents = [modules[n] for n in range(min(before, after))]
     ends = [n for n in range(1, len(contents)) if contents[n] != contents[n - 1]]
     places = list(dict.fromkeys([len(contents), *reversed(ends)]))[:4]

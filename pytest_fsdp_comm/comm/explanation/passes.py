@@ -25,7 +25,7 @@ from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
 NORM: Final = "_NormPartial("
-"""DTensor's placement of a norm before it is reduced (checked in torch 2.7 to 2.15)."""
+"""How DTensor prints the placement of an unreduced norm (checked with torch 2.7 to 2.15)."""
 _PARTS: Final = (
     (Phase.BACKWARD, Phase.RECOMPUTE),
     (Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER),
@@ -62,7 +62,7 @@ def _recomputed(between: Between, *, is_added: bool) -> Iterator[Step]:
         for at, owner_keys in keys.items()
         for key in owner_keys
     ]
-    # Recomputation repeats collectives of forward, with no more bytes.
+    # Recomputation repeats collectives of forward, so it cannot send more bytes than forward.
     if any(was or not sent or nbytes_of(again) > nbytes_of(sent) for was, again, sent in rows):
         return
     gathers = [more[at].gathers for at in keys]
@@ -120,7 +120,7 @@ def _scattered(between: Between, axis: str, *, is_added: bool) -> Iterator[Step]
 
 
 def sum_in_forward(kind: str, axis: str) -> RowKey:
-    """Return the row key of a reduction over an axis in forward."""
+    """Return the row key of a reduction in forward over an axis."""
     return RowKey("collective", Phase.FORWARD, kind, axis)
 
 
@@ -135,13 +135,13 @@ def _phases(between: Between, *, is_added: bool) -> Iterator[Step]:
     less, more = between.sides(is_added=is_added)
     without, having = ({key.phase for key in state.row_keys()} for state in (less, more))
     for phases in _PARTS:
-        # Recomputation is optional; the other phases must exist.
+        # Recomputation may be absent; the other phases must exist.
         is_there = {phases[0], phases[-1]} <= {*having, Phase.RECOMPUTE}
         if not (without.isdisjoint(phases) and is_there):
             continue
         keys = between.select(partial(_rows_of_phases, phases), is_added=is_added)
         yield from _phase(between, phases, keys, is_added=is_added)
-        # A loss that ranks compute together sends outside all modules.
+        # A loss that ranks compute together sends outside every module.
         loss = [
             key
             for key in keys_that_differ(less[None], more[None])
@@ -154,8 +154,8 @@ def _phases(between: Between, *, is_added: bool) -> Iterator[Step]:
 
 def _rows_of_phases(phases: Container[Phase], less: Content, more: Content) -> Iterator[RowKey]:
     for key in keys_that_differ(less, more):
-        # Without a backward, nothing reshards a unit that stays unsharded after forward, so the
-        # next forward does not gather it again.
+        # If a unit stays unsharded after forward and no backward reshards it, the next forward does
+        # not gather it again.
         is_for_backward = key.phase is Phase.FORWARD and (
             key.subject == "reshard"
             or (more.stays_unsharded and role_of(more.row(key) or less.row(key)) == Role.PARAMETERS)
@@ -172,7 +172,7 @@ def _phase(
     is_added: bool,
 ) -> Iterator[Step]:
     old, new = between.origin[None], between.target[None]
-    # If all gradient reductions are lost, lost norms are only a consequence.
+    # If gradients are no longer reduced at all, lost norms follow from that: do not report them.
     was_reduced, is_reduced = (
         any(content.reductions for content in state.values())
         for state in (between.origin, between.target)
@@ -209,7 +209,7 @@ def _redistributed(between: Between) -> Iterator[Step]:
             target = between.target[group.owners[0]]
             if after and is_whole and _is_by_hand(key.phase, map(target.row, sent)):
                 continue  # see `_gathered_in_full`
-            # Each redistribution issues one collective, so both counts change equally.
+            # Each redistribution issues one collective, so both counts must change equally.
             if [*sent.values()] == [count_of(after) - count_of(before)]:
                 chosen = [key, *sent]
                 keys = key_groups[key.phase, key.what, bool(after)]

@@ -38,18 +38,18 @@ from pytest_fsdp_comm.comm.explanation.steps import WRITES, Step
 from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 
-# Note [Search]: a beam search. A path is a list of steps with the states after them. Its cost is
-# that of its steps plus that of the rows still left over, so a step is added only if it saves more
-# than it costs. If several paths reach one state, the search follows the cheapest, but prefers an
-# exact one if no rows are left over. Each set of steps is tried once, in `Step.order`. The result
+# Note [Search]: a beam search. A path is a list of steps with the states after them. It costs the
+# sum of its steps and of the rows still left over, so a step is added only if it saves more than it
+# costs. If several paths reach the same state, the search follows the cheapest, but prefers an
+# exact path if no rows are left over. Each set of steps is tried once, in `Step.order`. The result
 # is the cheapest path whose claims are exact (see Note [Exactness]), even if rows are left over.
-# The empty path is always exact, so there is a result.
+# The empty path is always exact, so there is always a result.
 
 BEAM: Final = 5
 """Number of paths that each round extends. 2 are enough for all cases of `tests/regressions`, but
-three changes at once, such as DDP that became HSDP, need 5."""
+three changes at once, such as a switch from DDP to HSDP, need 5."""
 DEPTH: Final = 6
-"""Maximum number of steps of an explanation."""
+"""Maximum number of steps in an explanation."""
 _LEAST_COST: Final = 1.5
 _COLLECTIVE_COST: Final = 4.0
 """Cost of one leftover row of a collective."""
@@ -65,44 +65,44 @@ _PROPOSALS: Final = (
     (5, propose_of_passes),
     (5, propose_of_units),
 )
-"""Proposal functions, each with the highest `Step.order` that it proposes."""
+"""The proposal functions, each with the highest `Step.order` among its proposals."""
 
 
 Subject: TypeAlias = Literal["ahead", "is_async"]
 """The field of `Calls` that changed."""
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
-"""Each value with its share of the calls, ascending; not counts, which may change too."""
+"""Each value and its share of the calls, by ascending value. Shares, because counts may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingChange:
-    """Calls of some owners are issued earlier or later, or became (a)synchronous."""
+    """Some owners' calls are issued earlier or later, or became synchronous or asynchronous."""
 
     subject: Subject
     key: RowKey
     owners: tuple[Owner, ...]
-    """By their new names, in natural order."""
+    """The new names of the owners, in natural order."""
     before: Shares
     after: Shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The steps that turn the old profile into the new one, and the rows left over."""
+    """The steps from the old profile to the new one, and the rows that they leave over."""
 
     steps: tuple[Step, ...]
     is_exact: bool
     before: tuple[Row, ...]
-    """Rows of the owners that still differ after the steps: the old rows, changed by the steps."""
+    """For owners that still differ after the steps: their old rows, as changed by the steps."""
     after: tuple[Row, ...]
     timings: tuple[TimingChange, ...]
-    """Timing differences of rows that both profiles have."""
+    """Timing differences between rows that both profiles have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Path:
     states: tuple[State, ...]
-    """Before the first step, and after each."""
+    """The states before the first step and after each step."""
     steps: tuple[Step, ...]
     cost: float
 
@@ -125,7 +125,7 @@ class _Search:
             for owner in owners_that_differ(state, self.target)
         }
         pairs = {(old, new) for _, old, new in groups}
-        # Modules with equal differences share lines, which name all of them.
+        # Modules with equal differences share lines, each of which names all of them.
         return sum(map(self._cost_between, pairs)) + 0.5 * (len(groups) - len(pairs))
 
     def _cost_between(self, pair: tuple[Content, Content]) -> float:
@@ -195,20 +195,20 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
 
 # Note [Exactness]: users can rely on each sentence, even if other rows are left over, because steps
 # are reported only if:
-# 1. Rows that a step changed equal those of the new profile in the end.
-# 2. All rows that a step claims equal those of the new profile, too.
-# 3. No two steps write the counts, or the sizes, of one row.
+# 1. Rows that a step changed are, after all steps, equal to those of the new profile.
+# 2. All rows that a step claims are also equal to those of the new profile.
+# 3. No two steps write the counts, or the sizes, of the same row.
 # 4. No step changes only rows that another step wrote.
 # 5. A step about all modules changes at least two rows.
 # 6. No step reports other units as unchanged if another step changes them.
 
 _NAMES: Final = 1
-"""Steps up to this order only rename, which changes every row."""
+"""Steps up to this order only rename, so they may change every row."""
 _OF_UNITS: Final = frozenset({"called", "unit", "unit sizes", "split off", "regrouped"})
 
 
 def is_exact(states: Sequence[State], steps: Sequence[Step], target: State) -> bool:
-    """Whether steps are exact; `states` are those before the first step and after each."""
+    """Whether steps are exact; `states` are those before the first step and after each step."""
     kinds = [step.kind for step in steps]
     if "unit" in kinds and sum(kind in _OF_UNITS for kind in kinds) > 1:
         return False
@@ -254,7 +254,7 @@ def _places(groups: Sequence[Difference]) -> set[tuple[Owner, RowKey]]:
 def find_timing_changes(
     old: CommProfile, new: CommProfile, steps: Sequence[Step]
 ) -> tuple[TimingChange, ...]:
-    """Compare the timing of rows that both profiles have, after renames by the steps."""
+    """Compare the timing of rows that both profiles have, after applying the steps' renames."""
     rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
     by_change: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
     for row in old.collectives:

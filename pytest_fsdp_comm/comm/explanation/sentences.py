@@ -1,4 +1,4 @@
-"""Word steps, training problems and timing changes, one line each."""
+"""Describe steps, training problems and timing changes in one line each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FULL: Final = {
     frozenset({"all_reduce"}): ("partial", "reduced"),
     frozenset({"all_gather", "all_reduce"}): ("full or partial", "gathered or reduced"),
 }
-"""An adjective and a verb for DTensors that become full, by the kinds of their collectives."""
+"""An adjective and a verb for DTensors that become full, keyed by their kinds of collectives."""
 _PLACES: Final[Mapping[str, str]] = {
     Phase.OUTSIDE: "outside forward and backward",
     Phase.OPTIMIZER: "in the optimizer",
@@ -40,7 +40,7 @@ _NUMBERS: Final = re.compile(r"[0-9{},.]+")
 
 
 def name_modules(owners: Collection[Owner], *, most: int = 3) -> str:
-    """Name modules as `name_owners` does, but write ``module`` before bare numbers."""
+    """Name modules like `name_owners`, but write ``module`` before bare numbers."""
     text = name_owners(owners, most=most)
     if not any(map(_NUMBERS.fullmatch, text.split(", "))):
         return text
@@ -48,12 +48,12 @@ def name_modules(owners: Collection[Owner], *, most: int = 3) -> str:
 
 
 def name_place(owners: Collection[Owner], phase: Phase | str) -> str:
-    """Name modules and the phase: ``layers.{0..2} in forward``."""
+    """Name modules and a phase: ``layers.{0..2} in forward``."""
     return f"{name_modules(owners)} {_PLACES.get(phase, f'in {phase}')}"
 
 
 def sentence(step: TrainingChange | Step) -> str:
-    """Word a step, or a change that breaks training, in one line."""
+    """Describe a step, or a change that breaks training, in one line."""
     match step:
         case TrainingChange():
             return _of_training(step)
@@ -164,7 +164,7 @@ def _of_replaced(step: Replaced) -> str:
             axis = facts["axis"]
             if not step.is_added:
                 return f"no more collectives over {axis}"
-            # Rows from before the step have this axis only because it was renamed.
+            # Ignore rows from before the step: they have this axis only because it was renamed.
             calls = _calls(step, lambda key, _: key.axis == axis, is_new=True)
             return _with_calls(f"new collectives over {axis}, which had none before", calls)
         case "recomputed" if facts["is_moved"]:
@@ -295,11 +295,11 @@ def _calls(
     is_new: bool = False,
     is_change: bool = False,
 ) -> str:
-    """Word the calls that a step adds, ``3 calls, 30.0 KiB in total``; empty for none.
+    """Describe the calls that a step adds: ``3 calls, 30.0 KiB in total``; empty if there are none.
 
-    With `is_change`, ``+3 calls, +30.0 KiB``. `is_new` ignores the rows before the step.
+    `is_change` writes ``+3 calls, +30.0 KiB`` instead; `is_new` ignores the rows before the step.
     """
-    amounts: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)  # by the ranks of rows
+    amounts: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)  # keyed by ranks
     is_sized = True
     for sign, side in ((1, step.rows), (-1, {} if is_new else step.was)):
         for owner in owners or step.owners:
@@ -312,7 +312,7 @@ def _calls(
 
     def amount_of(volume: Volume) -> str:
         calls, size = counted(abs(volume.count), "call"), show_nbytes(abs(volume.nbytes))
-        # Where some calls have no size, the bytes of the others would read as the total.
+        # If some calls have no size, the bytes of the others would look like the total.
         has_size = bool(volume.nbytes) and is_sized
         if is_change:
             signs = ("-" if number < 0 else "+" for number in (volume.count, volume.nbytes))
@@ -348,8 +348,8 @@ def _with_calls(text: str, calls: str) -> str:
 
 
 def _sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
-    """Word bytes before and after, the largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
-    # Bytes are 0 for a module with calls of several sizes.
+    """Write bytes before and after, largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
+    # A module whose calls have several sizes has 0 bytes.
     owners: dict[tuple[int, int], list[Owner]] = {}
     for owner, nbytes in sizes.items():
         owners.setdefault(nbytes, []).append(owner)
@@ -405,7 +405,7 @@ def _amount(volume: Volume) -> str:
 
 
 def timing_sentence(change: TimingChange) -> str:
-    """Word a change of when calls are issued."""
+    """Describe a change in when calls are issued."""
     where, calls = name_place(change.owners, change.key.phase), str(change.key)
     if change.subject == "ahead":
         some, how = _prefetching(change.before, change.after)
@@ -423,7 +423,7 @@ def timing_sentence(change: TimingChange) -> str:
 
 
 def _prefetching(was: Shares, now: Shares) -> tuple[str, str]:
-    """Word a change of prefetching; gathers 0 units ahead of use are not prefetched."""
+    """Describe a change in prefetching; gathers 0 units ahead of use are not prefetched."""
     (fewest_was, most_was), (fewest, most) = ((side[0][0], side[-1][0]) for side in (was, now))
     if most == 0 or fewest == 0 < fewest_was:
         return "some " if most else "", "no longer prefetched"

@@ -18,10 +18,10 @@ from pytest_fsdp_comm.text.fqn import natural_key
 _T = TypeVar("_T")
 
 # Note [Contents]: a content is the rows of a module without its name. A model of 126 layers has
-# thousands of rows, but a dozen contents. A `Pool`, one for each search, creates each content once:
-# contents are compared by identity, and a step changes each once, however many modules share it.
-# Never compare contents of two pools. Contents have no prefetch distances, which follow from the
-# order of units, and no `is_async`: `search.find_timing_changes` compares both.
+# thousands of rows, but only a dozen contents. Each search has a `Pool`, which creates each content
+# once, so contents are compared by identity, and a step changes each only once, however many
+# modules share it. Never compare contents of two pools. Contents omit prefetch distances, because
+# they depend on the order of units, and `is_async`: `search.find_timing_changes` compares both.
 
 Owner: TypeAlias = str | None
 Rows: TypeAlias = "tuple[Row, ...]"
@@ -57,7 +57,7 @@ class Content:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Bytes of each gather of a unit in forward; 0 for no gathers or several sizes."""
+        """Bytes of each gather of a unit in forward; 0 if there are no gathers or several sizes."""
         gathers = self.gathers[Phase.FORWARD].values()
         return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)
 
@@ -79,7 +79,7 @@ class Content:
 
     @cached_property
     def stays_unsharded(self) -> bool:
-        """Whether a unit is gathered in forward, and not again in backward."""
+        """Whether a unit is gathered in forward and not gathered again in backward."""
         phases = {key.phase for key, call in self.calls() if is_gather(key, call)}
         return Phase.FORWARD in phases and Phase.BACKWARD not in phases
 
@@ -117,7 +117,7 @@ class Pool:
 
     def state(self, profile: CommProfile) -> State:
         rows_by_owner: defaultdict[Owner, list[Row]] = defaultdict(list)
-        # Equal layers have equal calls, which are slow to hash and to copy.
+        # Equal layers share calls, because calls are slow to hash and to copy.
         shared: dict[object, Row] = {}
         for row in profile.rows:
             place = row.key, row.calls, row.ranks
@@ -136,7 +136,7 @@ class Pool:
 
 
 def rows_in(state: State, owners: Iterable[Owner]) -> tuple[Row, ...]:
-    """Return the rows of some modules in the order of a profile."""
+    """Return the rows of some modules in profile order."""
     return sort_rows(
         replace(row, owner=owner)
         for owner in owners
@@ -155,7 +155,7 @@ def count_of(rows: Iterable[Row]) -> int:
 
 
 def nbytes_of(rows: Iterable[Row]) -> int:
-    """Return the bytes of all calls in total."""
+    """Return the total bytes of all calls."""
     return sum(row.nbytes for row in rows)
 
 
@@ -170,12 +170,12 @@ def forward_gathers(content: Content) -> int:
 
 
 def largest(rows: Rows) -> int:
-    """Return the bytes of the largest call; 0 for no calls."""
+    """Return the bytes of the largest call; 0 if there are no calls."""
     return max((call.nbytes for call in calls_of(rows)), default=0)
 
 
 def is_part(part: Rows, rows: Rows) -> bool:
-    """Whether `rows` have all calls of `part`, on the same ranks."""
+    """Whether `rows` include all calls of `part`, on the same ranks."""
     counts = {(row.ranks, replace(call, count=0)): call.count for row in rows for call in row.calls}
     return all(
         call.count <= counts.get((row.ranks, replace(call, count=0)), 0)
@@ -185,20 +185,20 @@ def is_part(part: Rows, rows: Rows) -> bool:
 
 
 def sole(values: Iterable[_T], otherwise: _T) -> _T:
-    """Return the value that all `values` equal, or `otherwise` for none or several values."""
+    """Return the only distinct value, or `otherwise` if there are none or several."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else otherwise
 
 
 def role_of(rows: Rows) -> str:
-    """Return the role of all calls; empty for no role or several roles."""
-    # Ignore the map of unused parameters that DDP sends next to gradients.
+    """Return the role of all calls; empty if they have no role or several roles."""
+    # Ignore the map of unused parameters that DDP sends in addition to gradients.
     ignored = Role.UNUSED_PARAMETERS
     return sole((call.role for call in calls_of(rows) if call.role != ignored), "")
 
 
 def sizes_of(before: Rows, after: Rows) -> tuple[int, int] | None:
-    """Return the bytes per call on both sides; None if a side has no calls or several sizes."""
+    """Return the bytes per call of both sides; None if a side has no calls or several sizes."""
     old, new = (sole((call.nbytes for call in calls_of(rows)), -1) for rows in (before, after))
     return None if -1 in {old, new} else (old, new)
 
@@ -224,7 +224,7 @@ def is_of_whole_unit(key: RowKey, call: Calls) -> bool:
 
 
 def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
-    """Whether a call sends gradients; for redistributions, whether their phase sends only those."""
+    """Whether a call sends gradients; for a redistribution, whether its phase sends only those."""
     if key.subject != "redistribution" or key.phase is Phase.FORWARD:
         return call.role == Role.GRADIENTS
     roles = {sent.role for sent_key, sent in content.calls() if sent_key.phase is key.phase}
@@ -232,13 +232,13 @@ def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
 
 
 class Difference(NamedTuple):
-    """Modules with the same difference."""
+    """A difference and the modules that have it."""
 
     owners: list[Owner]
     old: Content
     new: Content
     rows: list[tuple[RowKey, Rows, Rows]]
-    """The keys that differ, with the rows of both sides."""
+    """Each key that differs, with the rows of both sides."""
 
 
 class Between:
@@ -263,10 +263,10 @@ class Between:
         self.changed = [owner for owner in self.owners if owner in state and owner in target]
 
     def sides(self, *, is_added: bool) -> tuple[State, State]:
-        """Return the side without a change, and the side with it.
+        """Return the side without a change, then the side with it.
 
-        Most changes have a reverse, such as split off and merged, and one function proposes both.
-        `is_added` tells them apart: whether the target has the change, or the state.
+        Most changes have a reverse, as merging is the reverse of splitting off, and one function
+        proposes both. If `is_added`, the target has the change; otherwise, the state has it.
         """
         return (self.state, self.target) if is_added else (self.target, self.state)
 
@@ -277,7 +277,7 @@ class Between:
     def select(
         self, choose: Callable[[Content, Content], Iterable[RowKey]], *, is_added: bool = True
     ) -> dict[Owner, list[RowKey]]:
-        """Return the keys that `choose` returns for a module without and with a change."""
+        """Call `choose` with each module's content without and with a change; return its keys."""
         return self._chosen(
             list(choose(*((group.old, group.new) if is_added else (group.new, group.old))))
             for group in self.differences
@@ -286,13 +286,13 @@ class Between:
     def select_rows(
         self, matches: Callable[[RowKey, Rows, Rows], object]
     ) -> dict[Owner, list[RowKey]]:
-        """Return the keys of differing rows for which `matches` (key, old, new) is true."""
+        """Return the keys of differing rows for which ``matches(key, old, new)`` is true."""
         return self._chosen(
             [row[0] for row in group.rows if matches(*row)] for group in self.differences
         )
 
     def _chosen(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
-        # Modules with the same difference share one list: `steps.replaced` relies on its identity.
+        # Modules with the same difference share one list; `steps.replaced` relies on its identity.
         return {
             owner: chosen
             for group, chosen in zip(self.differences, keys, strict=True)
@@ -301,7 +301,7 @@ class Between:
 
 
 def differences(old: State, new: State) -> list[Difference]:
-    """Return the differences of two states, one for each group of modules that share it."""
+    """Return the differences between two states, one for each group of modules that share it."""
     owners_by_change: dict[tuple[Content, Content], list[Owner]] = {}
     for owner in owners_that_differ(old, new):
         owners_by_change.setdefault((old[owner], new[owner]), []).append(owner)
@@ -327,7 +327,7 @@ def keys_that_differ(old: Content, new: Content) -> Iterator[RowKey]:
 
 
 def sort_owners(owners: Iterable[Owner]) -> tuple[Owner, ...]:
-    """Return each module once, in natural order, None last."""
+    """Return each module once, in natural order, with None last."""
     return tuple(sorted(set(owners), key=lambda name: (name is None, natural_key(name or ""))))
 
 
@@ -343,9 +343,9 @@ def template(fqn: str) -> str:
 
 @lru_cache(maxsize=100_000)
 def replace_prefix(fqn: str, old: str, new: str) -> str:
-    """Replace the prefix `old` of a name, in each module of a unit that has it.
+    """Replace the prefix `old` in a name, or in each name of a unit of several modules.
 
-    A prefix is whole segments, with ``*`` for each number. An empty `old` matches all names.
+    A prefix consists of whole segments, with ``*`` for numbers. An empty `old` matches all names.
     """
     if "+" in fqn:
         return "+".join(replace_prefix(part, old, new) for part in fqn.split("+"))

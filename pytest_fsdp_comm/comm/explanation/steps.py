@@ -1,4 +1,4 @@
-"""Define steps, the changes that explain a diff."""
+"""Define the steps that explain a diff, each of which is one change."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from pytest_fsdp_comm.comm.explanation.states import (
 from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 # A step describes an effect, not its cause. It is reported only if it is exact: after all steps,
-# the rows that it changes and those that it `claims` are equal in the new profile. A `GlobalStep`
-# (in `names` and `amounts`) computes new rows from any state. A `Replaced` copies its rows from the
-# new profile: see Note [Evidence of a proposal] in `units`.
+# the rows that it changes and those that it `claims` equal the rows of the new profile. A
+# `GlobalStep` (in `names` and `amounts`) computes new rows from any state. A `Replaced` copies its
+# rows from the new profile; see Note [Evidence of a proposal] in `units`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Changes of units that the trees of a test show, by the names of owners."""
+    """Changes of units that a test's trees show; units have the names that owners have."""
 
     units: frozenset[str]
     frozen: frozenset[str] = frozenset()
@@ -41,9 +41,9 @@ class Evidence:
     thawed: frozenset[str] = frozenset()
     """Units with parameters that were frozen and are trainable now."""
     trainable: frozenset[str] = frozenset()
-    """Units of either tree and other modules that have trainable parameters now."""
+    """Units of either tree, and other modules, that have trainable parameters now."""
     policies: Mapping[str, str]
-    """Text of `tree.profile.policy_change`, for units whose policy after forward changed."""
+    """Text of `tree.profile.policy_change` for each unit whose policy after forward changed."""
     new_roots: frozenset[str] = frozenset()
     lost_root: str = ""
     """Text of `tree.profile.lost_root`: why units became roots."""
@@ -53,22 +53,22 @@ class Evidence:
     is_other_policy: bool = False
     """Whether the mixed precision of a unit changed."""
     is_other_shape: bool = False
-    """Whether a parameter changed its shape, was added or was removed."""
+    """Whether a parameter was added, was removed or changed its shape."""
     is_reduce_dtype_unset: bool = False
     """Whether all units with a `param_dtype` use FSDP2 and set no `reduce_dtype`, on both sides."""
 
 
 WRITES: Final[Mapping[str, str]] = {
     "counts": "counts",
-    # The dtype determines the bytes, so a step that writes one also writes the other.
+    # The bytes depend on the dtype, so a step that writes one also writes the other.
     **dict.fromkeys(("sizes", "dtype", "unit sizes", "part reduced", "gradient sizes"), "sizes"),
 }
-"""The part of a row that each kind of step writes; other kinds write all of it."""
+"""The part of a row that each kind of step writes; other kinds write entire rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One change."""
+    """One change from the old profile to the new one."""
 
     kind: str
     order: ClassVar[int] = 5
@@ -76,14 +76,14 @@ class Step:
 
     @property
     def description_cost(self) -> float:
-        """Cost of reporting the step; a leftover row of a collective costs 4."""
+        """Cost of reporting the step; for comparison, a leftover row of a collective costs 4."""
         return 2.0
 
     def apply(self, state: State, pool: Pool) -> State:
         raise NotImplementedError
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Whether the sentence also describes a call, of the state after the step or the target."""
+        """Whether the sentence covers a call, which the target or the state after the step has."""
         return False
 
     def includes(self, owner: Owner) -> bool:
@@ -112,15 +112,15 @@ class GlobalStep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced(Step):
-    """Replace rows of some modules by those of the new profile."""
+    """Replace some modules' rows with those of the new profile."""
 
     is_added: bool = True
-    """False for the reverse of `kind`, such as merged instead of split off."""
+    """False for the reverse of `kind`, such as merging instead of splitting off."""
     rows: Mapping[Owner, Mapping[RowKey, Rows]]
-    """The new profile's rows for each key; empty if it has none."""
+    """The new profile's rows for each key; an empty tuple if it has none."""
     was: Mapping[Owner, Mapping[RowKey, Rows]] = field(compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Facts for the sentence and the cause, by the names that the proposal sets."""
+    """Facts for the sentence and the cause; the proposing function chooses the names."""
 
     @property
     def owners(self) -> tuple[Owner, ...]:
@@ -132,7 +132,7 @@ class Replaced(Step):
     @cached_property
     def description_cost(self) -> float:
         kinds = {(template(owner or ""), *rows) for owner, rows in self.rows.items()}
-        # These two kinds report least, so the search prefers all others.
+        # These two kinds say the least, so make the search prefer all others.
         return 1.5 + 0.5 * len(kinds) + 0.5 * (self.kind in {"regrouped", "unit"})
 
     def apply(self, state: State, pool: Pool) -> State:
@@ -147,7 +147,7 @@ class Replaced(Step):
         return after
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # "phase" reports that forward is unchanged; "unit", that its gathers of other units are.
+        # "phase" says that forward is unchanged, "unit" that other units' gathers in forward are.
         is_covered = self.kind == "phase" or (self.kind == "unit" and is_gather(key, call))
         return is_covered and key.phase is Phase.FORWARD
 
@@ -166,7 +166,7 @@ def replaced(
     is_added: bool = True,
     **facts: Any,
 ) -> Iterator[Replaced]:
-    """Yield the step that copies differing rows from the target; none if `keys` is empty."""
+    """Yield a step that copies the rows at `keys` from the target; nothing if `keys` is empty."""
     # Modules with equal differences share one mapping.
     shared: dict[tuple[object, ...], list[dict[RowKey, Rows]]] = {}
     sides: dict[Owner, list[dict[RowKey, Rows]]] = {}

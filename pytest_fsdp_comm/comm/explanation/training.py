@@ -21,18 +21,19 @@ from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.words import itemsize
 
-# Without a reduction of its gradients, a model trains wrongly and often sends less. Lost reductions
-# are read from both profiles, because a step of the search summarizes many rows and may hide one.
-# They are not reported if a harmless change has the same rows: another module reduces as many
-# gradients instead, other axes replace the axis, forward changed over the same axis, the module was
-# removed, or the tree shows frozen parameters. An evaluation in place of a training step is
-# reported, because its rows equal those of a step with a detached loss.
+# If its gradients are not reduced, a model trains wrongly, and often sends less. Lost reductions
+# are found by comparing both profiles, because a step of the search summarizes many rows and may
+# hide one. They are not reported if a harmless change has the same rows: another module reduces as
+# many gradients instead, other axes replace the axis, forward changed over the same axis, the
+# module was removed, or the tree shows frozen parameters. An evaluation that replaced a training
+# step is reported, because its rows equal those of a step with a detached loss.
 
 Problem: TypeAlias = Literal[
     "unsharded", "unreduced", "part", "backwards", "ranks", "times", "passes", "reduce_op", "dtype"
 ]
-"""Problems of gradients, worst first. ``part``: some parameters of a unit get no gradient.
-``passes``: fewer backwards. ``backwards``, ``reduce_op``, ``dtype``: changed fields of `Calls`."""
+"""Problems with gradients, worst first. ``part``: some parameters of a unit get no gradient.
+``passes``: fewer backwards. ``backwards``, ``reduce_op``, ``dtype``: this field of `Calls` changed.
+"""
 _AxisProblem: TypeAlias = tuple[Problem, tuple[str, ...], str, str]
 """A problem, its axes, and the values before and after."""
 _PROBLEMS: Final[tuple[Problem, ...]] = get_args(Problem)
@@ -45,22 +46,22 @@ _AFTER_FORWARD: Final = frozenset({Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingChange:
-    """A change in the reduction of some modules' gradients that breaks training."""
+    """A change in how some modules' gradients are reduced that breaks training."""
 
     problem: Problem
     owners: tuple[Owner, ...]
-    """By their new names, in natural order."""
+    """The new names of the modules, in natural order."""
     axes: tuple[str, ...]
-    """Affected axes, sorted; by their old names if the reduction was lost."""
+    """The affected axes, sorted; if the reduction was lost, these are their old names."""
     before: str = ""
     """Number, op or dtype in the snapshot; empty if the problem has no such value."""
     after: str = ""
     was: Volume
-    """Gradients that the snapshot reduces over these axes, on the rank with the most bytes."""
+    """Gradients that the snapshot reduces over `axes`, on the rank with the most bytes."""
     now: Volume
 
     def covers(self, owners: Iterable[Owner], key: RowKey, calls: Iterable[Calls]) -> bool:
-        """Whether the change already reports everything about these calls."""
+        """Whether the report of this change already covers these calls."""
         is_of_gradients = all(call.role == Role.GRADIENTS for call in calls)
         is_reduced = key.axis in self.axes and key.what in REDUCING
         is_covered = is_of_gradients and is_reduced and set(owners) <= set(self.owners)
@@ -76,7 +77,7 @@ def find_training_changes(
 ) -> tuple[TrainingChange | Step, ...]:
     """Return changes and steps (except `of_torch`) that break training, worst first."""
     training = _Training(_Side(old, new, steps), _Side(new, new), trees)
-    # A different world size or set of ranks changes all other reductions anyway.
+    # If the world size or the recorded ranks differ, all other reductions differ anyway.
     is_same_world = (old.world_size, old.recorded_ranks) == (new.world_size, new.recorded_ranks)
     problems = [pair for pair in training.problems() if is_same_world or pair[1][0] == "backwards"]
     owners_by_problem: defaultdict[_AxisProblem, list[Owner]] = defaultdict(list)
@@ -89,19 +90,19 @@ def find_training_changes(
     reported = [(_PROBLEMS.index(change.problem), change) for change in changes]
     for step in steps:
         name = _problem_of(step)
-        # A step is harmless if other modules reduce its gradients, or if forwards changed as much.
+        # A step is harmless if other modules reduce the gradients, or if forwards changed as much.
         is_real = name not in _LOST or any(map(step.includes, lost))
         if isinstance(step, Replaced) and name == "times":
             is_real = step.facts.get("times") not in training.ratios
         if name is not None and is_real and not (step in of_torch or reports_step(changes, step)):
-            # Report a lost phase before the gradients that it reduced.
+            # Report a lost phase before the gradients that it used to reduce.
             place = 0 if step.kind == "phase" else len(reported)
             reported.insert(place, (_PROBLEMS.index(name), step))
     return tuple(change for _, change in sorted(reported, key=lambda item: item[0]))
 
 
 def reports_step(training: Iterable[TrainingChange | Step], step: Step) -> bool:
-    """Whether `training` has a step, or a change that reports the same."""
+    """Whether `training` contains a step, or a change that reports the same thing."""
     return any(
         _reports_all(change, step) if isinstance(change, TrainingChange) else change is step
         for change in training
@@ -121,7 +122,7 @@ def _reports_all(change: TrainingChange, step: Step) -> bool:
 
 
 def _problem_of(step: Step) -> Problem | None:
-    """Return the problem that a step's sentence names, or None."""
+    """Return the problem that a step's sentence reports, or None."""
     match step:
         case Replaced(
             kind="reduced" | "reduced by more" | "used in backward" | "unit", is_added=False
@@ -143,7 +144,7 @@ def _is_reported(problem: Problem, owner: Owner, step: Step) -> bool:
 
 
 class _Side:
-    """The gradient reductions of one profile, by the names in the new profile."""
+    """The gradient reductions of one profile, keyed by the names that the new profile uses."""
 
     def __init__(self, profile: CommProfile, new: CommProfile, steps: Sequence[Step] = ()) -> None:
         self.profile = profile
@@ -161,7 +162,7 @@ class _Side:
                 owner = step.name(owner)
             self.owners.add(owner)
             axis = self.axes.get(row.axis, "")
-            # FSDP1 also reduces over a group of one rank.
+            # Skip groups of one rank, over which FSDP1 also reduces.
             if row.what in REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
                 self.reduced[owner][axis].append(row)
             roles = {call.role for call in row.calls}
@@ -169,7 +170,7 @@ class _Side:
                 self.units[owner].append(row)
             if Role.ACTIVATIONS in roles or row.what in _BETWEEN_STAGES:
                 self.work.append(row)
-        # Only the peak shows units that stay unsharded.
+        # Units that stay unsharded may have no rows; only the peak shows that they exist.
         self.has_units = bool(self.units) or any(peak.nbytes for peak in profile.peaks)
         self.reduces = any(map(_gradients, profile.rows))
         self.has_backward = any(row.phase is Phase.BACKWARD for row in profile.rows)
@@ -178,7 +179,7 @@ class _Side:
         return prod(self.sizes.get(axis, 1) for axis in axes)
 
     def num_gradients(self, owner: Owner) -> int:
-        """Count the gradient elements that a module reduces, each once."""
+        """Count the gradient elements that a module reduces, counting each only once."""
         sizes: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
         for row in chain.from_iterable(self.reduced.get(owner, {}).values()):
             for call in _gradients(row):
@@ -190,7 +191,7 @@ class _Side:
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
 
     def forward(self, axis: str) -> set[tuple[str, str]]:
-        """Return module and kind of forward collectives over an axis, except parameters."""
+        """Return module and kind of forward collectives over an axis that send no parameters."""
         return {
             (template(row.owner or ""), row.what)
             for row in self.profile.collectives
@@ -205,7 +206,7 @@ class _Side:
 
 
 def _new_names(profile: CommProfile, new: CommProfile) -> dict[str, str]:
-    """Map each axis to the new name of an axis with the same ranks, or to its old name."""
+    """Map each axis to the name of a new axis with the same ranks, or else to its old name."""
     old = {axis.name for axis in profile.mesh_axes}
     new_names = {axis.name for axis in new.mesh_axes}
     renamed = {replace(axis, name=""): axis.name for axis in new.mesh_axes if axis.name not in old}
@@ -221,9 +222,9 @@ def _gradients(row: Row) -> list[Calls]:
 
 
 def _sole(rows: Iterable[Row], field: str) -> str | None:
-    """Return the value of a field of all gradients; None if values differ."""
+    """Return the value of a field for all gradients; None if the values differ."""
     values: set[str] = {getattr(call, field) for row in rows for call in _gradients(row)}
-    # If some gradients miss the last backward, report that for all of them.
+    # If the last backward does not reduce some of the gradients, report that for all of them.
     return max(values) if field == "backwards" else sole(values, None)
 
 
@@ -248,7 +249,7 @@ class _Training:
         self.grown = set(grown)
 
     def problems(self) -> Iterator[tuple[Owner, _AxisProblem]]:
-        """Yield modules whose gradients have a problem; a module may have several."""
+        """Yield each module with a problem of its gradients, once per problem."""
         old, new = self.old, self.new
         has_tree = self.trees is not None and self.trees.units
         if old.has_units and not (new.has_units or new.reduces or has_tree):
@@ -307,7 +308,7 @@ class _Training:
             yield problem, tuple(axes), before, after
 
     def _is_harmless(self, owner: Owner, was: set[str], now: set[str]) -> bool:
-        """Whether another change may explain that a module reduces over fewer ranks."""
+        """Whether another change may explain why a module reduces over fewer ranks."""
         old, new, trees = self.old, self.new, self.trees
         # Ranks that had separate batches may now share one.
         before, after = (
@@ -325,7 +326,7 @@ class _Training:
 
     def _is_left(self, owner: Owner) -> bool:
         """Whether the rows show that a module without rows is still in the model."""
-        # Removing a layer also removes the rows of its other modules.
+        # If the layer had been removed, its other modules would have no rows either.
         layer = re.match(r"(.*\.)?[0-9]+\.", owner or "")
         siblings = [name for name in self.new.owners if layer and f"{name}".startswith(layer[0])]
         # Without a backward, missing rows do not show that the module was removed.
@@ -344,14 +345,14 @@ class _Training:
         return was == now != set() and is_less and not (is_frozen or is_elsewhere)
 
     def _passes(self) -> Iterator[tuple[Owner, _AxisProblem]]:
-        """Yield units with fewer backwards, if one of them has as many forwards as before."""
+        """Yield units with fewer backwards, if at least one has as many forwards as before."""
         units_by_runs: defaultdict[tuple[int, int], dict[Owner, bool]] = defaultdict(dict)
         for owner in filter(self.new.reduced.__contains__, self.old.reduced):
             before, after = (side.acts(owner, Phase.BACKWARD) for side in (self.old, self.new))
             was, now = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
             runs = {(count, after.get(place, 0)) for place, count in before.items()}
             acts = {key.what for key, _ in before}
-            # Each backward reshards a unit; each forward gathers only units that forward reshards.
+            # Each backward reshards every unit; each forward gathers only units that it reshards.
             if len(runs) == 1 and "reshard" in acts:
                 units_by_runs[runs.pop()][owner] = "unshard" in acts and was == now
         for (runs_before, runs_now), owners in units_by_runs.items():
@@ -364,7 +365,7 @@ class _Training:
         """Return how often gradients are reduced; None if forward calls explain the change."""
         calls = [[call for row in rows for call in _gradients(row)] for rows in (was, now)]
         before, after = (max(call.count for call in side) for side in calls)
-        # Calls of several sizes are buckets, each with other gradients.
+        # Calls of several sizes are buckets of different gradients.
         if before == after or any(len({call.nbytes for call in side}) > 1 for side in calls):
             return None
         ratios = self.ratios or _ratios(self.old.units[owner], self.new.units[owner])
@@ -373,7 +374,7 @@ class _Training:
 
 
 def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
-    """Return the ratios of counts before backward, for rows that both sides have."""
+    """Return new/old ratios of counts in the phases before backward, for rows of both sides."""
     before = {(row.owner, row.key, row.ranks): row.count for row in old}
     return {
         Fraction(row.count, before[place])

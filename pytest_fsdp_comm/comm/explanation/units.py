@@ -28,9 +28,9 @@ from pytest_fsdp_comm.comm.explanation.states import (
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
-# Note [Evidence of a proposal]: a step here copies its rows from the new profile, so they match
-# whatever its sentence claims. The proposing function checks these claims (unchanged forward
-# gathers, equal bytes in total, unchanged other units); no later code does.
+# Note [Evidence of a proposal]: a step here copies its rows from the new profile, so they match it
+# even if the step's sentence is wrong. The proposing function must check what the sentence claims
+# (unchanged forward gathers, equal total bytes, unchanged other units); no later code does.
 
 
 def propose_of_units(between: Between) -> Iterator[Step]:
@@ -57,13 +57,13 @@ def _unit_sizes(between: Between) -> Iterator[Step]:
         owner: (between.state[owner].gathered_nbytes, between.target[owner].gathered_nbytes)
         for owner in rows
     }
-    # `rows` are resized old rows, since counts of the target may differ too.
+    # `rows` are the old rows with new sizes, because counts of the target may differ too.
     was = {owner: between.state[owner].rows for owner in rows}
     yield Replaced(kind="unit sizes", rows=rows, was=was, facts={"sizes": nbytes})
 
 
 def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
-    """Return a unit's rows with new sizes; empty if sizes on an axis have several ratios."""
+    """Return a unit's rows with new sizes; empty if sizes on an axis changed by several ratios."""
     gathers = old.gathers[Phase.FORWARD]
     if not gathers or old.rows.keys() != new.rows.keys():
         return {}
@@ -122,8 +122,8 @@ def _rows_but_reductions(*sides: Content) -> list[RowKey]:
 
 
 def _gathers_no_more(first: Content, second: Content) -> bool:
-    """Whether the first unit gathers the same in forward, at most as often as the second."""
-    # A unit that stays unsharded is gathered once for several micro-batches.
+    """Whether forward gathers the first unit like the second, and no more often."""
+    # A unit that stays unsharded is gathered only once for several micro-batches.
     less, more = first.gathers[Phase.FORWARD], second.gathers[Phase.FORWARD]
     return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
 
@@ -145,7 +145,7 @@ def _in_backward(between: Between, *, is_added: bool) -> Iterator[Step]:
     keys = between.select(rows, is_added=is_added)
     less, more = between.sides(is_added=is_added)
     reductions = {(bool(less[at].reductions), bool(more[at].reductions)) for at in keys}
-    # The gathers of a recomputed forward also serve the backward after it.
+    # After a recomputed forward has gathered a unit, backward need not gather it again.
     sides = between.origin, between.target
     is_again = any(side[at].gathers[Phase.RECOMPUTE] for side in sides for at in keys)
     if len(reductions) != 1 or is_again:
@@ -161,7 +161,7 @@ def _in_backward(between: Between, *, is_added: bool) -> Iterator[Step]:
 
 
 def _sharded(between: Between, *, is_added: bool) -> Iterator[Step]:
-    # FSDP1 also all-reduces unsharded gradients over a group of one rank.
+    # FSDP1 all-reduces unsharded gradients even over a group of one rank.
     single_rank_axes = {axis.name for axis in between.axes[not is_added] if axis.size == 1}
 
     def rows(replicated: Content, sharded: Content) -> list[RowKey]:
@@ -184,13 +184,13 @@ def _is_sharding(replicated: Content, sharded: Content) -> bool:
     )
 
 
-# A unit on one side only was split off from its parent, was regrouped with others, or is new. Bytes
-# tell these apart: `_split_off` and `_regrouped` need equal bytes in total, in gathers and in
-# reductions, and `_units` needs that no other unit lost bytes. If several apply,
-# `Replaced.description_cost` prefers the split.
+# A unit that only one side has was split off from its parent, was regrouped with others, or is new.
+# Bytes tell these apart: `_split_off` and `_regrouped` require equal total bytes in gathers and in
+# reductions, and `_units` requires that no other unit lost bytes. If several apply,
+# `Replaced.description_cost` makes the search prefer the split.
 def _split_off(between: Between, *, is_added: bool) -> Iterator[Step]:
     large, small = between.sides(is_added=is_added)
-    # Modules that are units on one side only, by the closest unit above on the other side.
+    # Modules that are units on only one side, keyed by the closest unit above on the other side.
     children: defaultdict[str, list[str]] = defaultdict(list)
     for owner in between.owners:
         if owner and small[owner].gathers[Phase.FORWARD]:
@@ -203,7 +203,7 @@ def _split_off(between: Between, *, is_added: bool) -> Iterator[Step]:
         if _have_same_bytes([large[parent]], [small[owner] for owner in (parent, *modules)])
     }
     modules = tuple(chain.from_iterable(units.values()))
-    # Ignore units that stay unsharded: they are gathered once for all micro-batches.
+    # Ignore units that stay unsharded, because they are gathered once for all micro-batches.
     other_count = max(
         (
             forward_gathers(content)
@@ -240,8 +240,8 @@ def _unit_above(owner: str, state: State) -> str | None:
 
 
 def _have_same_bytes(*sides: Sequence[Content]) -> bool:
-    """Whether sides have equal bytes in total, for one gather and one reduction of each unit."""
-    # A unit may have no gathers, but gathers of several sizes cannot be compared.
+    """Whether one gather and one reduction of every unit have equal total bytes on all sides."""
+    # A unit without gathers is fine, but gathers of several sizes cannot be compared.
     if any(unit.gathers[Phase.FORWARD] and not unit.gathered_nbytes for unit in chain(*sides)):
         return False
     gathered = {sum(unit.gathered_nbytes for unit in side) for side in sides}
@@ -286,7 +286,7 @@ def _regrouped(between: Between) -> Iterator[Step]:
 
 
 def _policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
-    """Return whether units (but the root) stay unsharded, and how often forward gathers them."""
+    """Return, for all units but the root, whether they stay unsharded and how often they gather."""
     return {(state[unit].stays_unsharded, forward_gathers(state[unit])) for unit in units if unit}
 
 
@@ -296,14 +296,14 @@ def _called(between: Between) -> Iterator[Step]:
         is_changed = (
             before.keys() == after.keys()
             and before != after
-            # A unit that stays unsharded is gathered once in a forward, however often it is called.
+            # If a unit stays unsharded, forward gathers it once, however often it is called.
             and not new.stays_unsharded
             and all(_sizes(before[key]) == _sizes(after[key]) for key in before)
         )
         return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
     keys = between.select(rows)
-    # Other units must be gathered as before; units that stay unsharded always are.
+    # Other units must be gathered as before; units that stay unsharded are, in any case.
     other_units = [
         (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
         for owner, content in between.state.items()
@@ -316,7 +316,7 @@ def _called(between: Between) -> Iterator[Step]:
         {owner: forward_gathers(state[owner]) for owner in keys}
         for state in (between.state, between.target)
     )
-    # Pipeline schedules decide when units are gathered.
+    # With pipeline parallelism, the schedule decides when units are gathered.
     is_called = all(key.what not in {"send", "recv"} for key in between.state.row_keys())
     is_called &= max(now.values(), default=0) > most and sum(now.values()) > sum(was.values())
     yield from replaced(between, "called", keys, times=now, other_units=most, is_called=is_called)
@@ -345,7 +345,7 @@ def _units(between: Between, *, is_added: bool) -> Iterator[Step]:
         return
 
     other_units = {at for at, unit in without.items() if unit.gathers[Phase.FORWARD]} - keys.keys()
-    # The others may stay unsharded now, so that backward no longer gathers them.
+    # The other units may stay unsharded now, so that backward no longer gathers them.
     is_regathered = any(
         between.origin.get(owner, between.state[owner]).gathers[Phase.BACKWARD]
         != between.target[owner].gathers[Phase.BACKWARD]
