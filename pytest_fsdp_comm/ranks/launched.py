@@ -38,10 +38,11 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
 
-# Importing torch can be slow if all hosts of a cluster read it from one file server at once.
+# How long to wait for all ranks to join. They import torch first, which can be slow if all hosts of
+# a cluster read it from one file server at once.
 _MEET_TIMEOUT_S: Final = 300.0
 _ADDRESS: Final = "address"
-"""The key under which the launcher's store has rank 0's port and token while ranks can join."""
+"""The key of rank 0's port and token in the launcher's store; it exists while ranks can join."""
 _JOINS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.01
@@ -50,7 +51,7 @@ _ENDS_TESTS_WITHIN_S: Final = 30.0
 
 # Note [Launched ranks]: every launched process collects the same tests, and is one rank for the
 # entire session. But rank 0's process supervises the ranks and reports to the user, so its child
-# runs rank 0. All ranks join rank 0's process, each with a connection for the rank and one for its
+# runs rank 0. Each rank has two connections to rank 0's process, one for the rank and one for its
 # watchdog. A rank that fails destroys its process group, so that its peers fail instead of waiting.
 # If a rank hangs or dies, the session ends, because a launched process cannot be replaced.
 
@@ -62,7 +63,7 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """Join the launched session. Rank 0 returns a function that picks runners; others exit."""
+    """Join the session. Rank 0 returns a function that picks a test's runner; other ranks exit."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # Undo this at the end, because the process may run another session later.
@@ -267,7 +268,7 @@ class LaunchedRanks:
         self._channels: dict[int, Channel[messages.RankMessage]] = {}
         self._connections: dict[int, tuple[Connection, Connection]] = {}
         self._exited: dict[int, int | str] = {}
-        self._silence = Pipe()  # never readable: a rank that ends closes its connections
+        self._silence = Pipe()  # never readable: closed connections show that a rank has ended
 
     def meet(self, tests: Sequence[str]) -> None:
         """Wait until every rank has joined; all must have the same tests, in any order."""
@@ -309,7 +310,7 @@ class LaunchedRanks:
     def _await_all(self) -> dict[int, messages.Joined]:
         launched = self._launched
         token = secrets.token_hex(16)
-        # Each key is a rank, and whether the connection is that of the rank's watchdog.
+        # The key is a rank, and whether the connection belongs to the rank's watchdog.
         joined: dict[tuple[int, bool], tuple[Connection, messages.Joined]] = {}
         began_at = time.monotonic()
         is_dual = socket.has_dualstack_ipv6()
@@ -419,7 +420,7 @@ class LaunchedRanks:
             ending.kill(pids.values())
         for pair in self._connections.values():
             for connection in pair:
-                connection.close()  # a stuck rank's watchdog then ends its process
+                connection.close()  # makes the watchdog of a stuck rank end the process
         self._connections, self._channels = {}, {}
         return pids
 

@@ -38,12 +38,12 @@ _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serializatio
 _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
-"""Matches calls of methods that wait in C++, so that no torch frame is on the Python stack."""
+"""Matches calls of methods that wait in C++ and so leave no torch frame on the Python stack."""
 _LIMITED_WAIT: Final = re.compile(r"\bwait\([^)]")
 """Matches a call of ``Work.wait`` with a timeout."""
 _JOINS: Final = "rank/process_group.py:join_group"
 _UNSEEN = ("new_group", "split_group", "init_process_group", "monitored_barrier", "send", "recv")
-"""Functions that wait for other ranks, but that the flight recorder does not record."""
+"""Functions that wait for other ranks, although the flight recorder does not record them."""
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
@@ -102,7 +102,7 @@ def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
     # `Channel.receive` calls into multiprocessing.connection, at most four frames deep.
     if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
-        # The rank is waiting for its next test. Until that starts, pytest keeps the last exception.
+        # The rank is waiting for its next test; until then, pytest keeps the last exception in sys.
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":
@@ -181,7 +181,7 @@ def _groups(
     flights, _ = flown(since_ns)
     owners = owners_so_far()
     # The main thread can be waiting for a collective that a native thread (autograd) called, but
-    # not for those that Python threads called.
+    # not for one that another Python thread called.
     python_threads = {
         thread.ident
         for thread in threading.enumerate()
@@ -226,7 +226,7 @@ def _groups(
 
 
 def _ranks_and_axes() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
-    """Return the ranks of each group, oldest group first, and the mesh axes of groups."""
+    """Return the ranks of each group, oldest group first, and the mesh axes of the groups."""
     # The main thread may create or destroy groups at the same time, so ignore errors.
     from torch import distributed as dist  # noqa: PLC0415  # loaded already
 
@@ -273,5 +273,5 @@ class Watchdog:
                     position = Position(site="")
                 self._channel.send(PositionAnswer(number=question.number, position=position))
         if self._ends_process:
-            time.sleep(_LAST_S)  # the main thread might notice this, too, and print why
+            time.sleep(_LAST_S)  # let the main thread notice this, too, and print why
             os._exit(1)

@@ -40,7 +40,7 @@ class StackFrame:
 
     @property
     def is_users(self) -> bool:
-        """Whether the frame is user code, not that of an installed package or a test runner."""
+        """Whether the frame is user code, not code of an installed package or a test runner."""
         return whose(self.path) == "user" and not is_runner(self.path)
 
     @property
@@ -71,7 +71,7 @@ def with_code(site: str, code: str) -> str:
 
 
 def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
-    """Format the frames of user code, innermost first, then the library call in them."""
+    """Format the frames of user code, innermost first, then the library call that they are in."""
     users = [frame for frame in frames if frame.is_users]
     lines = [frame.site for frame in users]
     lines[:1] = [with_code(frame.site, frame.code) for frame in users[:1]]

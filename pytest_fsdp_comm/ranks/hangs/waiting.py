@@ -40,8 +40,8 @@ Stranded: TypeAlias = dict[int, tuple[str, tuple[int, ...]]]
 def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
     """Explain a hang, in lines such as ``all wait for rank 3, which is at model.py:90 in forward``.
 
-    Return no lines if no rank is waiting, or if a rank is waiting for one of the `blamed` ranks:
-    those have failed, which explains the hang.
+    Return no lines if no rank is waiting, or if a rank is waiting for one of the `blamed` ranks,
+    whose failure explains the hang.
     """
     stalls = [*_stalls(positions)]
     reached = _reached(stalls)
@@ -71,8 +71,8 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
     joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
     stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
     for group in _groups(positions):
-        # A position lists only the last collectives. So look for ranks whose last number on the
-        # group is too low, not for ranks that do not list the collective.
+        # A position lists only the last collectives. So look for ranks whose last collective
+        # on the group has a lower number, not for ranks that do not list this collective.
         last = {rank: max(group.calls.get(rank, {}), default=0) for rank in ended}
         for rank, by_seq in group.calls.items():
             for seq, call in by_seq.items():
@@ -112,7 +112,7 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
 
 
 def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by equal text, rarest first; if too many, merge the commonest as `others`."""
+    """Group ranks by text, rarest first; merge the most common texts into `others` if too many."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
     if len(folded) <= _MOST_WAYS:
         return folded
@@ -135,15 +135,15 @@ class _Stall:
     """A collective on a process group, and the ranks that are waiting in it."""
 
     collective: str
-    """The collective in words, such as ``#2 of dp``; equal for parallel groups of a mesh."""
+    """The collective in words, such as ``#2 of dp``; the same for parallel groups of a mesh."""
     waiting: Mapping[int, str]
     """For each waiting rank: what it is doing, as a template for `_fill`."""
     missing: frozenset[int]
     """The ranks that the waiting ranks are waiting for."""
     absent: Mapping[int, tuple[str, str]]
-    """For ranks that respond but are not waiting: did they call the collective, where are they?"""
+    """For each rank that answers but is not waiting: whether it called the collective; its site."""
     difference: str
-    """How the calls of the ranks differ, which blocks the collective; empty if they match."""
+    """How the ranks' calls differ, if that blocks the collective; otherwise empty."""
     divergence: tuple[str, dict[int, str]]
     """The first collective that ranks called for different modules, in words; then, for each rank,
     its module."""
@@ -184,7 +184,7 @@ def _cause(
 
 
 def _fill(template: str, ranks: Sequence[int]) -> str:
-    """Fill in a template such as ``{ranks} {waits} in #2``: the ranks' names and matching verbs."""
+    """Fill in a template such as ``{ranks} {waits} in #2`` with rank names and matching verbs."""
     # Not str.format, which would fail on braces in paths and in lines of code.
     for singular, plural in _PLURALS.items():
         template = template.replace(f"{{{singular}}}", singular if len(ranks) == 1 else plural)
@@ -192,7 +192,7 @@ def _fill(template: str, ranks: Sequence[int]) -> str:
 
 
 def _doing(position: Position | None) -> str:
-    """Describe what a rank that is not stuck with its peers is doing, as a template for `_fill`."""
+    """Return a template for `_fill` that says what a rank outside a stuck collective is doing."""
     if position is None:
         return "{is} dead"
     site = with_code(position.site, position.code)
@@ -213,7 +213,7 @@ class _Group:
     label: str
     ranks: Sequence[int]
     calls: Mapping[int, Mapping[int, IssuedCollective]]
-    """For each rank: the collectives that it called, by their number."""
+    """For each rank, the collectives that it called, keyed by number."""
 
     def calls_of(self, seq: int) -> dict[int, IssuedCollective]:
         calls = {rank: by_seq[seq] for rank, by_seq in self.calls.items() if seq in by_seq}
@@ -244,8 +244,8 @@ def _groups(positions: _Positions) -> Iterator[_Group]:
 
 def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
     members = name_ranks(group.ranks) if group.ranks else "unknown ranks"
-    # Parallel groups of a mesh share a label on purpose, but groups that overlap need labels that
-    # tell them apart.
+    # Parallel groups of a mesh share a label on purpose, but overlapping groups need distinct
+    # labels.
     overlapping = [other.ranks for other in namesakes if {*other.ranks} & {*group.ranks}]
     if overlapping.count(group.ranks) > 1:
         members = f"{members}, torch's {group.name}"
@@ -300,7 +300,7 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
         collective=collective,
         waiting=waiting,
         # gloo may let a rank finish a collective before its peers do. So if some ranks never called
-        # the collective, blame those, not the ranks that have finished.
+        # the collective, blame them, not the ranks that have finished.
         missing=never or (frozenset() if difference else finished),
         absent=absent,
         difference=difference,
@@ -313,8 +313,8 @@ def _divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
     for seq in sorted(set().union(*group.calls.values())):
         owners = {rank: call.owner for rank, call in group.calls_of(seq).items() if call.owner}
         if seq < before and len({*owners.values()}) > 1:
-            # Positions list only the last calls. If no listed call before this one was equal on all
-            # ranks, they may have diverged earlier.
+            # Positions list only the last calls. If the ranks agreed on no listed call before this
+            # one, they may have diverged earlier.
             earlier = "" if were_equal or seq == 1 else " or earlier"
             return f"ranks diverged at #{seq} of {group.label}{earlier}", owners
         were_equal |= len(owners) > 1
@@ -350,7 +350,7 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
 
 
 def _folded(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
-    """Yield a line for each group of ranks with equal templates; if too many, shorten some."""
+    """Yield a line per group of ranks with equal templates; shorten some if there are too many."""
     for ranks, text in sorted(_rarest(full, "")):
         folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
         for same, template in folded:

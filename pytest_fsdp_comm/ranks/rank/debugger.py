@@ -23,13 +23,13 @@ _STANDARD = (0, 1, 2)
 
 
 def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
-    """Duplicate the user's descriptors 0 to 2 (call this between tests); empty under xdist."""
+    """Between tests, duplicate the user's descriptors 0 to 2; return no descriptors under xdist."""
     if hasattr(config, "workerinput"):
         return ()
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is None:
         return tuple(map(os.dup, _STANDARD))
-    # Between tests, pytest has suspended the capture of output, but not that of input.
+    # Between tests, pytest has suspended output capture, but not input capture.
     manager.suspend_global_capture(in_=True)
     try:
         return tuple(map(os.dup, _STANDARD))
@@ -50,14 +50,14 @@ def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
 
 
 def _foreground(descriptor: int) -> int | None:
-    """Return the foreground process group of a terminal; None if this is not a terminal."""
+    """Return the foreground process group of a terminal; None if `descriptor` is not a terminal."""
     with contextlib.suppress(OSError):
         return os.tcgetpgrp(descriptor)
     return None
 
 
 def _pass_on(descriptor: int, group: int) -> None:
-    # Block SIGTTOU: tcsetpgrp sends it to a background process, which would stop the process.
+    # Block SIGTTOU: it would stop this process if it calls tcsetpgrp from the background.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         os.tcsetpgrp(descriptor, group)
@@ -118,7 +118,7 @@ class _SuspendedCapture(MultiCapture[str]):
 
     def suspend_capturing(self, in_: bool = False) -> None:
         super().suspend_capturing(in_)
-        # If pytest does not suspend input, it only prints a line, which belongs in the logs.
+        # If pytest does not suspend input, it is only printing a line, which belongs in the logs.
         if in_:
             self._terminal.enter()
             # Before it starts the debugger, pytest prints the failure with this writer.

@@ -13,13 +13,14 @@ from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 
 # Note [Started driver]: torch.cuda.device_count asks NVML, or the CUDA driver if NVML does not
-# answer. torch.cuda.is_available asks the driver, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is
-# set. Asking starts the driver, which does not survive a fork: torch raises an error if the child
-# uses CUDA. Only a forked child can tell whether the driver has been started (torch 2.13). If the
-# driver found no GPU, ranks do not need it, so they are forked anyway, and fail with torch's error
-# for a missing GPU (checked in 2.13 and 2.15). Private names: tests/unit/ranks/test_gpus.py.
+# answer. torch.cuda.is_available asks the driver, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
+# Asking the driver starts it, and a started driver does not survive a fork: torch raises an error
+# if the child uses CUDA. Only a forked child can tell whether the driver has been started (torch
+# 2.13). If the driver found no GPU, ranks do not need it, so they are forked anyway, and fail with
+# torch's error for a missing GPU (checked in 2.13 and 2.15). Private names:
+# tests/unit/ranks/test_gpus.py.
 
-# The kernel drivers of NVIDIA and ROCm create these.
+# The kernel drivers of NVIDIA and ROCm create these files, so without them there is no GPU.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 # A child exits with this status if CUDA is unusable there, and otherwise with its (smaller) answer.
 _UNUSABLE = 255
@@ -35,13 +36,13 @@ def visible_gpu_count() -> int:
     import torch  # noqa: PLC0415  # as above
 
     count = _answer_of_child(torch.cuda.device_count)
-    # If the CUDA driver has been started already, asking in this process does no more harm.
+    # If the CUDA driver has been started already, asking in this process does no further harm.
     return torch.cuda.device_count() if count == _UNUSABLE else count
 
 
 def is_driver_started(torch: Any) -> bool:
     """Return whether this process has started the CUDA driver; see Note [Started driver]."""
-    # Builds of torch without CUDA lack this name, so do not fork a child for them.
+    # CPU-only builds of torch lack this name, so skip the fork there.
     has_cuda = hasattr(torch._C, "_cuda_isInBadFork")  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
     return has_cuda and _answer_of_child(lambda: 0) == _UNUSABLE
 
@@ -49,7 +50,7 @@ def is_driver_started(torch: Any) -> bool:
 @functools.cache
 def no_gpu_error(torch: Any) -> str:
     """Start the driver; return torch's error for a missing GPU, or "" if there is a GPU."""
-    # Cache this for forked children, in which torch would blame the fork. Ask the driver, not NVML.
+    # Cache this, because in forked children torch would blame the fork. Ask the driver, not NVML.
     if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
         return ""
     try:
@@ -77,7 +78,7 @@ def name_missing_gpu() -> None:
 
 
 def _answer_of_child(ask: Callable[[], int]) -> int:
-    """Call `ask` in a forked child; return its answer, `_UNUSABLE` if CUDA is unusable there."""
+    """Call `ask` in a forked child; return its answer, or `_UNUSABLE` if CUDA is unusable there."""
     import torch  # noqa: PLC0415  # loaded already
 
     pid = fork_quietly()
@@ -93,7 +94,7 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:
-    """Return how many GPUs a test can use; assume that all machines of a launcher are equal."""
+    """Return how many GPUs a test can use; assume that all launched machines have equally many."""
     count = visible_gpu_count()
     return count if launched is None else count // launched.local_world_size * launched.world_size
 

@@ -32,7 +32,7 @@ _PARENTS_PLUGINS = (
     # pytest-github-actions-annotate-failures 0.4 would annotate the reports of each rank.
     "annotate_errors",
     "annotate_warnings",
-    # pytest-forked runs each test in a separate process, but a rank already is one.
+    # pytest-forked runs each test in a separate process, but a rank already is a separate process.
     "pytest_forked",
 )
 _PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
@@ -66,7 +66,7 @@ def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     # them: the rank writes to its logs instead.
     manager = capture_manager(config)
     if manager is not None:
-        # Keep a reference: collecting unclosed files raises a warning, an error under -W error.
+        # Keep a reference: freeing unclosed files raises a warning, which -W error makes an error.
         config.stash[_PARENTS_CAPTURE] = manager._global_capturing
         # Not stop_global_capturing(), which would print the output that the parent has captured.
         manager._global_capturing = None
@@ -95,7 +95,7 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
         # flood the captured log of a failing test.
         if name.startswith(("c10d", "torch.__trace")):
             logging.getLogger(name).setLevel(logging.WARNING)
-    # Ignore -x, with which a failed rank would tear down fixtures that the other ranks keep.
+    # Ignore -x, because a failed rank would tear down fixtures that the other ranks keep.
     config.option.maxfail = 0
     terminal = LogTerminal()
     manager.register(terminal, "terminalreporter")

@@ -10,7 +10,7 @@ from typing import Any, Final
 # crash; when a phase ends, only the first and last part of its output are read.
 
 KEPT_NBYTES: Final = 256 << 10
-"""The size of the first part of shortened text, and that of the last part."""
+"""How much to keep at the start of a long text, and how much at its end."""
 # Longer than any line that replaces the middle, so that shortened text is not shortened again.
 _LONGEST_NOTE: Final = 256
 
@@ -24,7 +24,7 @@ def shortened(text: str) -> str:
 
 
 def shortened_texts(data: Any) -> Any:
-    """Shorten each string in a report that pytest has serialized; join "lines" into one."""
+    """Shorten each string in a serialized report; treat a list under "lines" as one string."""
     if isinstance(data, str):
         return shortened(data)
     if isinstance(data, dict):
@@ -38,7 +38,7 @@ def shortened_texts(data: Any) -> Any:
 def _shortened_lines(lines: Sequence[str]) -> Sequence[str]:
     if sum(map(len, lines)) <= 2 * KEPT_NBYTES:
         return lines
-    # With --tb=native, the strings end in line breaks, and some contain more of them.
+    # With --tb=native, each string ends in a line break, and some contain several lines.
     if lines[0].endswith("\n"):
         return [shortened("".join(lines))]
     return shortened("\n".join(lines)).split("\n")
@@ -64,7 +64,7 @@ def _read(descriptor: int, parts: Iterable[tuple[int, int]], begin: int, end: in
         if first < last:
             data.append(os.pread(descriptor, last - first, start + first))
         begin, end = begin - (stop - start), end - (stop - start)
-    # Each invalid byte becomes one character, so the string has no more characters than bytes.
+    # Each invalid byte becomes one character, so there are no more characters than bytes.
     return b"".join(data).decode("utf-8", "replace")
 
 

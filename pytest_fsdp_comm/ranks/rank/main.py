@@ -36,7 +36,7 @@ from pytest_fsdp_comm.ranks.wire.results import SessionExit
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 # The kernel copies each page of memory that a rank writes to, and changing a reference count is
-# writing. So `RankTemplate` prepares the session once, before the fork; doing the same work in each
+# a write. So `RankTemplate` prepares the session once, before the fork; doing the same work in each
 # rank took a third of a trivial test's time.
 
 
@@ -50,7 +50,7 @@ class RankTemplate:
         *,
         random_state: object = None,
     ) -> None:
-        """Prepare this session for ranks; `random_state` is pytest's, or None without a fork."""
+        """Prepare this session for ranks; `random_state` is pytest's (None: do not restore it)."""
         self._random_state = random_state
         self._session = session
         self._extensions = extensions
@@ -85,11 +85,11 @@ class RankTemplate:
         watchdog: Watchdog,
         launched: LaunchedRank | None = None,
     ) -> messages.RankCommand | None:
-        """Run the tests of a rank set; return the command after them, None if there is none."""
+        """Run the tests of a rank set; return the next command, None if pytest has hung up."""
         session = self._session
         processes.flush_streams()
         processes.redirect_output(spec, rank)
-        # pytest has enabled it for the terminal, where a crash would garble the progress line.
+        # pytest enabled faulthandler for the terminal, where a dump would garble the progress line.
         faulthandler.enable(file=2)
         # The handler is C code with a separate stack, so it works even while other code holds the
         # GIL. It dumps only the thread that receives the signal, because dumping all threads while
@@ -218,7 +218,7 @@ def _run_item(
 def save_coverage() -> None:
     """Save coverage data now, because a rank ends without running coverage's exit handler."""
     if (current := _coverage()) is not None:
-        # Save without stopping: coverage 7.17 cannot be restarted, it fails on modules of torch.
+        # Save without stopping: restarting coverage 7.17 fails on modules of torch.
         current.save()
 
 
@@ -243,7 +243,7 @@ def select_own_test(config: pytest.Config) -> None:
 
 
 def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> NoReturn:
-    """After collection, run the rank of this spawned process."""
+    """Run this spawned process as a rank, once it has collected the tests."""
     spec = _read_spec()
     indices = [index for index, item in enumerate(session.items) if item.nodeid == spec.nodeid]
     if not indices:

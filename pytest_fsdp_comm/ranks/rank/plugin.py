@@ -80,7 +80,7 @@ class RankPlugin:
         self._has_failed_subtest = False
         self.has_failed = False
         """Whether a phase or subtest has failed since `bind`."""
-        # Contexts that are entered before the first fixture of a test, and left after the last.
+        # Contexts to enter before a test's first fixture, and to leave after its last teardown.
         self._simulation = contextlib.ExitStack()
         self._distinct: DistinctRanks | None = None
         self._answers: KeptAnswers | None = None
@@ -95,7 +95,7 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Connect the hooks to a rank; forked ranks already share random states."""
+        """Connect the hooks to a rank; with `shares_random_states`, do not equalize them later."""
         self._shares_random_states = shares_random_states
         # If later tests run on the same ranks, they start with the states of the first test.
         self._keeps_random_states = spec.settings.scope == "module"
@@ -136,7 +136,7 @@ class RankPlugin:
 
     def run_exit_functions(self, item: pytest.Item) -> None:
         """Run the functions that the rank registered with `atexit`; warn about their exceptions."""
-        # Bypass warning filters, which can raise errors: at exit, Python only prints exceptions.
+        # Bypass filters, which can make warnings errors: at exit, Python only prints exceptions.
         for text in processes.run_exit_functions():
             category, line = pytest.PytestUnraisableExceptionWarning, (item.location[1] or 0) + 1
             warning = warnings.WarningMessage(text, category, str(item.path), line)
@@ -183,7 +183,7 @@ class RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Attribute assumed values to the fixture that used them: several tests may share it."""
+        """Attribute assumed values to the fixture that used them, because tests may share it."""
         if self._answers is None or fixturedef.scope == "function":
             return (yield)
         with self._answers.by(fixturedef.argname):
@@ -199,7 +199,7 @@ class RankPlugin:
             raise pytest.skip.Exception(f"runs again, also on {name_ranks(ranks)}")
 
     def further_ranks(self) -> tuple[int, ...]:
-        """Return ranks that the test has to run on, too, because their local shapes differ."""
+        """Return further ranks that the test has to run on, because their local shapes differ."""
         return () if self._distinct is None else tuple(sorted(self._distinct.further))
 
     def leave_group(self) -> None:
@@ -247,8 +247,8 @@ class RankPlugin:
         if is_subtest(report):
             self._has_failed_subtest |= report.failed
         elif self._has_failed_subtest and report.passed:
-            # In this hook, pytest 9 fails a test whose subtests failed. pytest's terminal reporter
-            # calls the hook, but a rank has no such reporter.
+            # In the hook below, pytest 9 fails a test whose subtests failed. pytest's terminal
+            # reporter calls the hook, but a rank has no such reporter.
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         self._channel.send(
             PhaseReport(
@@ -313,7 +313,7 @@ _SUBTEST_MODULES = ("_pytest.subtests", "pytest_subtests.plugin")
 
 
 def is_subtest(report: pytest.TestReport) -> bool:
-    """Return whether a report is that of a subtest; the test continues even if it failed."""
+    """Return whether a report is that of a subtest; the test continues after a failed subtest."""
     return type(report).__name__.lower() == "subtestreport"
 
 

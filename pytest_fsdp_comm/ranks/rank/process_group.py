@@ -37,7 +37,7 @@ BEYOND_DEADLINE_S = 3600.0
 
 
 def device_of(settings: DistributedSettings, local_rank: int) -> str:
-    """Return the device for a rank's tensors; `local_rank` is its number on its machine."""
+    """Return the device for a rank's tensors; `local_rank` is the rank's number on its machine."""
     wants_cuda = settings.device == "cuda" or (
         settings.backend == "nccl" and settings.device is None
     )
@@ -71,7 +71,7 @@ def set_environment(
     # Launchers other than torchrun may not say how many ranks run on this machine.
     is_sure = launched is None or launched.launcher == "torchrun"
     if sys.platform == "linux" and is_sure and local_size == settings.world_size:
-        # By default, gloo looks up the name of the host, which is slow or fails on many laptops.
+        # By default, gloo looks up the hostname, which is slow or fails on many laptops.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch  # noqa: PLC0415  # not in the pytest process
 
@@ -165,7 +165,7 @@ def join_group(context: RankContext) -> object:
 
 
 def real_groups(context: RankContext) -> RealGroups | None:
-    """Connect a simulated rank to other ranks along its real axes; None if it has none."""
+    """Connect a simulated rank to others along its real axes; return None if there are none."""
     real = context.settings.real
     if not real:
         return None

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 
 if TYPE_CHECKING:
-    # Every session imports this module, and importing these takes milliseconds.
+    # Every session imports this module, and these imports take milliseconds.
     from pytest_fsdp_comm.gathering import Exchange
     from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
@@ -81,7 +81,7 @@ def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
 
 def put_sockets_below(directory: Path) -> None:
     """Make multiprocessing's managers and pools create their sockets below `directory`."""
-    # By default, each process creates a directory in TMPDIR, which remains if it is killed.
+    # By default, each process creates a directory in TMPDIR, and leaves it there if killed.
     process: Any = multiprocessing.process.current_process()
     config = getattr(process, "_config", None)
     # A private name (checked in Python 3.11 to 3.14). If it has moved, such directories remain.
@@ -128,7 +128,7 @@ def forget_exit_functions() -> None:
     for finalizer in weakref.finalize._select_for_exit():  # type: ignore[attr-defined]  # no public list
         finalizer.atexit = False
     atexit._clear()  # documented for tests only
-    # weakref.finalize registers this only once, so register it again for finalizers of the rank.
+    # weakref.finalize registers this function only once, so register it again for the rank.
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # see above
 
 

@@ -35,7 +35,7 @@ def run_with_reruns(
     def run_once(item: pytest.Item, **_: Any) -> list[pytest.TestReport]:
         reports = attempt()
         for report in reports:
-            # The wrapper expects an exception, but it was raised in a rank: rebuild it here.
+            # The wrapper expects the test's exception, which was raised in a rank: rebuild it here.
             error = rebuilt_error(report)
             excinfo = error and SimpleNamespace(value=error)
             wrapper = plugin.pytest_runtest_makereport(
@@ -55,7 +55,7 @@ def run_with_reruns(
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
-    """Rebuild the exception in a merged report, by name and message; None if nothing failed."""
+    """Rebuild a merged report's exception from its name and message; None if nothing failed."""
     if not report.failed:
         return None
     crash = getattr(report.longrepr, "reprcrash", None)

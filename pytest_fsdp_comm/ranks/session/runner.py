@@ -126,7 +126,7 @@ class RankRunner:
                     self._prepare_ranks,
                     directory,
                     self._preloaded,
-                    # Importing torch takes 2 CPU seconds, wasted if this xdist worker gets no
+                    # Importing torch takes 2 s of CPU time, wasted if this xdist worker gets no
                     # distributed test. But with slots, import it now: other workers would have to
                     # wait for the slots during a later import.
                     is_lazy=self._shared_slots is not None and not (gpus or options.rank_slots),
@@ -201,7 +201,7 @@ class RankRunner:
         try:
             self._end_ranks(is_hurried=was_interrupted)
         finally:
-            # Do this even if xdist interrupts the worker, which it does soon after the session.
+            # Do this even if xdist interrupts the worker, as it does soon after the session.
             self._close_server()
         # No test is left that could report the last problems, so print them.
         for problem in self._problems:
@@ -217,7 +217,7 @@ class RankRunner:
         return template.run_rank
 
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
-        """Return what ranks do after `item`, if `candidate` is the next test: Note [Kept ranks]."""
+        """Return what ranks do after `item`, if `candidate` comes next; see Note [Kept ranks]."""
         settings = item.stash[SETTINGS]
         if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
             # Keep the ranks, but tear down their fixtures. Launched ranks run all tests; ranks with

@@ -44,14 +44,15 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
-# A watchdog needs the GIL and a core to answer, which takes time if many ranks share few cores.
+# How long to wait for a watchdog: it needs the GIL and a core, and ranks may share few cores.
 _ANSWER_S = 1.0
-# Reading process groups takes CPU time in each rank, so wait longer for answers with groups.
+# How long to wait for answers with process groups, because reading groups takes CPU time.
 _GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
-# A rank that has begun to send a message sends all of it, unless somebody kills or stops the rank.
+# Longest pause within a message. A live rank sends each message without pausing, so a longer pause
+# means that it was killed or stopped.
 _STALLS_S = 5.0
-# Do not read forever from a rank that never stops sending.
+# How many waiting messages of a rank to read at most, in case it never stops sending.
 _DRAINED_MESSAGES = 1000
 
 _Channel: TypeAlias = Channel[messages.RankMessage]
@@ -78,7 +79,7 @@ class Supervision:
             self._watchdogs[rank] = Channel(watchdog, stalls_s=_STALLS_S)
             self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
-        # By rank and stream: how many bytes of the log the reports of earlier tests contain.
+        # For each rank and stream, how many bytes of the log are in the reports of earlier tests.
         self._reported: dict[int, Mapping[str, int]] = {}
         self._echoed: Counter[tuple[int, str]] = Counter()
         self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
@@ -87,11 +88,11 @@ class Supervision:
         self._questions = 0
         self._begin(spec.next_test)
 
-    # Note [Kept ranks]: with scope="module", ranks run several tests. If the next test must run on
-    # these ranks, they keep the fixtures that both tests share, as pytest does. If all ranks pass
-    # and still have their process group, they wait for `RunTest`, for `EndTests` (the next test
-    # does not run after all), or to be killed. If the teardown of a kept fixture fails, the failure
-    # is reported with the next test.
+    # Note [Kept ranks]: with scope="module", ranks run several tests. If the next test is sure to
+    # run on these ranks, they keep the fixtures that both tests share, as pytest does. If all ranks
+    # pass and still have their process group, they wait for `RunTest`, for `EndTests` (the next
+    # test does not run after all), or to be killed. If the teardown of a kept fixture fails, the
+    # failure is reported with the next test.
 
     def _begin(self, next_test: messages.NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
@@ -160,7 +161,7 @@ class Supervision:
 
     def _finish(self) -> None:
         results = self._results.values()
-        # The report compares the last calls of failed ranks. `_stop` has asked already, if it ran.
+        # The report compares the last calls of failed ranks. If `_stop` ran, it has located them.
         has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
             self._locate()
@@ -179,12 +180,12 @@ class Supervision:
         self._read_unreported()
 
     def can_run(self, item_index: int) -> bool:
-        """Return whether the ranks are waiting for a next test, which can be this one."""
+        """Return whether the ranks are waiting for another test, and this one can be next."""
         expected = self._next_test
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
-        """Kill the rank set; return failures of kept fixtures, and reports of unended ranks."""
+        """Kill the rank set; return failures of kept fixtures, and reports of ranks left over."""
         problems = self._late_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
@@ -318,7 +319,7 @@ class Supervision:
             self._drain(result.rank)
         self._locate()
         for result in running:
-            # Not after the deadline: our SIGUSR1 may have interrupted the call that a rank hung in.
+            # Skip this after the deadline: our SIGUSR1 may have interrupted the call that hung.
             if why is Stopped.AFTER_FAILURE and not result.is_over:
                 self._drain(result.rank)
             if not result.is_over:
@@ -329,8 +330,8 @@ class Supervision:
         # first without groups, which is quick, so that all positions are from the same moment, and
         # then with groups, which takes CPU time. A rank whose code holds the GIL does not answer,
         # so send it a signal whose handler dumps the stack. Do this last, because the signal can
-        # interrupt the call that the rank is waiting in. If a rank then answers after all, from the
-        # place in the dump, it was only slow.
+        # interrupt the call that the rank is waiting in. If a rank then answers after all, and is
+        # still where the dump says, it was only slow.
         results = self._results
         positions = self._ask(results)
         running = [rank for rank, result in results.items() if not result.is_over]
@@ -390,7 +391,7 @@ class Supervision:
         return positions
 
     def _is_any_stranded(self, now: float) -> bool:
-        """Return whether a rank is stuck waiting for a finished one; False until a check is due."""
+        """Return whether a rank waits in vain for a finished rank; False until a check is due."""
         # A rank may keep running long after another rank has finished, but cannot complete a
         # collective that the finished rank never called. A rank counts as stuck if two checks in a
         # row find it in such a collective.
@@ -439,7 +440,7 @@ class Supervision:
             ):
                 file.seek(self._echoed[rank, stream])
                 data = file.read()
-                # An incomplete last line is printed once the rest of it is there.
+                # Leave an incomplete last line until the rest of it has been written.
                 lines = data[: data.rfind(b"\n") + 1]
                 self._echoed[rank, stream] += len(lines)
                 if lines and self._reporter is not None:

@@ -28,7 +28,7 @@ LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 # so the report must not say that the peers failed first. A rank that was lost with its fork server
 # or machine comes first, and a rank that only ran out of time comes last.
 
-# Errors of gloo and NCCL when a peer is gone or a call fails (checked in torch 2.13).
+# Matches errors of gloo and NCCL when a peer is gone or a call fails (checked in torch 2.13).
 _BACKEND_ERROR = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")
 # The message that libstdc++ prints when an uncaught exception ends the process.
 _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
@@ -60,11 +60,11 @@ class _Ran:
     result: RankResult
     phases: dict[When, pytest.TestReport] = field(default_factory=dict)
     subtests: dict[tuple[str, int], _Subtest] = field(default_factory=dict)
-    """The key is the name, and how many subtests with the same name this rank ran before."""
+    """The key is the subtest's name, and how many subtests of that name the rank ran before."""
 
     @property
     def unfinished(self) -> When:
-        """The phase that the rank did not finish; teardown if it finished all."""
+        """The phase that the rank did not finish; teardown if it finished all phases."""
         if isinstance(self.result.status, str):
             return "call"  # the rank was lost; its phase is unknown
         return next((when for when in _PHASES if when not in self.phases), "teardown")
@@ -91,7 +91,7 @@ class _Failure:
     hangs_at: str = ""
     """The value of `HANGS_AT`; empty if the rank did not hang, or the line is unknown."""
     is_echo: bool = False
-    """Whether this is an error of the backend that the failure of a different rank caused."""
+    """Whether this is a backend error that another rank's failure caused."""
 
 
 def merge_reports(
@@ -102,7 +102,7 @@ def merge_reports(
     limit: str,
     are_forked: bool,
 ) -> list[pytest.TestReport]:
-    """Merge the reports of all ranks into those that pytest logs for the test.
+    """Merge the reports of all ranks into the reports that pytest logs for the test.
 
     Return a report for each phase that ran, each after the reports of the phase's subtests. `limit`
     is the time limit in words, such as ``120 s``.
@@ -130,7 +130,7 @@ def merge_reports(
     if exited and all(failure.is_echo for failure in failures):
         failures = []
     # Collect all sections before `_completed` changes reports, because a phase can use the sections
-    # of the phase before.
+    # of the previous phase.
     sections = {when: _sections(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
@@ -210,7 +210,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
 
 
 def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
-    """Merge each subtest's reports, by phase; omit subtests that a rank may not have finished."""
+    """Merge subtests' reports, keyed by phase; omit subtests that a rank may not have finished."""
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
         for key, subtest in ran.subtests.items():
@@ -459,7 +459,7 @@ def _like_first(failures: Sequence[_Failure]) -> list[int]:
 
 
 def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
-    """Describe the ranks that did not fail in the same way as the first one; empty if none."""
+    """Describe the ranks that did not fail in the same way as the first; empty if all did."""
     first = failures[0]
     failed = {failure.rank for failure in failures}
     lines = _later(failures)
@@ -557,7 +557,7 @@ def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
 
 
 def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
-    """Return the output sections of all ranks up to the end of a phase, equal ones only once."""
+    """Return the output sections of all ranks up to the end of a phase, without duplicates."""
     by_rank = {}
     before = _PHASES[max(_PHASES.index(when) - 1, 0)]
     for rank, ran in ranks.items():

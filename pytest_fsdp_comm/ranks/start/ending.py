@@ -89,7 +89,7 @@ def _cleans_up(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    # During an exec, the command is empty for a moment, so the process might be a cleaner.
+    # During an exec, the command is empty for a moment, so this might be a cleaner.
     return not command or any(name in command for name in _CLEANERS)
 
 

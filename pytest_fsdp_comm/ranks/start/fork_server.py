@@ -75,7 +75,7 @@ def serve(
         if is_lazy:
             select.select([channel], [], [])
             preloaded = () if channel.is_hung_up() else preloaded
-        gc.disable()  # imports leave no garbage, yet collections take a third of their time
+        gc.disable()  # imports leave no garbage, yet collections take a third of the import time
         for name in preloaded:
             # Ignore failed imports: torch.distributed.tensor.debug, for example, needs numpy. If a
             # test needs the module, the test fails with the same error.
@@ -105,7 +105,7 @@ def serve(
 class _RankSet:
     spec: messages.RankSetSpec
     slots: HeldSlots
-    """Locked by the server: if it is killed, its ranks die, and the kernel frees the slots."""
+    """The server locks them: if it is killed, its ranks die, and the kernel frees the slots."""
     pids: dict[int, int] = field(default_factory=dict)
     """Maps each rank that has not been reaped to its pid."""
     groups: dict[int, int] = field(default_factory=dict)
@@ -245,20 +245,21 @@ class _Server:
 
 _Reply = TypeVar("_Reply", messages.SetStarted, messages.SetEnded)
 
-# The server first replies after importing torch, which can be slow on a busy network file system.
+# Limit for the server's first reply. The server imports torch first, which can be slow on a busy
+# network file system.
 _PREPARED_WITHIN_S = 300.0
-# For later replies: by then, the server is idle and answers quickly.
+# Limit for later replies: the server is idle by then, and answers quickly.
 _ANSWERED_WITHIN_S = 15.0
 # Long enough for the server to kill its ranks (`ending.HURRIED_S`) and remove the directory.
 _CLOSED_WITHIN_S = 5.0
 
-# Note [Connections]: each rank has a connection to the pytest process, and its watchdog has one,
-# too. The pytest process creates both, sends the rank's ends to the server after each `StartRank`,
-# and closes its copies of them. The server passes the ends to the rank, and closes its copies
-# before it forks the next rank. So no process has more open files than it needs. Only the pytest
-# process has the other ends, so when it dies, each rank reads an end of file. But the children of a
-# rank can keep the rank's end open after the rank has died, so only the server knows whether a rank
-# is alive.
+# Note [Connections]: each rank has a connection to the pytest process, and its watchdog has
+# another. The pytest process creates both, sends the rank's ends to the server after each
+# `StartRank`, and closes its copies of them. The server passes the ends to the rank, and closes its
+# copies before it forks the next rank. So no process has more open files than it needs. Only the
+# pytest process has the other ends, so when it dies, each rank reads an end of file. But the
+# children of a rank can keep the rank's end open after the rank has died, so only the server knows
+# whether a rank is alive.
 
 
 class ServerDiedError(Exception):
@@ -283,7 +284,7 @@ class RankServer(Protocol):
     def end_ranks(
         self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
-        """End the rank set and free its slots; return, by rank, the pids that did not end.
+        """End the rank set and free its slots; return the pids that did not end, keyed by rank.
 
         `running` ranks have not finished their test; `unanswered` ranks did not answer `EndTests`.
         """
@@ -351,7 +352,7 @@ class ForkServer:
                 try:
                     socket.send_fds(connection, [b"."], [end.fileno() for end in ends])
                 finally:
-                    connection.detach()  # not os.dup, which fails with too many open files
+                    connection.detach()  # os.dup would fail with too many open files
         except BlockingIOError:
             self.kill()  # the server has stopped reading
             raise ServerDiedError from None
@@ -440,7 +441,7 @@ def fork_server(
     *,
     is_lazy: bool = False,
 ) -> ForkServer:
-    """Fork a server, which runs `serve` and preloads torch in addition to `preloaded`."""
+    """Fork a server that runs `serve` and preloads torch in addition to `preloaded`."""
 
     def start(ours: Connection, theirs: Connection) -> int:
         pid = processes.fork_quietly()

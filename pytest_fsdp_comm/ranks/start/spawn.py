@@ -45,7 +45,7 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 # macOS has no _TASKS, so native threads go unnoticed there.
 _TASKS = Path("/proc/self/task")
 _HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")
-# Threads take a moment to end, and longer on a busy machine.
+# How long to wait for threads to end, which takes longer on a busy machine.
 _THREADS_END_WITHIN_S = 2.0
 
 
@@ -117,7 +117,7 @@ def _native_threads() -> tuple[int, set[str]]:
     # Count the frames of Python threads, because `threading` does not list those of execnet.
     count = len(names) - len(sys._current_frames())  # noqa: SLF001  # documented for debuggers
     listed = {str(thread.native_id) for thread in threading.enumerate()}
-    # A thread that was not named has the name of the program, like the main thread.
+    # An unnamed thread has the name of the program, as the main thread does.
     unnamed = names.get(str(os.getpid()))
     return count, {names[task] for task in names.keys() - listed} - {unnamed}
 
@@ -160,8 +160,8 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
             # Not a new session, in which ranks could not read the terminal.
             process_group=0,
         )
-        # `ForkServer` reaps the process. Set a returncode, otherwise Popen would warn that the
-        # process is still running.
+        # `ForkServer` reaps the process. Set a returncode, because otherwise Popen would warn
+        # that the process is still running.
         process.returncode = 0
         return process.pid
 
@@ -177,7 +177,7 @@ def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
     if config.pluginmanager.has_plugin("xdist"):
         arguments += ["-n", "0"]
     if config.pluginmanager.has_plugin("randomly"):
-        # Pass the seed, otherwise each rank would choose a different one.
+        # Pass the seed, because otherwise each rank would choose a different one.
         arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
     return arguments, {**os.environ, "PYTEST_ADDOPTS": shlex.join(from_environment)}
 

@@ -17,8 +17,8 @@ from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 _Received = TypeVar("_Received")
 
-# The length of each message is sent before it. If a test writes text to the file descriptor by
-# mistake, the first characters are read as a length, which is above this limit.
+# Each message is sent after its length. If a test writes text to the file descriptor by mistake,
+# its first characters are read as a length, and this limit rejects it.
 _MOST_NBYTES: Final = 1 << 29
 _TIMEVAL: Final = struct.Struct("@ll")
 _HANG_UP: Final = getattr(select, "POLLRDHUP", 0)
@@ -65,8 +65,8 @@ class Channel(Generic[_Received]):
     def send(self, message: Message) -> None:
         """Send a message, blocking; do nothing in a forked child."""
         if getpid() == self._pid:
-            # Values that JSON cannot represent are sent as their repr, otherwise an unusual user
-            # property would lose the report.
+            # Values that JSON cannot represent are sent as their repr, because otherwise an unusual
+            # user property would lose the report.
             self.connection.send_bytes(dump_tagged(message).encode("ascii"))
 
     def receive(self, *, within_s: float | None = None) -> _Received | None:

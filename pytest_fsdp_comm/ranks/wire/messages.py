@@ -12,18 +12,18 @@ from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Position, SessionEx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTest:
-    """Whether the same ranks run another test after this one, and which."""
+    """Whether the same ranks run another test after this one, and which test."""
 
     index: int | None = None
-    """The index among the session's items of the next test, if it is certain to run on these ranks.
-    They keep the fixtures that both tests share. If None, they tear down all fixtures."""
+    """The index of the next test among the session's items, if it is sure to run on these ranks.
+    The ranks then keep the fixtures that both tests share. If None, they tear down all fixtures."""
     is_none: bool = True
-    """True if these ranks run no more tests, so that they run their exit functions."""
+    """Whether this is the last test of these ranks, after which they run their exit functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetSpec:
-    """Describes a rank set to its ranks. To a fork server, `StartRank` messages follow it."""
+    """Describes a rank set to its ranks. A fork server gets it before the `StartRank` messages."""
 
     item_index: int
     """The index of the first test among the session's items."""
@@ -40,14 +40,14 @@ class RankSetSpec:
     store_prefix: str = ""
     """Prefix of this rank set's keys on the launcher's store."""
     slots: tuple[Path, ...] = ()
-    """The files of slots; the server keeps them locked until the ranks have ended."""
+    """The lock files of the slots, which the server keeps locked until the ranks have ended."""
     terminal: tuple[int, ...] = ()
     """Descriptors of the session's stdin, stdout and stderr; empty if there is no terminal."""
     foreground: int = 0
     """The process group of pytest, which has the terminal unless a debugger is running."""
     debugged_rank: int = 0
     gpus: tuple[str, ...] = ()
-    """The GPUs that ranks can see, as the user listed them; empty to leave the list unchanged."""
+    """The GPUs to make visible to ranks, as the user listed them; empty to change nothing."""
 
     def log_path(self, rank: int, stream: str) -> Path:
         """Return the log of a rank's ``stdout`` or ``stderr``, or of its ``terminal`` reporter."""
@@ -62,7 +62,7 @@ class RankSetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Debugging:
-    """Reports that the user has entered or left a debugger, where the test has no deadline."""
+    """Reports that the user has entered or left a debugger; a debugged test has no deadline."""
 
     has_begun: bool
 
@@ -77,14 +77,14 @@ class TestEnded:
     """The exception that pytest's protocol raised, in words; None if it returned."""
     session_exit: SessionExit | None = None
     further_ranks: tuple[int, ...] = ()
-    """Further ranks that the test needs; it runs again, with these included."""
+    """Further ranks that the test needs; the test then runs again on these ranks, too."""
     can_run_another: bool = True
     """False if the test has destroyed or replaced the process group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestsEnded:
-    """Answers `EndTests`, after reports of failures in teardown."""
+    """Answers `EndTests`; any reports of failures in teardown come before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +166,12 @@ class SetEnded:
     """Answers `EndSet`."""
 
     unended: dict[int, int]
-    """By rank: the pids of processes that SIGKILL did not end."""
+    """The pids of ranks that SIGKILL did not end, keyed by rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFailed:
-    """Reports why the fork server failed; its last message."""
+    """The last message of a fork server that failed; says why."""
 
     reason: str
 
@@ -186,7 +186,7 @@ class Joined:
     """A launched rank's first message on each of its two connections."""
 
     token: str
-    """Read from the launcher's store, which proves that the sender is a rank."""
+    """A secret from the launcher's store, which proves that the sender is a rank."""
     rank: int
     host: str
     tests: tuple[str, ...] | None
@@ -200,7 +200,7 @@ class Welcome:
     """Answers `Joined` once all ranks have joined with the same tests."""
 
     order: tuple[int, ...]
-    """For each test of rank 0, in order: its index among the tests of the receiving rank."""
+    """For each test of rank 0, in order, its index among the tests of the receiving rank."""
     randomly_seed: int | None
     """The seed that pytest-randomly chose on rank 0; None without that plugin."""
 

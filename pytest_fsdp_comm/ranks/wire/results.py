@@ -17,7 +17,7 @@ class Activity(StrEnum):
     """The test raised an exception at `Position.site`, and pytest is creating the report."""
     HAS_ENDED = "has ended"
     HOLDS_GIL = "holds the GIL"
-    """The watchdog cannot run, so only the stack is known, which the rank dumped after a signal."""
+    """The watchdog cannot run, so only the stack is known: a signal made the rank dump it."""
     SILENT = "silent"
     """The rank is alive, but neither answered nor dumped its stack in time."""
 
@@ -32,7 +32,7 @@ class IssuedCollective:
     """A collective that a rank called on a process group."""
 
     seq: int
-    """The number of the collective on its group, from 1; equal on all ranks of the group."""
+    """The number of the collective on its group, starting at 1; the same on all its ranks."""
     kind: str
     nbytes: int
     """Size of the rank's input in bytes."""
@@ -47,7 +47,7 @@ class IssuedCollective:
     is_waited_in: bool = False
     """Whether the main thread is waiting for the collective; False if it runs in the background."""
     timeout_s: float = 0.0
-    """The longest time that the rank waits for the collective; 0 if the call has a timeout."""
+    """How long the rank waits at most; 0 if user code passed a timeout to ``Work.wait``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class GroupPosition:
     """The collectives that a rank has called on one process group."""
 
     name: str
-    """torch's name for the group, equal on all ranks of the group."""
+    """torch's name for the group; the same on all ranks of the group."""
     axis: str
     """The mesh axis of the group, named as in recordings and trees; empty if unknown."""
     is_shape: bool
@@ -77,7 +77,7 @@ class Position:
     stack: tuple[str, ...] = ()
     """The formatted stack, innermost frame first; empty if unknown."""
     module: str = ""
-    """FQN of the module in forward, or of the unit whose FSDP hook runs; empty for the root."""
+    """FQN of the module in forward, or of the unit whose hook is running; empty for the root."""
     groups: tuple[GroupPosition, ...] = ()
     """All process groups of the rank; empty if they were not read."""
     activity: Activity = Activity.RUNS
@@ -96,7 +96,7 @@ class Stopped(StrEnum):
     AFTER_FAILURE = "after failure"
     """A different rank had failed, and the grace period was over."""
     AT_DEADLINE = "at deadline"
-    """The time limit (ours or that of pytest-timeout) was over, or a rank could never finish."""
+    """The time limit (ours or pytest-timeout's) had passed, or a rank could never finish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class PhaseReport:
     precedes_debugger: bool = False
     """Whether a debugger opens after this report, so that the other ranks must not be stopped."""
     nbytes_reported: dict[str, int] = dataclasses.field(default_factory=dict)
-    """By stream: how many bytes of the rank's log this report and earlier ones contain."""
+    """For each stream, how many bytes of the rank's log this and earlier reports contain."""
 
     @property
     def has_failed(self) -> bool:
@@ -133,7 +133,7 @@ class WarningSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionExit:
-    """How a test ended the session: with `pytest.exit` or by a KeyboardInterrupt."""
+    """How a test ended the session: through `pytest.exit` or a KeyboardInterrupt."""
 
     status: int
     reason: str
@@ -164,7 +164,7 @@ class RankResult:
     """`time.time` when the rank died or was stopped; None if it finished the test."""
     stopped: Stopped | None = None
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
-    """By stream: the output of the phase that the rank did not finish; empty if it finished all."""
+    """Output of the phase that the rank did not finish, keyed by stream; empty if there is none."""
     waited_for: tuple[int, ...] = ()
     """The ranks that this rank is waiting for in vain, because they have finished the test."""
     position: Position | None = None
