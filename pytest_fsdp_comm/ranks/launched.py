@@ -420,7 +420,7 @@ class LaunchedRanks:
             ending.kill(pids.values())
         for pair in self._connections.values():
             for connection in pair:
-                connection.close()  # makes the watchdog of a stuck rank end the process
+                connection.close()  # makes the watchdog of a stuck rank end the rank
         self._connections, self._channels = {}, {}
         return pids
 

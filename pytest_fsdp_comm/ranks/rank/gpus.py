@@ -50,7 +50,7 @@ def is_driver_started(torch: Any) -> bool:
 @functools.cache
 def no_gpu_error(torch: Any) -> str:
     """Start the driver; return torch's error for a missing GPU, or "" if there is a GPU."""
-    # Cache this, because in forked children torch would blame the fork. Ask the driver, not NVML.
+    # Cache the error for forked children, where torch would blame the fork. Do not ask NVML.
     if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
         return ""
     try:
@@ -94,7 +94,7 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:
-    """Return how many GPUs a test can use; assume that all launched machines have equally many."""
+    """Return how many GPUs a test can use, if every machine has as many as this one."""
     count = visible_gpu_count()
     return count if launched is None else count // launched.local_world_size * launched.world_size
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 # crash; when a phase ends, only the first and last part of its output are read.
 
 KEPT_NBYTES: Final = 256 << 10
-"""How much to keep at the start of a long text, and how much at its end."""
+"""How many bytes or characters to keep at the start of a long text, and as many at its end."""
 # Longer than any line that replaces the middle, so that shortened text is not shortened again.
 _LONGEST_NOTE: Final = 256
 

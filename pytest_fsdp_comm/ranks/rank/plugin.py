@@ -95,7 +95,7 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Connect the hooks to a rank; with `shares_random_states`, do not equalize them later."""
+        """Connect the hooks to a rank; unless it shares random states, setup equalizes them."""
         self._shares_random_states = shares_random_states
         # If later tests run on the same ranks, they start with the states of the first test.
         self._keeps_random_states = spec.settings.scope == "module"

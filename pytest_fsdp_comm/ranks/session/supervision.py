@@ -52,7 +52,7 @@ _STREAMS = ("stdout", "stderr")
 # Longest pause within a message. A live rank sends each message without pausing, so a longer pause
 # means that it was killed or stopped.
 _STALLS_S = 5.0
-# How many waiting messages of a rank to read at most, in case it never stops sending.
+# The most messages to drain from a rank, in case it never stops sending.
 _DRAINED_MESSAGES = 1000
 
 _Channel: TypeAlias = Channel[messages.RankMessage]
@@ -185,7 +185,7 @@ class Supervision:
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
-        """Kill the rank set; return failures of kept fixtures, and reports of ranks left over."""
+        """Kill the rank set; return failures of kept fixtures, and reports of ranks that remain."""
         problems = self._late_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}

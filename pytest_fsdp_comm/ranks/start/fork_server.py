@@ -284,7 +284,7 @@ class RankServer(Protocol):
     def end_ranks(
         self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
-        """End the rank set and free its slots; return the pids that did not end, keyed by rank.
+        """End the rank set and free its slots; map each rank that did not end to its pid.
 
         `running` ranks have not finished their test; `unanswered` ranks did not answer `EndTests`.
         """

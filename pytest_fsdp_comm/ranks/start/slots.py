@@ -18,10 +18,10 @@ _WANTED = "wanted"
 
 # Note [Slots]: a slot is a file in a directory that the processes share. A process that uses a slot
 # locks its file (fcntl.flock); the kernel frees the lock when the process dies. This cannot
-# deadlock, because only one process at a time takes slots, it takes all slots of a test at once
-# when all of them are free, and a process that has slots never waits for more. Ranks are kept for
-# the next test only if that test follows immediately and no other process is waiting for slots. A
-# fork copies descriptors, and with them the locks, so each child closes its copies.
+# deadlock, because only one process at a time takes slots, that process takes all slots of a test
+# at once when they are all free, and a process that has slots never waits for more. Ranks are kept
+# for the next test only if that test follows immediately and no other process is waiting for slots.
+# A fork copies descriptors, and with them the locks, so each child closes its copies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

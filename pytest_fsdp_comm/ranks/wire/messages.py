@@ -171,7 +171,7 @@ class SetEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFailed:
-    """The last message of a fork server that failed; says why."""
+    """A fork server's last message, which says why it failed."""
 
     reason: str
 
