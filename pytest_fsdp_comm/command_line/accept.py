@@ -18,8 +18,8 @@ from pytest_fsdp_comm.text.words import counted, show_path
 def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm accept``."""
     _, snapshot_dir = find_project(Path.cwd())
-    # Require an existing directory: if the user runs this above the project, new files would end up
-    # where no test reads them.
+    # Require an existing directory, because a user who runs this above the project would otherwise
+    # create files that no test reads.
     if not snapshot_dir.is_dir():
         raise FsdpCommError(
             f"there is no snapshot directory {show_path(snapshot_dir)}; run this command in the "
@@ -71,5 +71,5 @@ def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
 
 
 def _is_link(path: Path, below: Path) -> bool:
-    """Return whether `path`, or a directory between `below` and it, is a symlink."""
+    """Return whether `path`, or a directory between it and `below`, is a symlink."""
     return Path(os.path.realpath(path)) != below.resolve() / path.relative_to(below)

@@ -22,7 +22,7 @@ from pytest_fsdp_comm.snapshots.documents import SnapshotText, body
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
-# The name that git passes for a side without a file.
+# The path that git passes for a side on which the file does not exist.
 _NOWHERE: Final = "/dev/null"
 # Number of arguments that git passes to the driver for a file that was not renamed.
 _GIT_ARGUMENTS: Final = 7
@@ -44,7 +44,7 @@ class Pair:
     is_rename: bool = False
 
     def __post_init__(self) -> None:
-        # Parse both sides now, because an error later would prevent the explanation of other pairs.
+        # Parse both sides now, because a later error would keep other pairs from being explained.
         for side in (self.old, self.new):
             _ = side and side.profile
 
@@ -63,9 +63,9 @@ def run_diff(options: argparse.Namespace) -> int:
 
 def run_git_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm git-diff``, which git starts for each file as ``diff.<driver>.command``."""
-    # git passes a path, then file, hash and mode of the old and the new side; after a rename also
-    # the new path and a header; for an unmerged file only the path. Any exit status but 0 aborts
-    # git itself, so the lines of a broken file are printed without an explanation.
+    # git passes a path, then the file, hash and mode of the old side and of the new side. After a
+    # rename, it adds the new path and a header. For an unmerged file, it passes only the path. Any
+    # exit status but 0 aborts git itself, so print the lines of a broken file without explanation.
     arguments = options.arguments
     old_path = arguments[0]
     if len(arguments) < _GIT_ARGUMENTS:
@@ -93,7 +93,7 @@ def run_git_diff(options: argparse.Namespace) -> int:
 
 
 def _pairs_of(old: str, new: str) -> tuple[list[Pair], list[str]]:
-    """Pair two files (and their trees), or the files of two directories; also return problems."""
+    """Pair two files (and their trees) or two directories' files; return pairs and problems."""
     are_directories = [Path(side).is_dir() for side in (old, new)]
     if all(are_directories):
         return _pairs_in_directories(old, new)
@@ -117,7 +117,7 @@ def _tree_path(name: str) -> str:
 def _pair_of_files(old: str, new: str) -> Pair:
     old_text, new_text = (read_document(Path(name), where=name) for name in (old, new))
     ranks, profile = old_text.profile.recorded_ranks, new_text.profile
-    # If only the new file has all ranks, compare only the ranks that the old file simulated.
+    # If the new file has all ranks but the old one does not, compare only the ranks of the old one.
     if ranks and not profile.recorded_ranks and old_text.profile.world_size == profile.world_size:
         of_ranks = (
             restrict(profile, ranks)
@@ -183,7 +183,7 @@ def _test_of(pair: Pair) -> object:
 
 
 def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None, bool]:
-    """Explain how a pair differs (None if not at all); also return whether content differs."""
+    """Explain how a pair differs (None if it does not); also return whether content differs."""
     name = pair.new_path
     if pair.old is None or pair.new is None:
         head = f"{name}: {'removed' if pair.new is None else 'added'}"
@@ -208,7 +208,7 @@ def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None,
 
 
 def _patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:
-    """Return a unified diff for ``git apply``; None means that the file does not exist."""
+    """Return a unified diff for ``git apply``; a text is None if its file does not exist."""
     return difflib.unified_diff(
         (old or "").splitlines(),
         (new or "").splitlines(),

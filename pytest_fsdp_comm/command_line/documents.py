@@ -21,9 +21,9 @@ from pytest_fsdp_comm.tree.profile import fold as fold_tree
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
-    """Read a snapshot, or convert a recording (with call sites) or a tree in JSON to a snapshot.
+    """Read a snapshot, or convert a JSON recording (with call sites) or JSON tree to a snapshot.
 
-    `where` (default: the path) is the name of the file in errors.
+    `where` is the name of the file in errors, by default its path.
     """
     where = where or str(path)
     if path.is_dir():
@@ -105,7 +105,7 @@ def summary_lines(profile: Profile) -> Iterator[str]:
 
 
 def find_project(start: Path) -> tuple[Path, Path]:
-    """Return pytest's root directory for `start`, an absolute path, and the snapshot directory."""
+    """Return pytest's root directory and the snapshot directory for the absolute path `start`."""
     config = _read_settings(start)
     snapshot_dir = config.getini("fsdp_comm_snapshot_dir") or "snapshots"
     return config.rootpath, Path(os.path.normpath(config.rootpath / snapshot_dir))
@@ -122,7 +122,7 @@ def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
 
 
 class _ReadSettings:
-    """A pytest plugin that stores the configuration and ends pytest."""
+    """A pytest plugin that stores the configuration and then ends the session."""
 
     config: Any = None
 
@@ -137,7 +137,7 @@ def _read_settings(start: Path) -> Any:
 
     plugin = _ReadSettings()
     directory = next(path for path in (start, *start.parents) if path.is_dir())
-    # Ignore the project's code and default options, because they can require other plugins.
+    # Ignore the project's conftest files and `addopts`, because they can require other plugins.
     arguments = ("--noconftest", "-o", "addopts=", str(directory))
     pytest.main(["-p", "fsdp_comm", *arguments], plugins=[plugin])
     if plugin.config is None:

@@ -1,4 +1,4 @@
-"""``fsdp-comm show``: print a file in readable form: totals, peak, phases and modules."""
+"""``fsdp-comm show``: print the totals, peak, phases and modules of a file in columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PHASES: Final = tuple(map(str, Phase))
 _LAST: Final = ("bytes in all", "peak gathered")
 _FRAME: Final = ("world_size ", "mesh ", "total ")
 _VERSIONS: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
-"""Torch version and backend in the first line of a snapshot."""
+"""Matches the torch version and backend in the first line of a snapshot."""
 _AMOUNT: Final = re.compile(r"[0-9.]+( [KMGTP]?i?B)?")
 
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _side_by_side(profiles: Sequence[tuple[str, CommProfile]]) -> Iterator[str]:
-    """Return a table of calls, bytes and peak of the busiest rank, one column per file."""
+    """Return a table with a column per file: the calls, bytes and peak of its busiest rank."""
     columns = [
         {row.label: row.after for row in cost_rows(cost_of_change(profile, profile))}
         for _, profile in profiles
@@ -75,7 +75,7 @@ def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
     yield f"mesh: {show_mesh(profile.mesh_axes)}"
     for peak in profile.peaks:
         on = f" on {name_ranks(peak.ranks)}" if peak.ranks else ""
-        # Print exact bytes, too: if git uses this output as textconv, even small changes must show.
+        # Print exact bytes, too, so that small changes show if git uses this output as textconv.
         yield f"peak gathered: {show_nbytes(peak.nbytes)} ({peak.nbytes:_} B){on}"
     if not profile.sizes_activations:
         yield "sizes of activations: not compared"
@@ -147,5 +147,5 @@ def _show_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:
         parameters = counted(len(sizes), "parameter")
         yield f"{counted(units, 'unit')}; {parameters} of {numel:_} elements, {nbytes}"
     yield ""
-    # Leave out the first line, the last line, and the lines that are already summarized above.
+    # Skip the first line, the last line, and the lines that are already summarized above.
     yield from (line for line in text.splitlines()[1:-1] if not line.startswith(_FRAME))

@@ -11,7 +11,7 @@ from pytest_fsdp_comm.errors import printable
 SAME: Final = 0
 DIFFERENT: Final = 1
 FAILED: Final = 2
-"""Exit statuses like those of diff(1): no differences, differences, an error."""
+"""Exit statuses with the same meaning as those of diff(1)."""
 
 
 def print_lines(lines: Iterable[str]) -> None:

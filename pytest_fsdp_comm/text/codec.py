@@ -18,9 +18,10 @@ from typing import Any, Final, TypeVar, cast
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# Why no library: even sessions without distributed tests import this module, in less than 1 ms.
-# msgspec 0.22 takes 6 to 7 ms and cattrs 26.2 about 30 ms. msgspec also rejects text that is not
-# UTF-8, such as a rank's output, and unions of dataclasses, such as the messages of a channel.
+# Why no library: every session imports this module, even one without distributed tests, so the
+# import must be fast. It takes less than 1 ms, but msgspec 0.22 takes 6 to 7 ms and cattrs 26.2
+# about 30 ms. msgspec also rejects text that is not UTF-8, such as a rank's output, and unions of
+# dataclasses, such as the messages of a channel.
 
 _Value = TypeVar("_Value")
 _Reader = Callable[[Any, str], Any]
@@ -36,8 +37,8 @@ class CodecError(FsdpCommError):
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911  # one return per type
     """Convert a value to types that `json` can write."""
-    # Fall back to the repr for objects of other types and for numbers that JSON cannot represent:
-    # an attribute that a different plugin adds to a report must not cause an error here.
+    # Fall back to the repr for objects of other types and for numbers that JSON cannot represent,
+    # because an attribute that another plugin adds to a report must not cause an error here.
     cls = type(value)
     if cls in _PLAIN:
         return value
@@ -80,7 +81,7 @@ def dump_tagged(value: Any) -> str:
 
 
 def load_tagged(classes: Mapping[str, type[_Value]], text: str | bytes) -> _Value:
-    """Read the output of `dump_tagged` for one of these classes, or raise CodecError."""
+    """Convert the output of `dump_tagged` back to one of `classes`, or raise CodecError."""
     data = _parse(text, "a message")
     name = data.pop(_TAG, None) if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in classes:
@@ -89,7 +90,7 @@ def load_tagged(classes: Mapping[str, type[_Value]], text: str | bytes) -> _Valu
 
 
 def dump_document(kind: str, version: int, value: Any) -> str:
-    """Write a dataclass as JSON with its kind and format version, for files."""
+    """Write a dataclass as the JSON content of a file, with its kind and format version."""
     return _write({"kind": kind, "version": version, "value": to_json(value)})
 
 
@@ -127,7 +128,7 @@ def _field_names(cls: Hashable) -> tuple[str, ...] | None:
 
 @cache
 def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # one return per type
-    """Return the reader for an annotation: a function of the data and its name in errors."""
+    """Return the reader for an annotation: a function of the data and of its name in errors."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind) or kind:
         case typing.Any:
@@ -178,7 +179,7 @@ def _read_choice(choices: Mapping[Any, Any], data: Any, where: str) -> Any:
 
 
 def _read_union(readers: list[_Reader], is_optional: bool, data: Any, where: str) -> Any:
-    """Read the data as None if possible, else as the first type of the union that it fits."""
+    """Return None if the data is null and may be, else read it as the first member that it fits."""
     if data is None and is_optional:
         return None
     for read in readers[:-1]:

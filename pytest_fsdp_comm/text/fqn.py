@@ -13,16 +13,16 @@ from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.text.rank_lists import runs_of
 
 # A pattern describes one or more FQNs: `layers.{0..3,7}.mlp.weight` describes five. `fold_fqns`
-# writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` also accepts
-# patterns that `fold_fqns` would write differently; to reject these, fold the names and compare.
+# writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` also accepts patterns
+# that `fold_fqns` would write differently; to reject such a pattern, fold its FQNs and compare.
 
-# Written for the root, whose FQN is empty. No name looks the same, since parentheses are escaped.
+# Text for the root, whose FQN is empty. It equals no escaped FQN, since parentheses are escaped.
 ROOT_TEXT: Final = "(root)"
 
-# Written in rows without a module.
+# Text for the module in rows that have none.
 NO_MODULE: Final = "(no-module)"
 
-# The largest number of FQNs in a pattern.
+# `expand` rejects a pattern that describes more FQNs than this.
 MAX_NAMES: Final = 131_072
 
 _RESERVED: Final = frozenset("\\{}(),#")
@@ -30,7 +30,7 @@ _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))
 _DIGITS: Final = re.compile(r"([0-9]+)")
 # `events` joins the modules of one FSDP unit with `+`, so a number can also be next to a `+`.
 _SEPARATOR: Final = re.compile(r"([.+])")
-# At most nine digits, which every program can read exactly; no model has that many siblings.
+# At most nine digits: any program can read such a number exactly, and no model has more siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")
@@ -38,9 +38,9 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 
 _NaturalPart: TypeAlias = tuple[bool, int, str]
 NaturalKey: TypeAlias = tuple[tuple[tuple[_NaturalPart, ...], ...], str]
-# FQNs that differ only in numbers: ascending values for each number, in all combinations.
+# FQNs that differ only in numbers: all combinations of the ascending values of each number.
 Box: TypeAlias = tuple[tuple[int, ...], ...]
-# The values of one number as runs from first to last, ascending, with gaps between the runs.
+# The values of one number, as ascending runs `(first, last)` with gaps between them.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
@@ -68,13 +68,13 @@ def escape(fqn: str) -> str:
 
 
 def write_word(text: str) -> str:
-    """Escape only whitespace and backslashes, while `escape` also escapes ``(`` or ``,``."""
+    """Write text as one word; unlike `escape`, do not escape characters such as ``(`` or ``,``."""
     return _escape_word(text, reserved="\\")
 
 
 def read_word(text: str) -> str:
-    """Read the output of `write_word`; raise ValueError for an escape that is not valid."""
-    # Callers that must reject superfluous escapes write the word again and compare.
+    """Read the output of `write_word`; raise ValueError for an invalid escape."""
+    # To reject superfluous escapes, callers write the word again and compare.
 
     def unescaped(match: re.Match[str]) -> str:
         digits = match[1] or match[2] or match[3]
@@ -104,13 +104,13 @@ def _escape_word(text: str, reserved: Container[str] = _RESERVED) -> str:
 
 
 def unescape(text: str) -> str:
-    """Read the output of `escape`; raise ValueError for an escape that is not valid."""
+    """Read the output of `escape`; raise ValueError for an invalid escape."""
     return "" if text == ROOT_TEXT else read_word(text)
 
 
 def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
-    """Fold FQNs into few patterns, in natural order of their first FQNs."""
-    # Fold inner numbers first, so that a block that differs has its own pattern: with eight experts
+    """Fold FQNs into patterns, sorted by the natural order of each pattern's first FQN."""
+    # Fold inner numbers first, so that a block that differs gets one pattern: with eight experts
     # in layers 0 to 2 and four in layer 3, the patterns are `layers.{0..2}.experts.{0..7}` and
     # `layers.3.experts.{0..3}`.
     by_words: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
@@ -126,7 +126,7 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
 
 
 def name_owners(owners: Iterable[str | None], *, most: int = 3) -> str:
-    """Name owners (None for no module) by patterns: ``(root), layers.{0..3} and 2 more``."""
+    """List owners (None for no module) as patterns: ``(root), layers.{0..3} and 2 more``."""
     names = list(owners)
     patterns = [*fold_fqns(name for name in names if name is not None)]
     patterns += [NO_MODULE] if None in names else []
@@ -191,7 +191,7 @@ def expand(pattern: str) -> tuple[str, ...]:
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a predicate for FQNs; ``*`` in the pattern matches a segment or a part of one."""
+    """Return a predicate that matches FQNs; ``*`` matches a segment or part of one."""
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
     literals, ranges = _split_pattern(pattern)
@@ -212,7 +212,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
 
 
 def _split_pattern(pattern: str) -> tuple[list[str], list[Ranges]]:
-    """Split a pattern into the text outside of braces and the ranges inside."""
+    """Split a pattern into the text outside braces and the ranges inside them."""
     parts = _BRACES.split(pattern)
     brace = next((character for character in "".join(parts[::2]) if character in "{}"), "")
     if brace:

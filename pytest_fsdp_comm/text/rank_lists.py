@@ -15,7 +15,7 @@ from pytest_fsdp_comm.errors import quoted_part
 #   mesh that share some coordinates form such runs.
 # - All other runs are listed in ascending order: `0,2-3`.
 
-# The smallest number of runs to fold: `0,2,4` is easier to read than a stride.
+# Fold only this many runs or more, because `0,2,4` is easier to read than a stride.
 FOLDED: Final = 4
 # A regular expression that every list of ranks matches.
 RANKS_PATTERN: Final = r"[0-9][0-9,:/-]*"
@@ -39,13 +39,13 @@ def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Write ``rank 2``, ``ranks 0-3`` or ``ranks 0, 2-3``."""
+    """Format ranks for a message: ``rank 2``, ``ranks 0-3`` or ``ranks 0, 2-3``."""
     text = write_ranks(sorted(ranks), separator=", ")
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 def write_ranks(ranks: Sequence[int], *, separator: str = ",") -> str:
-    """Write ascending ranks as ``0,2-3``; return an empty string without ranks."""
+    """Write ascending ranks as ``0,2-3``; return an empty string if there are none."""
     return separator.join(_entries(runs_of(ranks)))
 
 
@@ -85,7 +85,7 @@ def read_ranks(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def _read_entry(entry: str, world_size: int) -> list[int]:
-    """List the ranks of ``3``, ``0-3``, ``0-62/2`` or ``0-55:8/16``; empty if invalid."""
+    """Return the ranks in an entry such as ``3`` or ``0-55:8/16``; empty if it is invalid."""
     match = _ENTRY.fullmatch(entry)
     if match is None:
         return []

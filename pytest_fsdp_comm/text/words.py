@@ -23,7 +23,7 @@ _AMOUNT: Final = re.compile(
     rf"|{_NBYTES}(?: in (?:all|total))?"
 )
 
-# From this ratio on, `show_growth` writes a factor instead of a percentage.
+# At this ratio and above, `show_growth` writes a factor instead of a percentage.
 _FACTOR: Final = 3
 
 
@@ -33,7 +33,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Truncate text to `most` characters (at least 60), and append the number of missing ones."""
+    """Truncate text to `most` characters (at least 60), and append how many were cut."""
     if len(text) <= most:
         return text
     beginning = text[: most - 40]
@@ -41,7 +41,7 @@ def cut(text: str, most: int) -> str:
 
 
 def first_of(entries: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
-    """Return the first entries, and the number of entries that are left out."""
+    """Return the first entries, and how many are left out."""
     # Never leave out a single entry, because "1 more" needs as much room as the entry.
     if len(entries) <= most + 1:
         return entries, 0
@@ -62,7 +62,7 @@ def show_path(path: str | Path, root: Path | None = None) -> str:
 
 
 def shell_word(text: str) -> str:
-    """Quote a word for a shell, or as bash's ``$'...'`` if it has unprintable characters."""
+    """Quote a word for a shell, using bash's ``$'...'`` if it contains unprintable characters."""
     if text.isprintable():
         return shlex.quote(text)
     written = (
@@ -75,9 +75,9 @@ def shell_word(text: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return an element's size in bytes; 1 if the name contains no number of bits, as ``bool``."""
-    # For mixed dtypes such as ``bfloat16+float32``, return the size of the largest one, in which
-    # FSDP also reduces gradients.
+    """Return an element's size in bytes; 1 if the dtype has no digits in its name, as ``bool``."""
+    # For mixed dtypes such as ``bfloat16+float32``, return the size of the largest one, because
+    # FSDP reduces gradients in that dtype.
     names = (re.search(r"\d+", name) for name in dtype.split("+"))
     return max(int(bits[0]) // 8 if bits else 1 for bits in names)
 
@@ -85,7 +85,7 @@ def itemsize(dtype: str) -> int:
 def show_nbytes(nbytes: int, unsized: int = 0) -> str:
     """Write bytes with one decimal in the largest binary unit that fits: ``512.0 KiB``.
 
-    `unsized` is the number of calls of unknown size, which the bytes do not include.
+    `unsized` is the number of calls of unknown size; `nbytes` does not include them.
     """
     if unsized:
         sized = f"{show_nbytes(nbytes)} and " if nbytes else ""
@@ -114,7 +114,7 @@ def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) ->
 
 
 def without_amounts(line: str) -> str:
-    """Replace numbers of bytes and calls by "some", and changes of bytes by "more" or "less"."""
+    """Replace byte and call counts with "some", and changes in bytes with "more" or "less"."""
 
     def direction(match: re.Match[str]) -> str:
         before, unit, after, unit_after = match.groups()
@@ -129,7 +129,7 @@ def without_amounts(line: str) -> str:
 
 def show_growth(old: float, new: float) -> str:
     """Write the growth of a number as ``+63 %``, ``x4.0``, ``new`` (from 0) or ``unchanged``."""
-    # A change never rounds to 0 % or to -100 %, which would read as no change or as nothing left.
+    # Never round a change to 0 % or -100 %, because that would mean no change, or nothing left.
     if old == new:
         return "unchanged"
     if not old:
