@@ -109,7 +109,7 @@ class _AnyGenerator(type):
 
 
 class _Generator(metaclass=_AnyGenerator):
-    """Replaces ``torch.Generator``, which would look for the GPU."""
+    """Replaces ``torch.Generator``, because that would look for the GPU."""
 
 
 class _State:
@@ -153,7 +153,7 @@ def cuda_on_cpu(*, answers: bool) -> Iterator[None]:
 
 
 def is_cuda_used() -> bool:
-    """Return whether a test has used cuda without a visible GPU, for a tensor or a mesh."""
+    """Return whether a test has used cuda for a tensor or a mesh although no GPU is visible."""
     return SimulatedTensors.has_cuda
 
 
@@ -183,7 +183,7 @@ def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return _TO(tensor, *args, **kwargs)
     is_to_cuda = device.type == "cuda"
     # Copy only if the device changes, because copying a partial DTensor communicates. torch itself
-    # sees all tensors on the CPU, so do not copy when torch moves one to the CPU.
+    # sees all tensors on the CPU, so do not copy when torch moves a tensor to the CPU.
     frame, movers = sys._getframe(1), {__file__, nn.modules.module.__file__}
     if is_to_cuda != (mark_of(tensor) is not None) and (
         is_to_cuda or is_outside_torch(frame) or frame.f_code.co_filename in movers
@@ -246,7 +246,7 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
         SimulatedTensors.has_cuda |= device_type == "cuda"
         make(mesh, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    # `device_type` is an attribute before torch 2.10, then a property that returns `_device_type`.
+    # Before torch 2.10, `device_type` is an attribute; since then, it is a property.
     def read(mesh: DeviceMesh) -> str:
         is_read_by_user = _state.has_mesh and is_outside_torch(sys._getframe(1))
         device_type = vars(mesh).get("device_type") or mesh._device_type
@@ -290,7 +290,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         *_, group, size = args
         ctx.group = group
         ctx.save_for_backward(batch, weight)
-        # Each rank sends the mean and the inverse deviation of each channel, and a count.
+        # Each rank sends the mean and inverse standard deviation of each channel, and a count.
         statistics = _sums(batch, 2 * batch.shape[1] + 1)
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # since 2.13
         gather(statistics.new_empty(size * len(statistics)), statistics, group)

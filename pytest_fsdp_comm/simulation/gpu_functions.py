@@ -24,7 +24,7 @@ _EAGER_FLEX: Final = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # read in torch 2.
 
 
 def replaced_functions(device: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (holder, name, replacement) of each function; `device` maps an index to a device."""
+    """Yield (holder, name, replacement) for each function; `device` maps an index to a device."""
     for name in _CONSTRUCTORS:
         yield torch, name, _on_device(getattr(torch, name), device)
     for holder in (torch, torch.Tensor):
@@ -74,7 +74,7 @@ def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make attention call a fused GPU kernel, because DTensor cannot shard the CPU kernels."""
 
-    # Keep the name with `wraps`, because context parallelism replaces this function by its name.
+    # Keep the name with `wraps`: context parallelism looks up this function by name to replace it.
     @functools.wraps(original)
     def attention(  # noqa: PLR0913, PLR0917  # torch's signature
         query: torch.Tensor,
@@ -108,7 +108,7 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scored(hop: Callable[..., Any]) -> Callable[..., Any]:
-    """Let gradients flow to the parameters of a score function, as in compiled code."""
+    """Let gradients flow to the parameters of a score function, as they do in compiled code."""
 
     def run(query: torch.Tensor, key: Any, value: Any, score_mod: Any, *args: Any) -> Any:
         result, *sums = hop(query, key, value, score_mod, *args)

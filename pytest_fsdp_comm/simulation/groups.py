@@ -26,7 +26,7 @@ from pytest_fsdp_comm.simulation.memory import SimulationError
 
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()
-"""Axis names of all meshes that this process has created, and None if a mesh has no names."""
+"""Axis names of all meshes that this process has created; includes None if a mesh has no names."""
 
 
 class RealGroups:
@@ -35,7 +35,7 @@ class RealGroups:
     def __init__(
         self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], texts: TextStore
     ) -> None:
-        """Begin a test on `peers` (this rank included); `axes` maps a name to size and stride."""
+        """Begin a test on `peers` (this rank included); `axes` maps names to size and stride."""
         self._axes = axes
         self._peers = frozenset(peers)
         self._texts = texts
@@ -64,7 +64,7 @@ class RealGroups:
         """Raise FsdpCommError if meshes were created, but all of them lack one of the real axes."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
-        # Do not complain without any mesh, or with a mesh that has no axis names: a real axis can
+        # Do not complain if there is no mesh, or if one has no axis names, because a real axis can
         # also be a process group created without a mesh, or an axis without a name.
         if unused and _meshes and None not in _meshes:
             raise FsdpCommError(
@@ -231,8 +231,8 @@ def _filled(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor
 # FSDP pads its shards, so all ranks along its axis send the same number of bytes, and it is enough
 # to simulate one of them. Tensor and expert parallelism shard before FSDP does, and without
 # padding: if a dimension is not divisible, some ranks have smaller shards and gather less.
-# `DistinctRanks` finds such ranks when a module registers a parameter, because both register their
-# shards as parameters, which FSDP does not (torch 2.7 to 2.15).
+# `DistinctRanks` finds such ranks when a module registers a parameter: tensor and expert
+# parallelism register their shards as parameters, but FSDP does not (torch 2.7 to 2.15).
 
 
 class DistinctRanks:

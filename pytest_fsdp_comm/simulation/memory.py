@@ -21,15 +21,15 @@ from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.operations import tensors_in
 
 MAX_NUMEL: Final = 2**24
-"""Number of elements of the largest tensor whose values are computed."""
+"""The values of tensors with more elements than this are not computed."""
 TOO_MANY: Final = (
     f"they depend on a tensor of more than {MAX_NUMEL:_} elements (2**24), the limit of a "
     "simulation. Use a smaller tensor in the test, use values from your configuration"
 )
 _SMALL: Final = 2**12
-"""Number of elements of the largest tensor that is computed immediately."""
+"""A result is computed immediately if neither it nor an input has more elements than this."""
 _MAX_DEPTH: Final = 32
-"""Maximum length of a chain of recorded operations, because computing a chain recurses."""
+"""Maximum length of a chain of recorded operations; limited because computing it recurses."""
 _VALUES: Final = "_fsdp_comm_values"
 _REASON: Final = "_fsdp_comm_reason"
 
@@ -50,7 +50,7 @@ class Values:
         self.readers: weakref.WeakSet[Values] | None = None
         """Recorded results that still have to be computed from these values."""
         self.is_large = False
-        """Whether the values, or others that they depend on, are too many to compute."""
+        """Whether these values, or values that they depend on, are too many to compute."""
         self.is_mirrored: bool = any(each.is_mirrored for each in inputs)
         """Whether the values assume that other ranks hold the same values as this rank."""
         self.depth: int = 1 + max((each.depth for each in inputs), default=0)
@@ -63,7 +63,7 @@ class Values:
 
     @classmethod
     def too_large(cls) -> Values:
-        """Create values that are too many to compute, so reading them raises SimulationError."""
+        """Create values that are too many to compute; reading them raises SimulationError."""
         values = cls(_refuse_size, later=True)
         values.is_large, values.depth = True, 0
         return values
@@ -100,7 +100,7 @@ class _Place(NamedTuple):
     offset: Any  # an int, but torch's annotation also allows a symbolic one
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor with this layout that is a view of a storage with memory."""
+        """Return a tensor with this layout that views `storage`, which has memory."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
@@ -110,7 +110,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes of a tensor's storage; a new dict for a tensor without a storage."""
+    """Return the attributes of a tensor's storage, or an empty dict if it has no storage."""
     try:
         return vars(tensor.untyped_storage())
     except NotImplementedError:
@@ -158,7 +158,7 @@ def covers(tensor: torch.Tensor) -> bool:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with memory that shares the known values; else return `tensor` itself."""
+    """Return a tensor with memory that shares the known values, or `tensor` if there are none."""
     values = values_in(tensor) if isinstance(tensor, FakeTensor) else None
     if values is None:
         return tensor
@@ -177,7 +177,7 @@ def keep(tensor: torch.Tensor, values: Values) -> None:
 
 
 def put(tensor: torch.Tensor, value: torch.Tensor | None, *, is_mirrored: bool = False) -> None:
-    """Copy `value`, which has memory, into a simulated tensor; None makes the tensor unknown."""
+    """Copy `value`, which has memory, into a simulated tensor; None makes its values unknown."""
     if not isinstance(tensor, FakeTensor):
         return
     tensor.constant = None  # torch stores a known value there, which is now outdated
@@ -200,7 +200,7 @@ def explain(tensor: torch.Tensor, reason: str) -> None:
 
 
 def share(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Share the values of `source`, which has the same layout, or why they are unknown."""
+    """Make `tensor` share the values of `source` (of equal layout), or why they are unknown."""
     values = values_in(source)
     if values is not None:
         keep(tensor, values)

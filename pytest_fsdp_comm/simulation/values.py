@@ -1,7 +1,7 @@
 """Tensors without memory, some of whose values are known."""
 
 # Note [Known values]
-# Integers and booleans have known values, and so do floats that depend only on these and on
+# Integers and booleans have known values, and so do floats that depend only on known values and
 # constants, such as an optimizer's step count. Weights, activations and random floats are unknown,
 # but assumed to be finite, so `isfinite` and comparisons with infinity are known.
 # The result of a collective on known values is computed as if every peer had sent the same values.
@@ -14,8 +14,8 @@
 # Note [Declared routing]
 # A router chooses experts by scores, which are unknown, with one operation on the last dimension.
 # With `simulation_splits`, the indices that it returns are known, and so are the counts, sorted
-# orders and split sizes computed from the indices. The counts of all ranks then fit together, which
-# they would not if each count was assumed separately.
+# orders and split sizes computed from the indices. The counts of all ranks are then consistent,
+# which they would not be if each count were assumed separately.
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _SIZED: Final = {
     torch.ops.aten._ctc_loss.default,
     torch.ops.aten._ctc_loss.Tensor,
 }
-"""Operations whose result size does not depend on their first argument."""
+"""Operations whose result size does not depend on the values of their first argument."""
 _TRUTHS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 _READ: Final = torch.ops.aten._local_scalar_dense.default
 _COPY: Final = torch.ops.aten.copy_.default
@@ -122,8 +122,8 @@ _ADVICE: Final = {
 }
 """For each reason why values are unknown: an explanation, and what to do about it."""
 _awaited: Final[dict[int, list[Callable[[], None]]]] = {}
-"""Keyed by a storage's address: functions that write received values into the storage. They also
-refer to the storage, so it stays alive and its address stays unique."""
+"""Functions that write received values into a storage, keyed by the storage's address. They hold a
+reference to the storage, so it stays alive and its address stays unique."""
 
 
 _PLAIN: Final = frozenset(
@@ -155,7 +155,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     has_marks = False
     has_cuda = False
-    # torch stores these in the mode. All threads share one mode here, so store a value per thread.
+    # torch stores these attributes in the mode. All threads share it, so store a value per thread.
     in_kernel_invocation = _OfThread(bool)
     enter_stack = _OfThread(list)
     _is_composing = _OfThread(bool)
@@ -186,7 +186,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     @staticmethod
     def _should_skip_dynamo() -> bool:
-        # Avoid torch's wrapper that skips the compiler, which takes as long as an operation.
+        # Avoid torch's wrapper that skips the compiler, because it takes as long as an operation.
         return False
 
     def __torch_dispatch__(
@@ -281,7 +281,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         # If torch decomposes this operation, `_is_composing` makes `__torch_dispatch__` pass the
-        # inner operations to torch, because only the outer one is handled here.
+        # inner operations to torch, because only the outer operation is handled here.
         self._is_composing = isinstance(func, OpOverload)
         try:
             return self.dispatch(func, types, args, kwargs)
@@ -372,7 +372,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     def _cache_key(
         self, state: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return a cache key for common arguments faster than torch; saves a sixth of a step."""
+        """Build the cache key for common arguments faster than torch; saves a sixth of a step."""
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         key.append(torch.is_inference_mode_enabled())
         if self._add_to_key(key, args) and self._add_to_key(key, [*kwargs, *kwargs.values()]):
@@ -380,7 +380,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return super()._cache_key(state, func, args, kwargs)
 
     def _add_to_key(self, key: list[Any], args: Sequence[Any]) -> bool:
-        """Add everything that the result can depend on; return False if an argument is special."""
+        """Add everything that the result can depend on; return False if torch has to build it."""
         key.append(len(args))
         for arg in args:
             kind = type(arg)
@@ -404,7 +404,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return True
 
     def swap(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Swap tensors as torch does, in `Module.to` and ``to_empty``."""
+        """Swap tensors for `Module.to` and ``to_empty``, as torch does."""
         # Drop torch's weak references to tensors that were created on meta: a swap fails while such
         # references exist.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
@@ -424,7 +424,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         bound, operation = call.bind(args, kwargs), call.operation
         group = group_of(bound)
         sent = operation.tensors_sent(bound)
-        # Use both sources, because the schemas of c10d do not declare all writes.
+        # Combine both lists, because c10d's schemas do not declare all writes.
         outputs = [*operation.tensors_received(bound, result), *_written(func, args, kwargs)]
         if operation.kind == "reduce" or operation.kind.startswith(UNKNOWN):
             outputs += sent
@@ -481,7 +481,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 "they do, as with balanced routing, use simulation_splits='even' or simulate=True; "
                 "otherwise run the test on real ranks, without simulate="
             ) from None
-        # A count can affect communication long after it is read, so note it for the entire process.
+        # A count can affect communication long after it is read, so record it for the process.
         note_answer("mirrored", _how(func), of_process=not _is_answered(func, args))
 
     def _choose(self, named: Mapping[str, Any], result: Any) -> None:
@@ -541,7 +541,7 @@ def mark_of(tensor: torch.Tensor) -> torch.device | None:
 
 
 def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
-    # Do not use torch's tree_leaves, which does the same but takes a fifth of a step.
+    # Do not use torch's tree_leaves for this, because it would take a fifth of a step.
     tensors = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -560,7 +560,7 @@ def _fake_tensors(result: Any) -> list[FakeTensor]:
 def _values_sent(
     sent: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor] | None, str]:
-    """Return the values that a collective sends, or None, and why its results can be unknown."""
+    """Return the values that a collective sends (None if unknown), and why results are unknown."""
     if not all(map(is_known, sent)):
         return None, next(filter(None, map(memory.reason_of, sent)), "peer")
     if memory.are_too_many([*sent, *outputs]):
@@ -570,7 +570,7 @@ def _values_sent(
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    # Check for kernels first: some operations that read sizes have none at all.
+    # Check for kernels first, because some operations that read sizes have none at all.
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func._schema.name):
         return False
     return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -578,7 +578,7 @@ def _is_composite(func: Any) -> bool:
 
 @functools.cache
 def _custom_function(func: Any) -> Callable[..., Any] | None:
-    """Return a custom operator's function, because its fake implementation would send nothing."""
+    """Return a custom operator's function, to run instead of its fake one, which sends nothing."""
     operator = OPDEFS.get(func._schema.name) if isinstance(func, OpOverload) else None
     return operator._init_fn if operator else None
 

@@ -52,7 +52,7 @@ _MAKE_GROUP = "_new_process_group_helper"  # read in torch 2.7 to 2.15
 _FAKE_OPTIONS = {"backend_options": None, "device_id": None}
 _PIPELINES = "torch.distributed.pipelining."
 _SENDS_BY_BACKEND = {"torch.distributed.nn.functional", "torch.distributed.distributed_c10d"}
-"""Modules of torch whose communication depends on the backend."""
+"""torch modules whose communication depends on the backend."""
 _COPY: Final[Callable[..., Any]] = torch.Tensor.__deepcopy__
 _ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
 _ADDRESSES: Final = 2**60
@@ -70,8 +70,8 @@ def simulated(
     """Simulate this rank during the block.
 
     Args:
-        answers: Whether to assume 1.0 for an unknown float that is read, and False for an unknown
-            boolean; otherwise reading one raises. Reading an unknown integer always raises.
+        answers: Whether reading an unknown float returns 1.0, and an unknown boolean False;
+            otherwise, reading either raises. Reading an unknown integer always raises.
         shares: Each expert's share of the tokens that a router distributes by scores, in any unit;
             empty if all shares are equal, None if they are unknown.
         groups: Exchanges values along real axes; None if this rank runs alone.
@@ -145,7 +145,7 @@ def _attributes(
 def _of_sharding() -> Iterator[tuple[Any, str, Any]]:
     if hasattr(_fsdp_param, _CHUNKS):  # if torch renames it, a simulation is only slower
         yield _fsdp_param, _CHUNKS, LazyChunks
-    # DTensor runs operations on full-size fake tensors to find the shapes of results. Run these
+    # DTensor runs operations on full-size fake tensors to find the shapes of results. Do so
     # outside the simulation, so that the tensors do not count as memory of this rank.
     learn = getattr(ShardingPropagator, _LEARN, None)
     if learn is not None:  # if torch renames it, only memory estimates are too large
@@ -175,7 +175,7 @@ def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "asarray", _of_storage(torch.asarray, tensors)
     yield FakeTensor, "numpy", _array
     yield FakeTensor, "tolist", lambda tensor: _array(tensor).tolist()
-    # These read memory before they run an operation, so the mode cannot intercept them.
+    # These functions read memory before they run an operation, so the mode cannot intercept it.
     for make in (torch.tensor, torch.as_tensor):
         yield torch, make.__name__, _joined(make)
     for place in (torch, torch.Tensor):
@@ -225,7 +225,7 @@ def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:
 
 def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     # torch's meta kernel of a grouped matrix product accepts only bfloat16, as a GPU does. The CPU
-    # also accepts different dtypes, so handle these here.
+    # also accepts other dtypes, so handle those here.
     @functools.wraps(size)
     def run(*args: Any, scale_a: Any = None, offs: Any = None, **options: Any) -> torch.Tensor:
         if scale_a is None and args[0].dtype != torch.bfloat16:
@@ -344,7 +344,7 @@ def _backend_of_real(
 
 
 def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTensors) -> Any:
-    """Make new threads enter the mode, which is thread-local in torch."""
+    """Make new threads enter the mode, because modes are thread-local in torch."""
 
     @functools.wraps(start)
     def started(thread: threading.Thread) -> None:
@@ -524,7 +524,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _in_this_process(iterate: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a loader run without workers, which would send tensors through shared memory."""
+    """Make a loader run without workers, because they would send tensors through shared memory."""
 
     @functools.wraps(iterate)
     def run(loader: DataLoader[Any]) -> Any:
