@@ -26,12 +26,12 @@ _FINISHED: Final = frozenset(
 
 
 class CiSession:
-    """A plugin of the one process that reports the outcome of the session."""
+    """Plugin that is registered only in the process that reports the session's outcome."""
 
     def __init__(self, config: pytest.Config, environment: Mapping[str, str]) -> None:
         self._config = config
-        # Ignore CI's variables if a test started this session: only the outer session may write to
-        # the step summary.
+        # Ignore CI's variables if a test started this session, because only the outer session may
+        # write to the step summary.
         variables = {} if "PYTEST_CURRENT_TEST" in environment else environment
         self.summary = config.stash[OPTIONS].summary_file
         step = variables.get("GITHUB_STEP_SUMMARY")
@@ -47,7 +47,7 @@ class CiSession:
 
     def pytest_sessionstart(self) -> None:
         """Take over from pytest-github-actions-annotate-failures (checked with version 0.4)."""
-        # That plugin still annotates other failures, which `pytest_runtest_logreport` passes on.
+        # `pytest_runtest_logreport` passes on the failures that the other plugin still annotates.
         manager = self._config.pluginmanager
         if self.annotates and manager.has_plugin("annotate_errors"):
             self._annotator = manager.unregister(name="annotate_errors")
@@ -62,8 +62,8 @@ class CiSession:
         is_ours = comparisons is not None or MARKER_NAME in report.keywords
         # Without a headline, no comparison differed, so the test failed for a different reason.
         differing = comparisons if comparisons and comparisons.headline else Comparisons()
-        # Report a test's first failed comparison, or else its first failure: an earlier subtest can
-        # have failed for a reason that is not a comparison.
+        # Report a test's first failed comparison, or its first failure if no comparison failed. It
+        # can follow other failures, because an earlier subtest can have failed without comparing.
         previous = self._failed.get(report.nodeid)
         is_reported = previous is None or (differing.headline and not previous.comparisons.headline)
         if report.failed and is_ours and is_reported:
@@ -81,14 +81,14 @@ class CiSession:
         if self._annotator is not None and not (failed and failed.sent):
             self._annotator.pytest_runtest_logreport(report)
 
-    # Wrappers of this hook still run earlier, as they must: one of them finds unused snapshots and
-    # can fail the session.
+    # Hook wrappers run even earlier. This order is needed, because one of them finds unused
+    # snapshots and can fail the session.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
         from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # only for summaries and annotations
 
-        # Append to the step summary: earlier sessions of the same step can have written to it.
+        # Append to the step summary, because earlier sessions of this step can have written to it.
         step = self.step_summary if outcomes.has_news else None
         targets = (("GITHUB_STEP_SUMMARY", step, "ab"), ("--comm-summary", self.summary, "wb"))
         for name, path, mode in targets:
@@ -141,7 +141,7 @@ class CiSession:
                 yield place, text
 
     def _place_of(self, report: pytest.TestReport) -> Place | None:
-        """Return the line of the failed assertion, or the test's line if a package raised it."""
+        """Return the line that raised the error, or the test's line if a package raised it."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
             place = self._place(Path(crash.path), crash.lineno)

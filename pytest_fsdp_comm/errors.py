@@ -10,7 +10,7 @@ from functools import partial
 
 def printable(text: str, keep: str = "") -> str:
     r"""Escape unprintable characters that are not in `keep`, for example as ``\x1b``."""
-    # Every name that is printed is escaped, either by this function or as in snapshots.
+    # Escape every name before printing it: with this function, or as snapshots do.
     if text.isprintable():
         return text
     return "".join(
@@ -46,7 +46,7 @@ class IncompleteRecordingError(FsdpCommError):
 
 
 class SnapshotFormatError(FsdpCommError):
-    """A snapshot file is corrupted, truncated, empty, or of a newer format."""
+    """A snapshot file is corrupted, truncated or empty, or has a newer format."""
 
 
 class RecordingError(FsdpCommError):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.comm_mode import CommMode
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 
-# The modules that fixtures import when a test first requests them.
+# Modules that a fixture imports when a test first requests it.
 _IMPORTED: Final = {
     "comm_mode": "pytest_fsdp_comm.recording.comm_mode",
     "fsdp_tree": "pytest_fsdp_comm.fsdp_tree",
@@ -30,7 +30,7 @@ _IMPORTED: Final = {
 
 
 def imported_by(items: Iterable[pytest.Item]) -> list[str]:
-    """Return the modules of this package that the fixtures of these tests import."""
+    """Return the modules of this package that the fixtures of `items` import."""
     fixtures = {name for item in items for name in getattr(item, "fixturenames", ())}
     return [module for name, module in _IMPORTED.items() if name in fixtures]
 
@@ -41,7 +41,7 @@ class DistInfo:
 
     rank: int
     local_rank: int
-    """Number of this rank on its machine, from 0."""
+    """Index of this rank on its machine, starting at 0."""
     world_size: int
     """Size of the default process group; 1 in a test that is not distributed."""
     backend: str
@@ -51,7 +51,7 @@ class DistInfo:
 
 
 class MakeDeviceMesh:
-    """Makes device meshes of all ranks: the value of the fixture ``device_mesh``."""
+    """Value of the fixture ``device_mesh``: makes device meshes of all ranks."""
 
     def __init__(self, dist_info: DistInfo) -> None:
         self._dist_info = dist_info
@@ -60,8 +60,8 @@ class MakeDeviceMesh:
         """Make a mesh of all ranks with named axes, e.g. ``device_mesh(dp=2, tp=2)``.
 
         Args:
-            axes: Size of each axis, outermost first. One may be -1: its size follows from the world
-                size. Without axes, the mesh has one axis ``dp``.
+            axes: Size of each axis, outermost first. One size may be -1; it is then computed from
+                the world size. Without axes, the mesh has one axis ``dp``.
 
         Raises:
             FsdpCommError: The product of the sizes is not the world size.
@@ -69,7 +69,7 @@ class MakeDeviceMesh:
         __tracebackhide__ = True  # show the caller's line
         from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
 
-        # A test without the marker can create its process group itself, also under a launcher.
+        # Allow tests without the marker that create a process group or run under a launcher.
         if not (self._dist_info.backend or has_group() or "RANK" in os.environ):
             test = os.environ.get("PYTEST_CURRENT_TEST", "this test").partition(" (")[0]
             size = math.prod(axes.values()) if min(axes.values(), default=0) > 0 else 2
@@ -83,7 +83,7 @@ class MakeDeviceMesh:
         return mesh
 
     def __repr__(self) -> str:
-        """Return a short repr: pytest prints it in each failure of a test with this fixture."""
+        """Return a short repr, because pytest prints it when a test with this fixture fails."""
         return f"<MakeDeviceMesh of {self._dist_info.world_size} ranks>"
 
 
@@ -116,7 +116,7 @@ def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
 
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Compute the size of an axis with -1; raise FsdpCommError if the axes do not fit."""
+    """Replace a size of -1 by the computed size; raise FsdpCommError if the sizes do not fit."""
     __tracebackhide__ = True
     product = math.prod(size for size in axes.values() if size != -1)
     open_axes = [name for name, size in axes.items() if size == -1]

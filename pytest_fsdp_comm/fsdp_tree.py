@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TreeFactory:
-    """Captures how a model is sharded: the value of the fixture ``fsdp_tree``."""
+    """Value of the fixture ``fsdp_tree``: captures how a model is sharded."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class TreeFactory:
         self._ranks = ranks
 
     def __repr__(self) -> str:
-        """Return a short repr: pytest prints it in each failure of a test with this fixture."""
+        """Return a short repr, because pytest prints it when a test with this fixture fails."""
         return "<TreeFactory>"
 
     def __call__(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
-        """Return how the model is sharded now, without running it or sending anything.
+        """Return how the model is currently sharded, without running it or communicating.
 
         Args:
             model: Any module, usually the FSDP root. For a pipeline, a list of this rank's stages:
-                each becomes a root of the tree. Module names are those within a stage.
+                each becomes a root of the tree. Module names are relative to their stage.
 
         Raises:
             RecordingError: `model` is not a module or is only partly built, or two stages have a
@@ -59,7 +59,7 @@ class TreeFactory:
     def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """Return the tree, with a finding if the ranks' trees differ; every rank must call this.
 
-        Ranks without a parameter name in common run different pipeline stages and are not compared.
+        Ranks that share no parameter name run different pipeline stages and are not compared.
         """
         tree = self(model)
         trees = gather_values(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
@@ -96,7 +96,7 @@ class TreeFactory:
         (file or sys.stdout).write(render_tree(tree) + "\n")
 
     def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
-        """Write a tree as a page (``.html``) or for other tools (``.json``)."""
+        """Write a tree to a file: a page (``.html``), or data for other tools (``.json``)."""
         __tracebackhide__ = True
         _check_tree(tree, "fsdp_tree.save", "fsdp_tree.save(fsdp_tree(model), path)")
         match Path(path).suffix:

@@ -1,4 +1,4 @@
-"""Exchange strings and values between ranks, most of which send equal ones."""
+"""Exchange strings and values between ranks, optimized for ranks that send equal ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 _Value = TypeVar("_Value")
 
-# A TCP store drops a client that sends 8 MiB or more at once (torch 2.13, libuv).
+# Send longer strings in chunks of this size, because a TCP store drops a client that sends 8 MiB or
+# more at once (torch 2.13, libuv).
 _CHUNK_NBYTES: Final = 4 << 20
 _FIRST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.004
@@ -27,13 +28,13 @@ _LONGEST_WAIT_S: Final = 1.0
 
 
 class TextStore:
-    """Stores strings of any length in a key-value store of torch; write each name only once."""
+    """Stores strings of any length in a torch store; each name must be written only once."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def put(self, name: str, text: str) -> None:
-        """Write a string; readers do not see it before it is complete."""
+        """Write a string; readers do not see it until it is complete."""
         data = text.encode("utf-8", "surrogatepass")
         chunks = [
             data[offset : offset + _CHUNK_NBYTES]
@@ -55,7 +56,7 @@ class TextStore:
 
 
 class Exchange:
-    """Exchanges strings between the ranks of a test without collectives, which could hang."""
+    """Exchanges strings between a test's ranks. Uses no collectives, because they could hang."""
 
     def __init__(self, texts: TextStore, rank: int, ranks: Sequence[int]) -> None:
         self._texts = texts
@@ -94,10 +95,10 @@ class Exchange:
         return [texts[digest] for digest in digests]
 
     def share(self, name: str, text: str = "", complaint: str = "") -> list[str]:
-        """Send a string under a name that this test has not used; return the strings of all ranks.
+        """Send a string under a name that is new in this test; return the strings of all ranks.
 
-        `complaint` is the error message for a rank that ends the test without sending; ``{}`` in
-        the message is replaced by that rank.
+        `complaint` is the error message if a rank ends the test without sending; ``{}`` in the
+        message is replaced by that rank.
         """
         complaint = complaint or f"rank {{}} ended the test before {name}"
         self._texts.put(f"{name}.{self._rank}", text)
@@ -112,7 +113,7 @@ class Exchange:
     # `ranks.hangs.position` looks for this function in stacks, to find ranks that are waiting here.
     def _await(self, name: str, rank: int, complaint: str) -> str:
         pause_s = _FIRST_PAUSE_S
-        # No timeout here: at the test's deadline, the supervisor reports all stacks.
+        # No timeout is needed here: at the test's deadline, the supervisor reports all stacks.
         while not self._texts.has(name):
             # Check for the string again, because the rank can have written it just before leaving.
             if self._texts.has(f"left.{rank}") and not self._texts.has(name):
@@ -123,7 +124,7 @@ class Exchange:
 
 
 def gather_values(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
-    """Return all ranks' values, equal ones as one object; raise if the ranks' labels differ."""
+    """Return the values of all ranks (equal values as one object); raise if their labels differ."""
     texts = gather(json.dumps([label, to_json(value)], separators=(",", ":")))
     decoded = {text: json.loads(text) for text in dict.fromkeys(texts)}
     other_labels = sorted({rank_label for rank_label, _ in decoded.values()} - {label})
@@ -137,11 +138,11 @@ def gather_values(gather: Callable[[str], list[str]], label: str, value: _Value)
     return [values[text] for text in texts]
 
 
-# Most ranks write equal texts, so each distinct text is stored once, in a file named by its digest,
-# and the empty file `rank7.<digest>` says that rank 7 wrote it. The collecting rank lists one
-# directory and reads few files. When rank 0 starts, it removes the files of an earlier run. If a
-# different rank has already written a file by then, the file is lost, and `collect` reports that
-# the rank's recording is missing.
+# Most ranks write equal texts, so each distinct text is stored once, in a file named after its
+# digest, and the empty file `rank7.<digest>` says that rank 7 wrote it. The rank that collects the
+# texts only has to list one directory and read a few files. When rank 0 starts, it removes the
+# files of an earlier run. If another rank has already written a file by then, the file is lost, and
+# `collect` reports that the rank's recording is missing.
 
 
 class RankFiles:
@@ -151,7 +152,7 @@ class RankFiles:
         self._directory = path.with_name(f".{path.name[:200]}.ranks")
 
     def clear(self) -> None:
-        """Delete the directory, in which an earlier run can have left files."""
+        """Delete the directory, because an earlier run can have left files in it."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def publish(self, rank: int, text: str) -> None:
@@ -168,7 +169,7 @@ class RankFiles:
     def collect(self, num_ranks: int, *, timeout_s: float) -> dict[int, str]:
         """Wait until all ranks have written, delete the directory, and return each rank's text.
 
-        Texts that are equal are returned as one object.
+        Equal texts are returned as one object.
 
         Raises:
             RecordingError: A rank has written nothing after `timeout_s`.

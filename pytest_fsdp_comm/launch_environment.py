@@ -1,4 +1,4 @@
-"""Read from the environment whether a launcher or this plugin started this process."""
+"""Determine from the environment whether a launcher or this plugin started this process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Set by a pytest process that a launcher started. If a test of that process starts pytest again,
-# the new process inherits the launcher's variables, but the launcher did not start it as a rank.
+# Set by a pytest process that a launcher started. If one of its tests starts pytest again, the new
+# process inherits the launcher's variables; this variable tells it that it is not a rank itself.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
 # Set for rank 0 under a launcher if pytest cannot fork that rank and starts a new process instead.
 OWN_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_OWN_RANK"
@@ -17,9 +17,9 @@ SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
 # Set for a spawned rank: its number, then the file descriptors of `RunRank`.
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
-# The variables for rank, world size and local rank that are set by Open MPI's mpirun, by mpirun of
-# MPICH and Intel MPI, and by srun. Only srun sets SLURM_STEP_NUM_TASKS. A batch script or a shell
-# of salloc has the other two variables as well, but runs as a single process.
+# The variables for rank, world size and local rank that launchers set: Open MPI's mpirun, mpirun of
+# MPICH and Intel MPI, and srun. For srun, the world size is SLURM_STEP_NUM_TASKS, because only srun
+# sets it; a batch script or an salloc shell, which is a single process, has the other two as well.
 _OTHER_LAUNCHERS: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -39,7 +39,7 @@ class LaunchedRank:
     world_size: int
     """Number of ranks in the launch, at least 2."""
     local_rank: int
-    """Number of this rank on its machine, from 0."""
+    """Index of this rank on its machine, starting at 0."""
     local_world_size: int
     host: str
     port: int
@@ -55,7 +55,7 @@ class LaunchedRank:
 
 
 def simulated_variables(rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
-    """Return torchrun's variables for hosts with `local_size` ranks (default 8) and no GPU."""
+    """Return what torchrun sets on hosts with `local_size` ranks (default 8) and without GPUs."""
     local_size = local_size or _HOST_SIZE
     local_rank = rank % local_size
     on_host = min(local_size, size - rank + local_rank)  # the last host can have fewer ranks
@@ -100,7 +100,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def explain_separate_processes(environment: Mapping[str, str]) -> str:
-    """Return an error if a launcher started processes that cannot find each other, else ""."""
+    """Return an error text if a launcher started processes that cannot find each other, else ""."""
     if INSIDE_VARIABLE in environment or _are_set(environment):
         return ""
     for rank, size, local_rank in _OTHER_LAUNCHERS:

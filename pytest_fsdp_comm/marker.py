@@ -145,7 +145,7 @@ def may_record(item: pytest.Item) -> bool:
 
 
 def snapshot_variant(item: pytest.Item) -> str:
-    """Return the world size as it appears in snapshot names: ``ws4``; ``ws1`` without ranks."""
+    """Return the world size as in snapshot names, ``ws4``; ``ws1`` if the test has no ranks."""
     settings = item.stash.get(SETTINGS, None)
     return f"ws{settings.world_size if settings else 1}"
 
@@ -158,7 +158,7 @@ def snapshot_test_name(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     size = callspec.params.get(WORLD_SIZE_PARAM) if callspec else None
     if size is not None:
-        # It is the last parameter, because `plugin.pytest_generate_tests` is `trylast`.
+        # The world size is the last parameter, because `plugin.pytest_generate_tests` is `trylast`.
         name = re.sub(rf"(?:\[|-)ws{size}\]$", lambda end: "]" if end[0][0] == "-" else "", name)
     classes = (node.name for node in item.listchain() if isinstance(node, pytest.Class))
     return ".".join((*classes, name))
@@ -204,7 +204,7 @@ def _parse_world_sizes(values: Sequence[object]) -> tuple[int, ...]:
 def resolve_items(
     session: pytest.Session, items: list[pytest.Item], *, count_gpus: Callable[[], int]
 ) -> None:
-    """Put `SETTINGS` on the stash of each distributed item; `refuse` to run wrong markers."""
+    """Put `SETTINGS` on the stash of each distributed item; `refuse` if a marker is wrong."""
     problems: dict[str, None] = {}
     for item in items:
         mark = item.get_closest_marker(MARKER_NAME)

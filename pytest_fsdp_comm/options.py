@@ -33,7 +33,7 @@ MARKER_SIGNATURE: Final = (
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 
 # Largest world size with a process for each rank. A process needs 200 MB for torch (2.13, CPU), so
-# one machine cannot run more. A simulation of more ranks records the same rows.
+# one machine cannot run more. For larger world sizes, a simulation records the same rows.
 MAX_PROCESSES: Final = 256
 
 
@@ -121,7 +121,7 @@ def _parse_findings(lines: Sequence[str]) -> FindingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """Session-wide settings from command line and ini file; `DECLARED` describes each one."""
+    """Session-wide settings from the command line and the ini file; `DECLARED` describes them."""
 
     launched: LaunchedRank | None = None
     """This process's rank if a launcher started it; None if pytest starts the ranks."""
@@ -175,7 +175,7 @@ class Setting(NamedTuple):
 
     @property
     def default_text(self) -> str:
-        """The default for the help text; empty if the help mentions none."""
+        """The default that the help text mentions; empty if it mentions none."""
         value = _DEFAULTS.get(self.name)
         return self.default or ("" if value is None else f"{value}".removesuffix(".0"))
 
@@ -326,7 +326,7 @@ class RealAxis:
 
 
 def ranks_along(axes: Iterable[RealAxis], ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return `ranks` and all ranks that differ from one of them only along these axes, sorted."""
+    """Return `ranks` and all ranks that differ from one of them only along `axes`, ascending."""
     selected = {*ranks}
     for axis in axes:
         selected = {
@@ -339,7 +339,7 @@ def ranks_along(axes: Iterable[RealAxis], ranks: Iterable[int]) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedSettings:
-    """How one test runs on ranks, resolved from marker, options, ini values and defaults."""
+    """How one test runs on ranks, resolved from its marker, options, ini values and defaults."""
 
     world_size: int
     """Size of the test's default process group; at least 1."""
@@ -353,7 +353,7 @@ class DistributedSettings:
     device: Device | None
     """The device that the marker sets; None if the backend decides."""
     simulation: Simulation = ""
-    """Empty without a simulation; ``strict`` raises where ``answering`` assumes a value."""
+    """Empty if ranks are not simulated; ``strict`` raises where ``answering`` assumes a value."""
     simulation_splits: tuple[float, ...] | None = None
     """Each expert's share of the tokens; empty if equal, None if not declared."""
     real: tuple[RealAxis, ...] = ()
@@ -442,10 +442,10 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
 
 
 def _raw_value(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
-    """Return a prefix for errors, and the value from option or ini (None if neither is set)."""
+    """Return a prefix for errors, and the value of the option or ini (None if neither is set)."""
     raw_value = config.getoption(setting.option) if setting.flag else None
     if setting.is_path:
-        # Resolve the path against the directory in which the user ran pytest, as for --junitxml.
+        # Resolve the path against the directory in which the user ran pytest, like --junitxml.
         raw_value = config.invocation_params.dir / raw_value if raw_value else None
     if raw_value is not None or not setting.ini:
         return f"{setting.option}: ", raw_value

@@ -84,7 +84,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Under a launcher, silence all processes except that of rank 0."""
+    """Under a launcher, silence every process except rank 0's."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # only under a launcher
@@ -94,7 +94,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize over the marker's list of world sizes, whose ids come last in test names."""
+    """Parametrize over the marker's list of world sizes; their ids come last in test names."""
     mark = metafunc.definition.get_closest_marker(options.MARKER_NAME)
     sizes = marker.world_sizes(mark) if mark else None
     if sizes:
@@ -195,8 +195,8 @@ class _Protocol:
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """Let the supervisor of the ranks apply pytest-timeout's limit to a distributed test."""
-    # A timer in this process would end the session, and would also count the wait for free rank
-    # slots. A timer in a rank cannot interrupt a collective, which is waiting in C++.
+    # A timer in this process would include the wait for free rank slots, and end the session. A
+    # timer in a rank cannot interrupt a collective, because a collective waits in C++.
     if options.SETTINGS not in item.stash:
         return None
     item.stash[options.PLUGIN_TIMEOUT_S] = settings.timeout
@@ -259,7 +259,7 @@ def pytest_runtest_makereport(
 
 
 def _is_any(values: Iterable[object], module: str, name: str) -> bool:
-    """Return whether any value is an instance of a class of this package; do not import it."""
+    """Return whether any value is an instance of a class of this package, without importing it."""
     loaded = sys.modules.get(f"pytest_fsdp_comm.{module}")
     # Do not use isinstance(), which would run user code of proxy objects.
     return loaded is not None and any(

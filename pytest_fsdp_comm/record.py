@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # How long to wait for gloo's threads to free the collectives of the backward pass. Freeing a
 # collective needs Python, because c10d's AsyncWork owns a ThreadLocalState (read in torch 2.13). If
-# a thread frees one while Python exits, the process aborts.
+# a thread frees a collective while Python exits, the process aborts.
 _GLOO_ENDS_S: Final = 0.1
 _STEPS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 

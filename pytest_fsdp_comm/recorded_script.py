@@ -1,4 +1,4 @@
-"""The part of ``fsdp-comm record`` that needs torch, loaded after the script imported it."""
+"""The part of ``fsdp-comm record`` that needs torch, loaded once the script has imported torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RecordedScript:
         self._json, self._tree = out.with_suffix(".json"), out.with_suffix(".tree.comm")
         self._files, self._tree_files = RankFiles(self._json), RankFiles(self._tree)
         self._rank, self._num_ranks, backend = current_world()
-        # A simulated rank has no peers, so it writes the files whatever its number is.
+        # A simulated rank has no peers, so it writes the files, whichever rank it simulates.
         self._is_fake = backend == "fake"
         self._is_writer = self._is_fake or self._rank == 0
         if self._is_writer:
@@ -110,8 +110,8 @@ class RecordedScript:
         return [self._tree]
 
     def _print(self, text: str) -> None:
-        # Write to standard error, because standard output belongs to the script, and unbuffered: a
-        # launcher can end this process, and the script can have half a line in Python's buffer.
+        # Write to standard error, because standard output belongs to the script. Do not buffer: a
+        # launcher can end this process, and Python's buffer can hold half a line of the script.
         with contextlib.suppress(OSError):
             os.write(_STDERR, f"fsdp-comm: {text}\n".encode(errors="backslashreplace"))
 

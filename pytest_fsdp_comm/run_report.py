@@ -49,13 +49,13 @@ _RECORD: Final = "comm_record"
 _MAX_PROBLEM: Final = 8_000
 _MAX_MESSAGE: Final = 300
 # The report contains at most this many comparisons per test, so that a test that compares in a loop
-# cannot fill the memory.
+# cannot exhaust memory.
 _MAX_COMPARISONS: Final = 50
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
 
 
 def register(config: pytest.Config, directory: Path) -> None:
-    """Register the plugins that this process of the session needs for the report."""
+    """Register the plugins that this process needs for the report."""
     if config.option.collectonly:
         return
     launched = config.stash[OPTIONS].launched
@@ -87,10 +87,10 @@ class Notes:
         self._recordings: list[Recording] = []
         self._records: dict[str, Record] = {}
 
-    # These methods are called in the process that runs the test; see Note [Records of ranks].
+    # The next methods are called in the process that runs the test; see Note [Records of ranks].
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
-        """Store the results of a comparison, and explain differences while the values exist."""
+        """Store the results of a comparison, and explain differences while the values are alive."""
         if not isinstance(assertion, CommSnapshot):
             raise TypeError(f"expected a CommSnapshot, got {assertion!r}")
         room = max(0, _MAX_COMPARISONS - len(self._compared))
@@ -122,7 +122,7 @@ class Notes:
             self._add(compared, recording)
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Unregister the plugin that writes the report, since only the pytest process writes it."""
+        """Unregister the report plugin, because only the pytest process writes the report."""
         if config.pluginmanager.has_plugin(SESSION_PLUGIN):
             config.pluginmanager.unregister(name=SESSION_PLUGIN)
 
@@ -132,7 +132,7 @@ class Notes:
         self._compared, self._recordings = [], []
         return record
 
-    # These methods are called in the pytest process.
+    # The remaining methods are called in the pytest process.
 
     def merge(self, item: pytest.Item, payloads: Mapping[int, Record], **_: bool) -> list[str]:
         """Store the merged records of a test's ranks until the test is reported."""
@@ -152,7 +152,7 @@ class Notes:
 
 
 def _recording_of(value: Any) -> Recording | None:
-    """Return a ``comm_mode``'s last recording; None if there is none, or for other values."""
+    """Return the last recording if `value` is a ``comm_mode`` that has one, else None."""
     recording: Recording | None = None
     with suppress(FsdpCommError):
         recording = value.recording if hasattr(type(value), "merged_profile") else None

@@ -12,7 +12,7 @@ from typing import Any, Final
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
 # A module that uses a private name says so in a docstring or a comment. A contract test covers each
-# private name, and one of these errors is raised if the name no longer exists.
+# private name, and if the name no longer exists, one of the errors below is raised.
 
 # The versions in which the private names were checked.
 VERSIONS_READ: Final = {
