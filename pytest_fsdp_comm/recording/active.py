@@ -1,4 +1,4 @@
-"""Track the running recordings of this process, and which of them record a thread's calls."""
+"""Track this process's running recordings, and which of them record a given thread's calls."""
 
 # The process has one set of kernels and patches for all recordings: with a set for each, recordings
 # that overlap would lose events. At each call, a kernel or patch looks up the recordings that the
@@ -65,7 +65,7 @@ class Recorder(Protocol):
 
 _KEY: Final = "pytest_fsdp_comm.recordings"
 _STARTED_IN: Final = "_fsdp_comm_recordings"
-"""The attribute of a thread with the numbers of the recordings that were running at its start."""
+"""A thread's attribute that stores the numbers of the recordings running when it started."""
 
 _lock = threading.Lock()
 _recorders: tuple[Recorder, ...] = ()
@@ -85,7 +85,7 @@ def is_any() -> bool:
 
 
 def owners_so_far() -> dict[tuple[str, int], str]:
-    """Return the owners known to the latest recording; empty without one."""
+    """Return the owners known to the latest recording; empty if there is none."""
     return _recorders[-1].owners_so_far() if _recorders else {}
 
 
@@ -108,7 +108,7 @@ def _enter(recorders: tuple[Recorder, ...]) -> None:
 
 @contextlib.contextmanager
 def under_way(recorder: Recorder) -> Iterator[None]:
-    """Make a recording active in this thread and process while the block runs."""
+    """Activate a recording in this thread and process while the block runs."""
     global _recorders  # noqa: PLW0603  # kernels and patches serve all of the process
     with _lock:
         _recorders = (*_recorders, recorder)
@@ -128,7 +128,7 @@ def under_way(recorder: Recorder) -> Iterator[None]:
 
 
 def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
-    """Return the recordings for this call, and those that only add a gap. See Note [Whose call]."""
+    """Return which recordings record this call, and which only add a gap. See Note [Whose call]."""
     if entered():
         return _recorders, ()
     # Do not call threading.current_thread(), which registers each C++ thread that calls it.
@@ -142,5 +142,5 @@ def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
 
 
 def note_start(thread: threading.Thread) -> None:
-    """Note the recordings that are running when a thread starts."""
+    """Store on a starting thread which recordings are running."""
     vars(thread)[_STARTED_IN] = frozenset(recorder.number for recorder in _recorders)

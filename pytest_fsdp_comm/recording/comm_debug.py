@@ -1,8 +1,8 @@
-"""Provide the methods of torch's CommDebugMode, with results from a recording."""
+"""Implement the methods of torch's CommDebugMode on top of a recording."""
 
 # Note [Answers of CommDebugMode]
 # We fill an instance of torch's class with recorded data, so that torch writes tables, JSON and the
-# tracker, but we never enter it. Once entered, it counts with global module hooks, which raise an
+# tracker, but we never enter it. Once entered, it counts with global module hooks. They raise an
 # IndexError for a module that runs twice and a KeyError for a backward without its forward,
 # attribute prefetched gathers to the running module, list views that they create themselves, and
 # keep the model alive.
@@ -47,7 +47,7 @@ class TracedModule:
     module_type: str
     """Its class, as CommDebugMode writes it."""
     placements: dict[str, Placements]
-    """Placements of its direct parameters, by name; `settle` updates those of gathered units."""
+    """Placements of its direct parameters by name; `settle` updates those of gathered units."""
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when it was first called, outermost first."""
     name: str = GLOBAL
@@ -66,7 +66,7 @@ class TracedModule:
             }
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return its direct parameters by name; raise if the model no longer exists."""
+        """Return its direct parameters, keyed by name; raise if the model no longer exists."""
         now = _parameters(self.module())
         if not now.keys() >= self.placements.keys():
             raise _model_is_gone()
@@ -84,12 +84,12 @@ def _traced(module: nn.Module) -> TracedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTrace:
-    """The modules in whose forward a block ran operations, and the operations."""
+    """The operations that a block ran, and the modules in whose forward it ran them."""
 
     modules: Callable[[], tuple[TracedModule, ...]]
     """In the order of their first operations, callers first; without tracing, all that can run."""
     keys: Callable[[str], tuple[str, ...]]
-    """Maps an owner's FQN to CommDebugMode's names of its enclosing modules and itself."""
+    """Maps an owner's FQN to CommDebugMode's names for the owner and its enclosing modules."""
     operations: Sequence[tuple[str, dict[str, Any]]] | None = None
     """Module name and description of each operation, in dispatch order; None without tracing."""
 
@@ -107,7 +107,7 @@ class ModuleTracer:
         self._called: dict[TracedModule, None] = {}
 
     def note(self, func: Any, dtensor_args: Sequence[Any] | None = None) -> None:
-        """Note an operation that is being dispatched; pass its arguments if DTensor handles it."""
+        """Record an operation being dispatched; pass `dtensor_args` if DTensor handles it."""
         if not isinstance(func, OpOverload):  # a higher-order operator
             return
         running = self._backward.innermost
@@ -153,7 +153,7 @@ class ModuleTracer:
 
     def _note_module(self, module: nn.Module) -> TracedModule:
         traced = self._traced.get(id(module))
-        # Compare the modules: one that no longer exists may have had this id.
+        # Compare the modules, because a module that no longer exists may have had this id.
         if traced is None or traced.module() is not module:
             traced = self._traced[id(module)] = _traced(module)
         return traced
@@ -216,7 +216,7 @@ def _parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def _keys(roots: Iterable[nn.Module]) -> dict[int, str]:
-    """Return CommDebugMode's names of all modules below some roots, by ``id``."""
+    """Return CommDebugMode's names for all modules below the roots, keyed by module ``id``."""
     keys: dict[int, str] = {}
     for root in roots:
         for path, module in root.named_modules():
@@ -266,7 +266,7 @@ class RecordedBlock:
     recording: Recording
     names: Names
     roots: tuple[weakref.ref[nn.Module], ...]
-    """FQNs are relative to these; weak references, so that no model is kept alive."""
+    """The modules that FQNs are relative to; weak references, so that no model is kept alive."""
     trace: ModuleTrace
 
 
@@ -276,17 +276,18 @@ ModuleCounts = dict[str, dict[str, defaultdict[Any, int]]]
 class CommDebugAnswers(ABC):
     """The methods that `CommMode` shares with CommDebugMode. All results are copies.
 
-    Inside a block, they cover the recording so far; after it, the last block.
+    Inside a block, results cover the recording so far; after it, the last block.
     """
 
     @abstractmethod
     def _current_block(self) -> RecordedBlock: ...
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """Count collectives by operation, e.g. ``torch.ops.c10d._allgather_base_``; others are 0.
+        """Count collectives of each operation, e.g. ``torch.ops.c10d._allgather_base_``.
 
         As in CommDebugMode, operations of ``_c10d_functional`` are counted under their names in
-        ``c10d_functional``. Point-to-point calls, barriers and in-place variants also count.
+        ``c10d_functional``. Point-to-point calls, barriers and in-place variants count too. An
+        operation that did not run has a count of 0.
         """
         counts: defaultdict[Any, int] = defaultdict(int)
         for event in self._current_block().recording.collectives:
@@ -301,7 +302,7 @@ class CommDebugAnswers(ABC):
         return len(self._current_block().recording.collectives)
 
     def get_comm_module_counts(self) -> ModuleCounts:
-        """Count collectives by module, then ``forward`` or ``backward``, then operation.
+        """Count collectives, keyed by module, then ``forward`` or ``backward``, then operation.
 
         A module's counts include those of the modules in it. Names begin with the class of the
         root; ``Global`` has the total. Collectives of a recomputation count as backward, those
@@ -323,7 +324,7 @@ class CommDebugAnswers(ABC):
 
     @property
     def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
-        """The operations that ran in each module, in order; ``Global`` has all others.
+        """The operations that each module ran, in order; ``Global`` is for those outside modules.
 
         Raises:
             RecordingError: Operations were not traced.
@@ -352,7 +353,7 @@ class CommDebugAnswers(ABC):
         return self._answering().advanced_module_tracker
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the direct parameters of each module that was called, by module and name.
+        """Return the direct parameters of each called module, keyed by module, then parameter name.
 
         Raises:
             RecordingError: The model no longer exists.
@@ -361,7 +362,7 @@ class CommDebugAnswers(ABC):
         return {module.name: module.parameters() for module in modules if module.placements}
 
     def get_sharding_info(self) -> dict[str, tuple[Any, ...]]:
-        """Return the placements of each DTensor parameter, by module and name."""
+        """Return the placements of each DTensor parameter, keyed by its FQN."""
         return {
             f"{module.name}.{name}": placements
             for module in self._current_block().trace.modules()
@@ -370,12 +371,12 @@ class CommDebugAnswers(ABC):
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """Return counts and operations by module as a table with colours.
+        """Return a table, with colours, of the counts and operations of each module.
 
         Args:
             noise_level: 0 for the counts of collectives; 1 adds the modules' classes, sharded
                 parameters and operations on DTensors; 2 adds all operations except trivial ones
-                such as views; 3 adds those.
+                such as views; 3 adds the trivial ones.
 
         Raises:
             RecordingError: The level is not 0 and operations were not traced.

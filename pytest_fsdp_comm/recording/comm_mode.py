@@ -56,7 +56,7 @@ class CommMode(CommDebugAnswers):
         show: Callable[[CommProfile], str] | None = None,
         trace_operations: bool = True,
     ) -> None:
-        """Prepare a recorder; entering it starts a recording.
+        """Create a recorder; entering it starts a recording.
 
         Args:
             gather: Exchanges strings between the ranks of the test; the default is for one process.
@@ -73,9 +73,9 @@ class CommMode(CommDebugAnswers):
         self._block: RecordedBlock | None = None
         self._estimated: optim.Optimizer | bool = False
         self._estimate: Callable[[], Estimate] | None = None
-        # Whether the last recording has been read, and the number of earlier ones that never were.
+        # Whether the last recording has been read, and how many earlier ones were never read.
         self._is_read, self._unread_blocks = True, 0
-        # The blocks of a test share these two.
+        # All blocks of a test share these: a later block may refer to modules of an earlier one.
         self._backward = BackwardMap()
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
@@ -218,7 +218,7 @@ class CommMode(CommDebugAnswers):
 
     @property
     def models(self) -> list[nn.Module]:
-        """The modules that the last block's FQNs are relative to, if they have parameters."""
+        """The modules with parameters that the last block's FQNs are relative to."""
         references = self._block.roots if self._block else ()
         roots = [root for root in (reference() for reference in references) if root is not None]
         return [root for root in roots if any(True for _ in root.parameters())]
@@ -264,7 +264,7 @@ class CommMode(CommDebugAnswers):
 
     @property
     def profile(self) -> CommProfile:
-        """This rank's counts and bytes."""
+        """The counts and bytes of this rank."""
         return fold(self.recording)
 
     def merged_profile(self) -> CommProfile:
@@ -294,7 +294,7 @@ class CommMode(CommDebugAnswers):
                 "@pytest.mark.distributed(world_size=...), or call "
                 "torch.distributed.init_process_group() before the block"
             )
-        # Drop the rank's number, so that ranks with equal recordings exchange equal strings.
+        # Drop the rank's number, so that ranks whose recordings are equal exchange equal strings.
         nameless = replace(self.profile, recorded_ranks=())
         profiles = gather_values(self._gather, "comm_mode", nameless)
         return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
@@ -338,7 +338,7 @@ class CommMode(CommDebugAnswers):
         Args:
             model: The same as for ``comm_mode(model)``.
             path: A ``.json`` file on a file system that all machines share. Its format is that of
-                `save`, without host seconds; equal recordings are stored once.
+                `save`, without host seconds; recordings that are identical are stored once.
             timeout_s: How long rank 0 waits for the other ranks after the block.
         """
         is_recording = False
@@ -357,7 +357,7 @@ class CommMode(CommDebugAnswers):
                 self.__exit__(type(error), error, None)
             raise
         with _warned(f"did not write {path}"):
-            # Gaps raise where warnings are errors; write the recording nevertheless.
+            # Where warnings are errors, a gap raises; write the recording nevertheless.
             with _warned("has gaps", UnseenCollectivesWarning):
                 self.__exit__(None, None, None)
             if is_recording:
@@ -376,7 +376,7 @@ class CommMode(CommDebugAnswers):
     ) -> int:
         """Number of collectives on this rank that match.
 
-        The number is an int; if an assertion on it fails, pytest prints the counted collectives.
+        The result is an int; if an assertion on it fails, pytest prints the counted collectives.
 
         Args:
             kind: E.g. ``"all_gather"``; None for all.
@@ -387,10 +387,10 @@ class CommMode(CommDebugAnswers):
             axis: Name of the mesh axis; None for all.
 
         Raises:
-            RecordingError: There is no such kind, phase, axis or owner, so the answer would always
-                be 0; or nothing was recorded yet.
+            RecordingError: There is no such kind, phase, axis or owner, so the count would always
+            be 0; or nothing has been recorded yet.
         """
-        __tracebackhide__ = True  # the error is the caller's
+        __tracebackhide__ = True  # so that pytest reports an error at the caller's line
         question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
         return self._answer("counts", question, len)
 
@@ -416,7 +416,7 @@ class CommMode(CommDebugAnswers):
         recorded, names = block.recording.collectives, block.names
         if question.axis is not None and question.axis not in names.axes:
             names = names.with_axes(existing_axes(), recorded)
-        if isinstance(question.axis, str):  # recordings have printable names
+        if isinstance(question.axis, str):  # recordings store names in printable form
             axis = printable(question.axis)
             question = replace(question, axis=axis) if axis in names.axes else question
         matching = select(question, recorded, names)
@@ -424,7 +424,7 @@ class CommMode(CommDebugAnswers):
 
 
 def publish(recording: Recording, files: RankFiles) -> None:
-    """Write a recording, without host seconds, for the rank that joins all recordings."""
+    """Write a recording, without host seconds, for the rank that merges all recordings."""
     files.publish(recording.rank, dump_recordings([replace(recording, rank=0, timings=())]))
 
 

@@ -21,7 +21,7 @@ _STAND_INS: Final = (
 
 
 class Dispatch(IntEnum):
-    """How a tensor class runs an operation. If classes are mixed, the highest value applies."""
+    """How a tensor class runs an operation. If arguments mix classes, the highest value applies."""
 
     NONE = 0
     """It runs the operation like a plain tensor."""
@@ -61,7 +61,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     try:
         names, _ = wrapper.__tensor_flatten__()
     except RuntimeError:
-        names = vars(wrapper)  # flattening reads a value, which simulated tensors lack
+        names = vars(wrapper)  # flattening reads a value, and simulated tensors have none
     for inner in (getattr(wrapper, name) for name in names):
         if isinstance(inner, torch.Tensor):  # torch 2.13 lists the mesh of a DTensor too
             yield from plain_tensors(inner)
@@ -73,7 +73,7 @@ def _can_be_taken_apart(cls: type) -> bool:
 
 
 def _stand_ins() -> tuple[type, ...]:
-    """Return torch's fake tensor classes, whose operations fail unless their mode runs them."""
+    """Return torch's fake tensor classes, whose operations fail outside their mode."""
     # Look in sys.modules: if a module is not imported, none of its tensors exist.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
@@ -84,7 +84,7 @@ class RedistributionWatch:
 
     def __init__(self, groups: GroupNames) -> None:
         self._groups = groups
-        # Identify a redistribution by torch's list of its steps, and note the current step. (A
+        # Identify a redistribution by torch's list of its steps, and store the current step. (A
         # frame's address may be reused.) Equal redistributions share the list, but each starts at
         # the first step.
         self.last: tuple[Any, int] | None = None

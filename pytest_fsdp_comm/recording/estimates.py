@@ -35,17 +35,17 @@ class Estimate:
     """
 
     parameters_nbytes: int
-    """This rank's shards, and buffers."""
+    """This rank's parameter shards, and the buffers."""
     gradients_nbytes: int
-    """Including unsharded gradients, and those that are being reduced."""
+    """Gradients, including unsharded ones and those being reduced."""
     optimizer_nbytes: int
     activations_nbytes: int
     """Inputs, tensors saved by forward, and tensors of backward that are not gradients yet."""
     gathered_nbytes: int
-    """Parameters of gathered units, and the buffers for gathering. `peak_gathered_nbytes` differs:
-    it is the peak of parameters alone, which may occur at a different time."""
+    """Parameters of gathered units, and the buffers for gathering. `peak_gathered_nbytes` differs
+    because it is the peak of parameters alone, which may occur at a different time."""
     flops: int
-    """Floating-point operations of this rank in the block, by torch's ``flop_registry``."""
+    """Floating-point operations of this rank in the block, from torch's ``flop_registry``."""
 
     @property
     def peak_nbytes(self) -> int:
@@ -90,7 +90,7 @@ def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable
     tracker = tracker_type(model, optimizer)
 
     def begin(_: nn.Module, *inputs: Any) -> None:
-        # Without the reset, a second forward raises.
+        # Reset the tracker, because otherwise a second forward raises.
         tracker.reset_mod_stats()
         tracker.track_inputs(inputs)
 

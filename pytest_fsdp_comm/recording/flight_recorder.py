@@ -9,16 +9,16 @@
 
 # Note [The witness]
 # The recording watches the dispatcher; the flight recorder watches the backend. A collective that
-# only the flight recorder lists is a gap. One that only the recording lists is not, because the
-# flight recorder lacks some backends and kinds. gloo's entries are compared one by one. NCCL merges
-# calls into other entries, so its entries only reveal threads that were not recorded at all. Equal
-# collectives are interchangeable: those of recorded threads are matched first, so that those of
+# only the flight recorder lists is a gap. A collective that only the recording lists is not a gap,
+# because the flight recorder lacks some backends and kinds. gloo's entries are compared one by one.
+# NCCL merges calls into other entries, so its entries only reveal threads that were not recorded at
+# all. Among equal collectives, we match those of recorded threads first, so that the collectives of
 # other threads are reported.
 
 from __future__ import annotations
 
 import math
-import pickle  # torch writes it in this process, in half the time of its JSON
+import pickle  # torch dumps pickle in half the time of JSON; the dump comes from this process
 import threading
 import time
 from collections import Counter, defaultdict
@@ -45,7 +45,7 @@ _SCALAR_TYPES: Final = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-"""ATen's names of dtypes, mapped to torch's. All others differ only in case."""
+"""ATen's names of dtypes, mapped to torch's. Dtypes not listed differ only in case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Flight:
     """Name of the process group; empty under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     description: str
     seq: int
-    """Its number among the group's collectives, from 1; equal on all ranks of the group."""
+    """Its number among the group's collectives, starting at 1; equal on all ranks of the group."""
     kind: str
     """The kind that the backend ran; gloo runs a reduce-scatter as ``all_reduce``."""
     sent: tuple[tuple[str, int], ...]
@@ -79,8 +79,8 @@ class Flight:
 
 
 def flown(since_ns: int) -> tuple[list[Flight], int]:
-    """Return the collectives of this process since a time of ``time.time_ns()``, in order."""
-    # Also return the number of entries in the buffer if it may have dropped some, else 0.
+    """Return this process's collectives since `since_ns` (a ``time.time_ns()``), in order."""
+    # The second value is the number of entries in the buffer if it may have dropped some, else 0.
     collectives: list[Flight] = []
     num_stored = 0
     for dump in _DUMPS:
@@ -92,7 +92,7 @@ def flown(since_ns: int) -> tuple[list[Flight], int]:
     return collectives, num_stored
 
 
-# Private functions for gloo and NCCL. Without them, there is nothing to read.
+# Private functions that dump the entries of gloo and NCCL. If torch lacks one, read no entries.
 _DUMPS: Final = ("_dump_fr_trace", "_dump_nccl_trace")
 
 
@@ -108,7 +108,7 @@ def _entries(name: str) -> list[dict[str, Any]]:
 
 
 def flights(entries: Iterable[dict[str, Any]]) -> list[Flight]:
-    """Read the entries of a dump of either backend, without point-to-point calls."""
+    """Convert the entries of a dump of either backend, except point-to-point calls."""
     return [_flight(entry) for entry in entries if not entry["is_p2p"]]
 
 
@@ -145,7 +145,7 @@ _SENT_AS: Final = {"complex64": "float32", "complex128": "float64"}
 
 
 class _Sent(NamedTuple):
-    """The properties of a collective that recording and flight recorder have in common."""
+    """The properties of a collective that both the recording and the flight recorder list."""
 
     kind: str
     dtypes: frozenset[str]
@@ -171,15 +171,15 @@ class Witness:
         self._threads.add(threading.get_ident())
 
     def note_running_threads(self) -> None:
-        """Note the recorded threads that are still running when the block ends."""
-        # Their collectives may return after the block, and are then not recorded.
+        """Record which of the recorded threads are still running when the block ends."""
+        # A collective of such a thread is not recorded if it returns after the block.
         alive = {thread.ident for thread in threading.enumerate()}
         self._running = alive & self._threads - {threading.get_ident()}
 
     def numbered(
         self, recorded: Iterable[Pending[Collective]]
     ) -> dict[tuple[str, int], Pending[Collective]]:
-        """Return recorded calls by group and number, for each group up to the first mismatch."""
+        """Return each group's recorded calls until the first mismatch, by group and number."""
         issued: defaultdict[str | None, list[tuple[_Sent, Pending[Collective]]]] = defaultdict(list)
         for call in recorded:
             if _kind(call):
@@ -224,7 +224,7 @@ class Witness:
             )
 
     def _compare(self, issued: Iterable[Pending[Collective]], flights: Iterable[Flight]) -> None:
-        """Add the flights of one group that match no recorded collective to `_unseen`."""
+        """Add to `_unseen` those of one group's flights that match no recorded collective."""
         unmatched: defaultdict[_Sent, list[Flight]] = defaultdict(list)
         for flight in flights:
             unmatched[_sent(flight)].append(flight)
@@ -237,7 +237,7 @@ class Witness:
             for sent in _sent_by(call):
                 del unmatched[sent][:1]
         for flight in (flight for equal in unmatched.values() for flight in equal):
-            # For an operation that is not in the tables, only the size can be compared.
+            # Compare only the size of an operation that is not in the tables: its kind is unknown.
             nbytes = _sent(flight).nbytes
             if nbytes in unknown and flight.thread_id in self._threads:
                 unknown.remove(nbytes)
@@ -245,7 +245,7 @@ class Witness:
                 self._unseen.append(flight)
 
     def gaps(self, axes: Callable[[], Mapping[str, str]]) -> tuple[Gap, ...]:
-        """Return the gaps, with process groups named by `axes`."""
+        """Return the gaps; `axes` maps the names of process groups to those of their axes."""
         if not self._unseen:
             return ()
         names = axes()
@@ -270,7 +270,7 @@ class Witness:
 
 
 def _kind(call: Pending[Collective]) -> str:
-    """Return gloo's kind of a call; empty for kinds that the flight recorder omits."""
+    """Return the kind under which gloo lists a call; empty if the flight recorder omits it."""
     kind: str = call.fields["kind"]
     return "" if kind in {"send", "recv"} else _RUN_AS.get(kind, kind)
 
@@ -286,7 +286,7 @@ def _sent_by(call: Pending[Collective]) -> list[_Sent]:
 
 
 def _sent(flight: Flight) -> _Sent:
-    # Receive-only ranks (most ranks of a scatter) report no input.
+    # A rank that only receives (most ranks of a scatter) reports no input.
     tensors = flight.sent or flight.received
     return _Sent(
         _RUN_AS.get(flight.kind, flight.kind),

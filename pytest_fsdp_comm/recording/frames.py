@@ -29,7 +29,7 @@ def torch_files() -> str:
 
 @functools.cache
 def whose(path: str) -> Whose:
-    """Return whose code a source file contains."""
+    """Return who wrote a source file: this package, torch, a library or the user."""
     if path.startswith(PACKAGE):
         return "ours"
     if path.startswith(torch_files()):
@@ -73,7 +73,7 @@ def find_call_site() -> str:
 
 
 def call_site_of(frame: FrameType | None) -> str:
-    """Write a frame as ``path:line``; empty for None."""
+    """Return a frame's current line as ``path:line``; empty for None."""
     if frame is None:
         return ""
     return f"{_show_path(frame.f_code.co_filename)}:{frame.f_lineno}"

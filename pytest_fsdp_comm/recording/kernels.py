@@ -46,7 +46,7 @@ _USED: Final = (
 )
 
 # After a graph break, the compiler inspects every frame that runs. It skips ours, but not generated
-# code, such as the __init__ of a dataclass, so it is switched off while we record.
+# code, such as the __init__ of a dataclass, so we switch the compiler off while we record.
 set_compiler: Callable[[Any], Any] = upstream.look_up(
     "torch._C._dynamo.eval_frame", "set_eval_frame"
 )
@@ -55,7 +55,7 @@ set_compiler: Callable[[Any], Any] = upstream.look_up(
 _libraries: Final[list[Any]] = []
 """The libraries that own our kernels; torch removes the kernels when they are freed."""
 _calls: Final[dict[str, Call]] = {}
-"""The operations for which we registered a kernel."""
+"""The operations for which we registered a kernel, keyed by dispatcher name."""
 _checked: tuple[int, ...] = ()
 """The result of `_registrations` at the last check."""
 
@@ -69,7 +69,7 @@ _thread = _Thread()
 
 
 def register_collectives() -> str:
-    """Register kernels for all collectives; return why a dispatch mode is needed instead, or ""."""
+    """Register kernels for all collectives; if that fails, return why a dispatch mode is needed."""
     global _checked  # noqa: PLW0603  # the whole process shares the kernels
     missing = [name for name in _USED if not hasattr(torch._C, name)]
     if missing:
@@ -82,7 +82,7 @@ def register_collectives() -> str:
     foreign = next(filter(_is_foreign, calls), "")
     if foreign:
         return f"another library has registered a kernel for {foreign} at {_KEY}"
-    # Compare calls, not names: a library may have removed an operation, and another redefined it.
+    # Compare calls, not names: one library may have removed an operation that another redefined.
     new = {name: call for name, call in calls.items() if _calls.get(name) is not call}
     _calls.update(new)
     for name, call in new.items():
@@ -94,12 +94,12 @@ def register_collectives() -> str:
 
 
 def communicating() -> Mapping[str, Call]:
-    """Return all operations of this torch that communicate, by their dispatcher names."""
+    """Return all operations of this torch that communicate, keyed by dispatcher name."""
     return _communicating(*_registrations())
 
 
 def _registrations() -> tuple[int, ...]:
-    """Return counts that change when an operation or kernel is registered or removed."""
+    """Return counts that change whenever an operation or kernel is registered or removed."""
     # Compare counts, because querying the dispatcher takes longer than the rest of a short block.
     # Include the namespaces: a removed operation disappears there, but not from _defs.
     listed = sys.modules, torch.ops.loaded_libraries, torch.library._defs, torch.library._impls
@@ -130,13 +130,13 @@ def _overload(name: str) -> OpOverload:
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether another library's kernel receives the calls of an operation at our key."""
+    """Whether another library's kernel at our dispatch key receives an operation's calls."""
     lines = torch._C._dispatch_dump(name).splitlines()
     return any(line.startswith(f"{_KEY}: ") and __file__ not in line for line in lines)
 
 
 def gaps() -> Iterator[Gap]:
-    """Yield a gap for each operation whose calls may have missed our kernel in the block."""
+    """Yield a gap for each operation whose calls in the block may have bypassed our kernel."""
     if _registrations() == _checked:
         return
     for name, call in communicating().items():
@@ -155,15 +155,15 @@ def gaps() -> Iterator[Gap]:
 
 @functools.cache
 def register_value_reads() -> None:
-    """Register kernels that report operations which read tensor values, for simulated ranks."""
-    # Older versions of torch lack some of them.
+    """For simulated ranks, register kernels that report operations which read tensor values."""
+    # Older versions of torch lack some of these operations.
     for name in frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names()):
         func = _overload(name)
         _register(name, func, functools.partial(_run_read, func))
 
 
 def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
-    """Register a kernel that passes calls on, through `run` during a recording."""
+    """Register a kernel that passes calls on, during a recording through `run`."""
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
     # Call the function behind `func.redispatch`, to save a frame (the same in torch 2.7 to 2.15).
     handle = getattr(func, "_handle", None)
@@ -227,7 +227,7 @@ def _is_traced() -> bool:
 class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Watch all operations of this thread below autograd. See Note [Subclasses pass through]."""
 
-    # Otherwise a higher-order operator in the block raises.
+    # Without this, a higher-order operator in the block raises.
     supports_higher_order_operators = True
 
     @classmethod
@@ -238,7 +238,7 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __init__(self, tracer: ModuleTracer | None, calls: Iterable[Call] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._tracer = tracer
-        # By id, because torch's operations hash slowly.
+        # Keyed by id, because torch's operations hash slowly.
         self._calls = {id(call.func): call for call in calls}
 
     def __torch_dispatch__(

@@ -35,14 +35,14 @@ class GroupNames:
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._wholes: dict[str, str] = {}  # for a post-forward group: the unit's shard group
         self._foreign_axes: set[str] = set()  # axes of meshes that this rank is not in
-        # By id. The values keep meshes alive: a slice of a mesh is often temporary, and a new mesh
-        # could get its id.
+        # Keyed by id. The values keep meshes alive, because a slice of a mesh is often temporary,
+        # and a new mesh could reuse its id.
         self._meshes: dict[int, DeviceMesh] = {}
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo all changes of the block at its end, except for new groups."""
-        # New groups stay, because another thread may use one during the block.
+        """When the block ends, undo its changes, except for new groups."""
+        # New groups stay, because another thread may have used one during the block.
         saved = {name: copy.copy(value) for name, value in vars(self).items()}
         del saved["_groups"]
         try:
@@ -103,7 +103,7 @@ class GroupNames:
         return not (self._axes.get(key) or self._wholes.get(key) or _described(description))
 
     def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
-        """Return the axes of groups by key; different axes of the same name get a suffix."""
+        """Return the axis of each group; different axes that share a name get a suffix."""
         # Compute them from ranks, not from the mesh's layout: for a mesh made from a transposed
         # tensor, torch 2.13 reports strides that its groups do not have.
         by_key = {key: self.axis(key) for key in dict.fromkeys(keys)}
@@ -118,7 +118,7 @@ class GroupNames:
         }
 
     def groups_and_axes(self, used_keys: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
-        """Return the axes of this rank's groups by key, and the names of all axes."""
+        """Return the axis name of each of this rank's groups, and the names of all axes."""
         # The names include axes of meshes that this rank is not in. `used_keys` are the keys of the
         # groups that collectives used; only their names may have a suffix.
         for group in process_groups():
@@ -194,7 +194,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def current_world() -> tuple[int, int, str]:
-    """Return rank, world size and backend; 0, 1 and "" without a process group."""
+    """Return the rank, world size and backend; 0, 1 and "" without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1, ""
     return dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
@@ -209,7 +209,7 @@ def _name_of(description: str, ranks: Sequence[int]) -> str:
 
 
 def _described(description: str) -> str:
-    """Return the name in torch's description of a group; empty without one."""
+    """Return the axis name in torch's description of a group; empty if it has none."""
     if description == "default_pg":
         return WORLD
     return "" if description == "undefined" else printable(description.removeprefix("mesh_"))

@@ -25,15 +25,15 @@ NAMESPACES: Final = frozenset(
 )
 
 UNKNOWN: Final = "unknown:"
-"""Prefix of the kind of an operation that is not in the tables, such as one of symmetric memory.
-All its tensors count as sent."""
+"""Prefix of the kind of an operation that is not in the tables, such as an operation of symmetric
+memory. All its tensors count as sent."""
 
 
 class Place(Enum):
     """Where an operation's tensors are, if not in one named argument."""
 
     NOWHERE = auto()
-    """There are none, or (for `received`) the operation overwrites the tensors that it sends."""
+    """There are no tensors, or (for `received`) the operation overwrites those that it sends."""
     RESULT = auto()
     ALL = auto()
     """In all arguments: the operation is not in the tables."""
@@ -45,7 +45,7 @@ BATCH: Final = "batch"
 """The kind of an operation that runs a list of ``isend`` and ``irecv``, one message each."""
 
 TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "all")
-"""The categories in which host seconds are summed up."""
+"""The categories of host seconds."""
 
 _SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
 
@@ -68,13 +68,13 @@ class Operation:
     kind: str
     """One of `events.COLLECTIVE_KINDS`, ``unknown:<op>`` or, for several messages, `BATCH`."""
     sent: str | Place = "input"
-    """The argument with the tensors to send, or another place."""
+    """The argument with the tensors to send, or a `Place`."""
     received: str | Place = Place.RESULT
-    """The argument with the output tensors, or another place."""
+    """The argument with the output tensors, or a `Place`."""
     root: str = ""
-    """The argument with the group rank that sends or receives all data; empty without a root."""
+    """The argument with the root's group rank; empty if the operation has no root."""
     peer: str = ""
-    """The argument with the peer's group rank, a list in a batch; empty without a peer."""
+    """The argument with the peer's group rank (a list in a batch); empty without a peer."""
 
     def tensors_sent(self, bound: Mapping[Any, Any]) -> list[Any]:
         return tensors_in(bound if self.sent is Place.ALL else bound.get(self.sent))
@@ -147,7 +147,7 @@ class Call:
         self.operation = operation
         self.namespace: str = func.namespace
         self.may_be_units = self.namespace == "c10d" and operation.kind in _SENT_BY_UNITS
-        """Whether FSDP units call it directly. They call functional collectives only through
+        """Whether FSDP units may call it directly. They call functional collectives only through
         DTensor, to reduce partial gradients."""
         self.op = f"{func.namespace}.{func.overloadpacket.__name__}"
         arguments = func._schema.arguments
@@ -157,7 +157,7 @@ class Call:
         }
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return all arguments by name, with defaults for those that torch left out."""
+        """Return all arguments, keyed by name, with defaults for those that torch left out."""
         return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
 
@@ -232,7 +232,7 @@ def messages(
 
 
 def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[str, int], ...]:
-    """Return dtype and bytes of each tensor if gloo sends them one by one, else ()."""
+    """Return the dtype and bytes of each tensor if gloo sends them one by one, else ()."""
     if operation.kind != "reduce_scatter":
         return ()
     tensors = operation.tensors_sent(bound)
@@ -253,10 +253,10 @@ def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
 
 
 def reduce_op(argument: Any) -> str | None:
-    """Return the name of a collective's reduction, such as ``sum``; None if unknown."""
+    """Return the name of a reduction, such as ``sum``, given its argument; None if unknown."""
     if argument is None:
         return None
-    if isinstance(argument, str):  # of a functional collective
+    if isinstance(argument, str):  # functional collectives pass the name
         return argument.lower()
     # c10d gets a boxed object whose only method, which some torch versions hide, returns a number.
     number = getattr(argument, "op", None)
@@ -285,9 +285,9 @@ def timing_categories(kind: str, source: Source) -> tuple[str, ...]:
     return ("all", "reduce") if kind in REDUCING else ("all",)
 
 
-# These are the operations of torch 2.13 tagged data_dependent_output or dynamic_output_shape,
-# without those composed of other operations. Conversions to sparse tensors are covered: they call
-# nonzero, or masked_select in torch 2.7.
+# These are the operations that torch 2.13 tags data_dependent_output or dynamic_output_shape,
+# without those composed of other operations. Conversions to sparse tensors are covered, because
+# they call nonzero, or masked_select in torch 2.7.
 VALUE_READS: Final = tuple(
     f"aten::{name}"
     for name in (

@@ -1,4 +1,4 @@
-"""Replace attributes of torch's classes and modules while recordings run; done nowhere else."""
+"""Patch torch's classes and modules while recordings run; no other module patches them."""
 
 # Note [Patches]: The attributes are replaced when the first recording of the process begins, and
 # restored when the last one ends. Each replacement looks up the current recordings
@@ -135,7 +135,7 @@ def _attributes() -> Iterator[Attribute]:
         FSDPState,
     )
 
-    engine_code()  # cache it now, before the function is replaced
+    engine_code()  # cache the code now, before its function is replaced
     handler = _compiler_callbacks()
     modes: Any = sys.modules.get("torch.distributed._local_tensor")  # new in torch 2.9
     wrappers: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -154,9 +154,9 @@ def _attributes() -> Iterator[Attribute]:
         (threading.Thread, "start", _start),
         *((torch.Tensor, name, _reading) for name in ("tolist", "numpy", "tensor_split")),
         (torch, "tensor_split", _reading),
-        # This mode emulates collectives above every kernel, so all we can do is report a gap.
+        # This mode emulates collectives before they reach any kernel, so we can only report a gap.
         *([] if modes is None else [(modes.LocalTensorMode, "__torch_dispatch__", _local_ranks)]),
-        (handler, "clear", _clear),  # torch._dynamo.reset() would drop our callbacks
+        (handler, "clear", _clear),  # otherwise torch._dynamo.reset() drops our callbacks
     ]
     for holder, name, wrapper in wrappers:
         original = getattr(holder, name)
@@ -230,7 +230,7 @@ def _post_forward(original: Any) -> Any:
 def _watched(name: str, around: Around, original: Any) -> Any:
     def watched(unit: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        # Watch a call only once; it gets here twice if a library wrapped an earlier replacement.
+        # Watch a call only once: if a library wrapped an earlier replacement, it gets here twice.
         call = name, id(unit)
         watches = [recorder.units for recorder in entered() if call not in recorder.units.running]
         if not watches:
@@ -282,7 +282,7 @@ def _start(original: Any) -> Any:
 
 
 def _reading(original: Any) -> Any:
-    """Wrap a method that reads values without calling an operation that has our kernel."""
+    """Wrap a method that reads values but calls no operation that has our kernel."""
     name = original.__name__
 
     def read(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 # Note [Names come last]
 # Modules and groups get their names when the recording ends, or when a test queries it in the
 # block. The mesh that names a group, the root that FQNs are relative to, and the DDP replica that a
-# bucket serves may all appear after their first use. The prefetch distance of a gather is known
+# bucket serves may all become known after the event. The prefetch distance of a gather is known
 # once its unit is used. Until then, an event refers to module objects and to the key of its group.
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pending(Generic[Event]):
 
     record: type[Event]
     index: int
-    """Its place in the recording, from 0."""
+    """Its position in the recording, starting at 0."""
     attribution: Attribution
     """For a `Reshard`, the owner is the unit that was unsharded or resharded."""
     fields: dict[str, Any]
@@ -57,7 +57,7 @@ class Pending(Generic[Event]):
     """The result of `operations.parts_sent`."""
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
-        """Create the record. `axes` maps keys of groups to axes."""
+        """Create the event, with names. `axes` maps keys of groups to axes."""
         call, record = self.attribution, self.record
         values = {**self.fields, "index": self.index, "phase": call.phase}
         values["issued_in"] = names.issued_in(call)
@@ -82,7 +82,7 @@ class Pending(Generic[Event]):
 
 
 class OwnerNames:
-    """Name the modules of attributions, when a recording ends. See Note [Names come last]."""
+    """When a recording ends, name the modules of attributions. See Note [Names come last]."""
 
     def __init__(
         self, roots: Sequence[nn.Module], backwards: Sequence[Collection[int]], *, are_parts: bool
@@ -93,7 +93,7 @@ class OwnerNames:
         self._passes: dict[tuple[Source, tuple[int, ...]], list[int]] = {}
 
     def owner(self, attribution: Attribution) -> str | None:
-        """Return the owner's FQN; None without an owner, or if the owner is outside all roots."""
+        """Return the owner's FQN; None if there is no owner, or it is outside all roots."""
         label = attribution.label
         if label is not None:
             registering = self._registering.get(id(label.parameter), {})
@@ -103,7 +103,7 @@ class OwnerNames:
         return self.modules.joined(attribution.owner)
 
     def issued_in(self, attribution: Attribution) -> str | None:
-        """Return the FQN of the module that was running; None if it has none, or no module ran."""
+        """Return the FQN of the module that was running; None if it has no FQN, or none was."""
         running = attribution.issued_in
         return self.modules.fqn(running[0]) if running else None
 
@@ -114,7 +114,7 @@ class OwnerNames:
         return tuple((around or [*replicas.values()] or self._roots)[:1])
 
     def place_of_backward(self, call: Attribution, after: int) -> tuple[int | None, int | None]:
-        """Return the number of the backward pass before a reduction, and how many there are."""
+        """Return the number of the last backward pass before a reduction, and the total."""
         # Count only passes that add to the reduced gradients; return (None, None) unless there are
         # several. `after` is the number of all passes that began before the reduction.
         if len(self._backwards) <= 1:
@@ -130,7 +130,7 @@ class OwnerNames:
             if source is Source.FSDP:
                 leaves = self._leaves_of_units[ids]
             elif source is not Source.DDP:
-                # If the modules are unknown, take the parameters of all modules.
+                # If the modules are unknown, use the parameters of all modules.
                 leaves = {
                     parameter
                     for parameter, by in self._registering.items()

@@ -1,4 +1,4 @@
-"""Record the collectives of one rank, each when it is issued."""
+"""Record each collective of one rank when it is issued."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Recorder:
         self._has_models = bool(models)
         self.lacks_root = not models
         self.idle: list[nn.Module] = []
-        """Models that the user passed, as long as none of their modules has run."""
+        """Models that the user passed and that have not run any of their modules yet."""
         # Each call takes its index before it runs, so events caused by the call come after it.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
@@ -113,11 +113,11 @@ class Recorder:
         self.tensors = TensorOwners(self._roots)
         self.reads = ValueReads(self._where) if self._backend == "fake" else None
         self.answers: dict[Answer, None] = {}
-        # For each backward pass, the ids of the tensors whose gradients it adds to.
+        # For each backward pass: the ids of the tensors to whose gradients it adds.
         self._backwards: list[set[int]] = []
         self._is_recording = False
         self.number = next(_numbers)
-        # Gaps for collectives that are not recorded, apart from those that the witness finds.
+        # Gaps for collectives that are not recorded, except for the gaps that the witness finds.
         self._unseen: dict[Gap, None] = {}
         # `.attribution` is set while a thread is running a callback that the block registered.
         self._here = threading.local()
@@ -180,7 +180,7 @@ class Recorder:
         return block
 
     def owners_so_far(self) -> dict[tuple[str, int], str]:
-        """Return owners of collectives by group and number in the flight recorder; thread-safe."""
+        """Return collectives' owners, keyed by group and flight-recorder number; thread-safe."""
         names = OwnerNames([*self._roots], (), are_parts=self._has_models)
         recorded = sorted(self._all(Collective), key=attrgetter("index"))
         numbered = self._witness.numbered(recorded)
@@ -243,7 +243,7 @@ class Recorder:
         )
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
-        """Return gaps and notes. Call it only after the axes are named."""
+        """Return the gaps and notes. Call this only after the axes are named."""
         if self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.groups_and_axes(used_groups)[0])
@@ -263,7 +263,7 @@ class Recorder:
         ]
         if not foreign:
             return
-        # Skip calls without a module, such as one that sends a gradient while it is added.
+        # As the example, skip calls without a module, such as a call in a gradient hook.
         modules = next(filter(None, foreign), ())
         example = f" (for example, a {printable(type(modules[0]).__name__)})" if modules else ""
         for model in self.idle:
@@ -276,7 +276,7 @@ class Recorder:
     def _note_running(self, modules: Sequence[nn.Module]) -> None:
         ran = set(map(id, modules))
         if ran:
-            # This is fast: `isdisjoint` stops at the model itself, which usually runs first.
+            # This is fast: usually the model itself runs first, and `isdisjoint` stops at it.
             self.idle = [model for model in self.idle if ran.isdisjoint(map(id, model.modules()))]
 
     def _learn_roots(self) -> None:
@@ -303,7 +303,7 @@ class Recorder:
         recorded: Sequence[Collective],
         used_groups: Iterable[str],
     ) -> Names:
-        """Return the names that queries may use. Call it only after the axes are named."""
+        """Return the names that queries may use. Call this only after the axes are named."""
         if dist.is_initialized():  # the block may have destroyed the process group
             for unit in units:
                 self._groups.learn_unit(unit)
@@ -324,14 +324,14 @@ class Recorder:
     # `patches` calls the next two methods, on a thread that has entered the recording.
 
     def enter_module(self, module: nn.Module) -> int:
-        """Note that a module starts to run; return the depth to pass to `backward.leave`."""
+        """Record that a module starts to run; return the depth to pass to `backward.leave`."""
         depth = self.backward.enter(module)
         if self.idle or self.lacks_root:
             self._note_acting((module,), self.backward.outermost)
         return depth
 
     def enter_engine(self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool) -> int:
-        """Note that a backward starts, and whether it `adds` to `.grad`; return the depth."""
+        """Record that a backward starts, and whether it `adds` to `.grad`; return the depth."""
         if adds:
             # A nested backward, such as that of a reentrant checkpoint, is part of the outer one.
             if not (self._backwards and self.backward.is_in_engine):
@@ -395,7 +395,7 @@ class Recorder:
             self.reads.note_operation(func, args, kwargs)
 
     def note_read_by_method(self, name: str) -> None:
-        """Note that a method is about to return values to Python without calling a kernel."""
+        """Record that a method is about to return values to Python without calling a kernel."""
         if self.reads is not None and not caller_reports_reads():
             self.reads.note(name)
 

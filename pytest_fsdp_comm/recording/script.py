@@ -28,7 +28,7 @@ class ScriptEnded(SystemExit):
 @contextlib.contextmanager
 def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
     """Call `stepped` with an optimizer after each of its steps while the block runs."""
-    # Do not import torch before the script does, which may first set variables that torch reads.
+    # Do not import torch before the script does: it may first set variables that torch reads.
     handles: list[Any] = []
 
     def register(module: Any) -> None:
@@ -50,7 +50,7 @@ def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
 
 
 class _OnImport(MetaPathFinder):
-    """Call `imported` when a module has been imported."""
+    """Call `imported` after a module has been imported."""
 
     def __init__(self, name: str, imported: Callable[[Any], None]) -> None:
         self._name, self._imported = name, imported

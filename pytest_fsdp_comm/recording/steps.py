@@ -25,11 +25,11 @@ from pytest_fsdp_comm.recording.patches import patched
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
 
 FIRST: Final = 3
-"""The first step that can be recorded; the steps before it show where it begins."""
+"""The first step that can be recorded: the steps before it show where it begins."""
 
 
 def check_steps(first: int, last: int) -> None:
-    """Raise a RecordingError for steps that cannot be recorded."""
+    """Raise a RecordingError if `first` to `last` cannot be recorded."""
     if not FIRST <= first <= last:
         raise RecordingError(
             f"expected steps from {FIRST} on, such as {FIRST} or {FIRST}-{FIRST + 1}, got "
@@ -50,7 +50,7 @@ class StepRecorder:
         self.count = 0
         self.is_done = False
         self._is_recording = self._is_skipped = False
-        # The optimizers that step together, and those that have stepped in this step, by id.
+        # The optimizers that step together, and those that have stepped in this step, keyed by id.
         self._together: dict[int, torch.optim.Optimizer] = {}
         self._stepped: dict[int, torch.optim.Optimizer] = {}
         self._num_calls = 0
@@ -59,7 +59,7 @@ class StepRecorder:
         self._undo.enter_context(patched((scaler, "step", self._around_scaler(scaler.step))))
 
     def __call__(self, optimizer: torch.optim.Optimizer, *, is_skipped: bool = False) -> None:
-        """Note that an optimizer has stepped, or that a scaler has skipped its step."""
+        """Record that an optimizer has stepped, or that a scaler has skipped its step."""
         if self.is_done:
             return
         self._num_calls += 1
@@ -110,7 +110,7 @@ class StepRecorder:
     def close(self) -> None:
         if self._is_recording:
             self._is_recording = False
-            # Warnings that are errors must not stop the script. The recording still has its gaps.
+            # Where warnings are errors, a gap must not stop the script; the recording lists it.
             with contextlib.suppress(UnseenCollectivesWarning):
                 self._mode.__exit__(None, None, None)
 
@@ -126,7 +126,7 @@ class StepRecorder:
 
 
 def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
-    """Return the outermost modules that contain the optimizers' parameters, in the same order."""
+    """Return the outermost modules with the optimizers' parameters, in the optimizers' order."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     parameters = (parameter for group in groups for parameter in group["params"])
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -144,7 +144,7 @@ def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def keeping_group() -> Iterator[None]:
-    """Make a script use the existing process group: creating or destroying one does nothing."""
+    """Make a script use the existing process group: creating or destroying one has no effect."""
     names = ("init_process_group", "destroy_process_group")
     holders = (dist, distributed_c10d)
     with patched(*((where, name, lambda *_, **__: None) for where in holders for name in names)):

@@ -1,4 +1,4 @@
-"""Find code on the fake group whose communication may depend on the values of tensors."""
+"""Find code whose communication on the fake group may depend on the values of tensors."""
 
 # The fake group exchanges nothing, so values that should come from other ranks are wrong. Code that
 # reads them may communicate differently from a real run, so each read is a gap.
@@ -34,10 +34,10 @@ class ValueReads:
     """Collect the lines of user code in one block that read values of tensors."""
 
     def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
-        """Prepare; `attribute` returns the current phase and the current line of user code."""
+        """Start with no gaps; `attribute` returns the current phase and line of user code."""
         self._attribute = attribute
         self.gaps: dict[Gap, None] = {}
-        """One for each line and kind of read, in the order in which they first ran."""
+        """One gap for each line and kind of read, in the order in which they first ran."""
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = func.overloadpacket.__name__
@@ -93,12 +93,12 @@ class KeptAnswers:
         """The values returned to the running test, or to the fixture that is being set up."""
 
     def begin(self, used: Container[str]) -> None:
-        """Begin a test; `used` are the names of its fixtures."""
+        """Begin a test, which uses the fixtures with the names `used`."""
         self._used, self.current = used, {}
 
     @contextlib.contextmanager
     def by(self, fixture: str) -> Iterator[None]:
-        """Store the block's assumed values for a fixture, until `forget`."""
+        """Store the block's assumed values under a fixture's name, until `forget`."""
         outer, self.current = self.current, self._of_fixtures.setdefault(fixture, {})
         try:
             yield
@@ -119,7 +119,7 @@ answers_of_process: Final = KeptAnswers()
 
 
 def note_answer(value: object, how: str, *, of_process: bool = False) -> None:
-    """Note that user code gets an assumed value in place of an unknown one."""
+    """Record that user code gets an assumed value in place of an unknown one."""
     frame = find_caller()
     site = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" if frame else "?"
     answer = Answer(value=str(value), site=site, how=how, call_site=call_site_of(frame))
@@ -133,7 +133,7 @@ _num_reporters = 0
 
 @contextlib.contextmanager
 def reporting_reads() -> Iterator[None]:
-    """While the block runs, let only the caller report value reads, not kernels or patches."""
+    """During the block, have only the caller, not kernels or patches, report value reads."""
     global _num_reporters  # noqa: PLW0603  # for the whole process, as the patches are
     _num_reporters += 1
     try:
@@ -158,7 +158,7 @@ def _requesting_frame() -> FrameType | None:
 
 @functools.cache
 def _requests(path: str) -> bool | None:
-    """Whether a file's operations count as user code; None if they count as its caller's."""
+    """Whether a file's operations count as user code; None if its caller decides."""
     owner = whose(path)
     if owner == "torch":
         return None if path.startswith(_PASSES_ON) else False
