@@ -179,7 +179,7 @@ class Witness:
     def numbered(
         self, recorded: Iterable[Pending[Collective]]
     ) -> dict[tuple[str, int], Pending[Collective]]:
-        """Return each group's recorded calls until the first mismatch, by group and number."""
+        """Return each group's calls until its first mismatch, keyed by group and number."""
         issued: defaultdict[str | None, list[tuple[_Sent, Pending[Collective]]]] = defaultdict(list)
         for call in recorded:
             if _kind(call):

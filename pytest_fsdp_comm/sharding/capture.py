@@ -1,4 +1,4 @@
-"""Capture how a model is sharded, without running it, communicating or changing its state."""
+"""Capture how a model is sharded, without running or changing it, and without communication."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _collect_parameters(
     parameters = []
     for index, (unit, entry, unordered) in enumerate(by_tensor.values()):
         slots = unordered
-        if len(slots) > 1:  # most parameters are not tied and need no FQNs here
+        if len(slots) > 1:  # only tied parameters need FQNs here
             slots = sorted(
                 slots, key=lambda slot: natural_key(f"{_path(visit, slot[0])}.{slot[1]}")
             )
@@ -105,7 +105,7 @@ def _collect_parameters(
 def _slots(
     visit: Visit, managers: dict[Slot, tuple[int, ReadParameter]]
 ) -> Iterator[tuple[Slot, Any]]:
-    """Yield each slot, in registration order, with its tensor; None if only the unit has one."""
+    """Yield slots and their tensors in registration order; None if only the unit has a tensor."""
     unregistered: dict[int, list[str]] = {}
     for index, name in managers:
         if name not in visit.modules[index]._parameters:  # FSDP1 without use_orig_params removes it
@@ -128,8 +128,8 @@ def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> ReadP
             f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
         )
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
-    # FSDP2 marks the tensors that it shards (in torch 2.13, not in 2.7), so we recognise the
-    # original of a tied parameter where it is still registered.
+    # FSDP2 marks the tensors that it shards (in torch 2.13, not in 2.7), so we can recognise the
+    # original of a tied parameter where the original is still registered.
     return describe(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
 
 
@@ -157,7 +157,7 @@ def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapExpectation:
-    """The modules that an auto-wrap policy would wrap, and the units, both without roots."""
+    """The modules that an auto-wrap policy would wrap, and the actual units; both without roots."""
 
     expected: tuple[str, ...]
     """FQNs of the modules that the policy would wrap, in registration order."""

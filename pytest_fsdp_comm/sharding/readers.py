@@ -1,7 +1,7 @@
 """Read the units of FSDP2, FSDP1 and DDP, including ``replicate``."""
 
 # FSDP2 sets some properties only in the first forward: parameter FQNs, which unit is the root, and
-# whether the root keeps its parameters after forward. This module applies the same rules itself,
+# whether the root keeps its parameters after forward. This module applies FSDP2's rules itself,
 # because triggering torch's lazy initialisation would change a later recording.
 
 # Private names of FSDP2, checked in torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py
@@ -60,7 +60,7 @@ _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 @private_names("FSDP2")
 def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
-    """Return each state with the first module that has it, in registration order."""
+    """Return each FSDP2 state with its first module, in registration order."""
     states: dict[int, tuple[FSDPModule, Any]] = {}
     for _, module in visit.layers():
         if isinstance(module, FSDPModule):
@@ -71,7 +71,7 @@ def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
 
 @private_names("FSDP2")
 def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
-    """Return the meshes of all units."""
+    """Return the meshes of all FSDP2 units."""
     states = [state for _, state in fsdp2_states(visit)]
     return [group.mesh_info.mesh for state in states for group in groups_of_state(state)]
 
@@ -110,9 +110,9 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
         for param in group.fsdp_params:
             itemsize = _gather_dtype(param, group).itemsize
             gathered += param.padded_sharded_param_size.numel() * ranks * itemsize
-            # This is the size passed to FSDP: under tensor parallelism, this rank's part.
+            # Under tensor parallelism, `_orig_size` covers only this rank's part.
             whole += param._orig_size.numel() * itemsize
-    # torch 2.7 lacks these settings.
+    # torch 2.7 lacks `gradient_divide_factor` and `force_sum_reduction_for_comms`.
     divides = hasattr(FSDPModule, "set_gradient_divide_factor")
     factor = group.gradient_divide_factor if divides else None
     can_sum = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
@@ -146,8 +146,8 @@ def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int 
     if group.mesh_info.shard_mesh_dim is None:
         return None
     target = group.post_forward_mesh_info
-    # In torch 2.7, a root always keeps its parameters; later, only if reshard_after_forward was
-    # not set explicitly.
+    # In torch 2.7, a root always keeps its parameters; newer versions do so only if
+    # reshard_after_forward was not set explicitly.
     settles_later = state._is_root is None and is_root
     if target is None or (settles_later and getattr(state, "_auto_reshard_after_forward", True)):
         return False
@@ -188,9 +188,9 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
         (info.module, info.param_name),
         *zip(info.shared_modules, info.shared_param_names, strict=True),
     ]
-    # While a unit is gathered, its module registers a different tensor, so read the unit's. While
-    # it is sharded, the module's tensor may be newer: after model.to(), the unit updates its
-    # reference only in the first forward. Not getattr(), which could run a property of user code.
+    # While a unit is gathered, its module registers a different tensor, so read the unit's tensor.
+    # While it is sharded, the module's tensor may be newer: after model.to(), the unit updates its
+    # reference only in the first forward. Avoid getattr(), which could run a property of user code.
     registered = info.module._parameters.get(info.param_name)
     is_sharded = param.sharded_state.name == "SHARDED"
     tensor = registered if is_sharded and registered is not None else param.sharded_param
@@ -203,7 +203,7 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
 def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units of FSDP1, in registration order."""
     states = [layer for layer in visit.layers() if isinstance(layer[1], FullyShardedDataParallel)]
-    # If a module has several wrappers, modules below it count as inside the outermost one.
+    # If several wrappers surround a module, use the outermost for `above` of the modules below it.
     wrappers = dict(reversed(states))
     units: list[ReadUnit] = []
     for index, wrapper in states:
@@ -220,7 +220,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
     is_sharded = strategy is not ShardingStrategy.NO_SHARD
     shard_axis = axis if is_sharded else None
     replicate_axis = None if is_sharded else axis
-    # With NO_SHARD, FSDP1 reduces only over `process_group`, even if that group has a single rank.
+    # With NO_SHARD, FSDP1 reduces over `process_group` alone, even if it has a single rank.
     if is_sharded and getattr(wrapper, "_inter_node_pg", None) is not None:
         replicate_axis = axes.of_group(wrapper._inter_node_pg)
     placements = [] if replicate_axis is None else [replicate(replicate_axis)]
@@ -246,7 +246,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
         is_root=is_root,
         shard_axis=shard_axis,
         replicate_axis=replicate_axis,
-        # FSDP1's root always keeps its parameters, because its backward follows at once.
+        # FSDP1's root always keeps its parameters, because its backward starts right after forward.
         reshard_after_forward=(strategy in _RESHARDING and not is_root) if is_sharded else None,
         precision=Precision(
             param_dtype=dtype_name(policy.param_dtype),
@@ -266,7 +266,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
 
 def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
     """Return the module's class if auto-wrap made it a unit to exclude it from mixed precision."""
-    # Batch norms do not count, because torch excludes them by default.
+    # Ignore batch norms, because torch excludes them by default.
     if above is None or wrapper.mixed_precision.param_dtype is not None:
         return ()
     policy = above.mixed_precision
@@ -325,7 +325,7 @@ def _read_replicated(
 ) -> Iterator[ReadParameter]:
     base = {top: ""}
     slots_of: dict[int, tuple[nn.Parameter, list[Slot]]] = {}
-    # Parents come before their children, so one pass covers the subtree.
+    # Parents come before their children, so a single pass covers the subtree.
     for index, node in enumerate(visit.nodes[top:], start=top):
         if index != top:
             if node.parent not in base or node.alias_of is not None:

@@ -34,7 +34,7 @@ from pytest_fsdp_comm.tree.model import (
 )
 
 Slot = tuple[int, str]
-"""A place where a parameter is registered: the module's index, and the parameter's name."""
+"""A place where a parameter is registered: the module's index, and the parameter's name there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Visit:
     """The index of a module's node (never an alias), by the ``id`` of the module or wrapper."""
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield each wrapper and module with its node's index, outermost first, without aliases."""
+        """Yield each wrapper and module, outermost first, with its node's index; skip aliases."""
         for index, node in enumerate(self.nodes):
             if node.alias_of is None:
                 for layer in (*self.wrappers[index], self.modules[index]):
@@ -73,7 +73,7 @@ class Visit:
 def visit_modules(model: object) -> Visit:
     """Return the modules of `model`, or of its parts, in registration order, parents first."""
     # As in `named_modules`, a module that is registered several times has its children only at its
-    # first place; the other places are aliases.
+    # first place; its other places are aliases.
     roots = parts_of(model, given_to="fsdp_tree")
     nodes: list[ModuleNode] = []
     modules: list[nn.Module] = []
@@ -134,13 +134,13 @@ def _unwrap(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    # Not named_children(), which skips the second place of a child that is registered twice.
+    # Avoid named_children(), which skips the second place of a child that is registered twice.
     children = module.__dict__.get("_modules", {})
     return [(name, child) for name, child in children.items() if child is not None]
 
 
 class AxisNames:
-    """Name the axes of all meshes of one tree, and collect the used ones."""
+    """Name the axes of all meshes of one tree, and collect the axes that are used."""
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
         """Learn all axes first, so that names do not depend on the order of their use."""
@@ -170,11 +170,11 @@ class AxisNames:
 
 
 def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
-    # If torch raises, compute the ranks from the mesh: a RuntimeError means that this rank is
-    # outside the mesh, any other error that the groups of the mesh were destroyed.
+    # If torch raises, compute the ranks from the mesh. A RuntimeError means that this rank is
+    # outside the mesh; the other errors mean that the groups of the mesh were destroyed.
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         return dist.get_process_group_ranks(mesh.get_group(dim))
-    # Sorted, because groups have their ranks in ascending order, whatever the order in the mesh.
+    # Sort, because a group's ranks are in ascending order, whatever their order in the mesh.
     return sorted(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist())
 
 
@@ -186,7 +186,7 @@ def replicate(axis: MeshAxis) -> AxisPlacement:
 def dtensor_meshes(visit: Visit) -> Iterator[DeviceMesh]:
     """Yield the meshes of all DTensor parameters."""
     for _, module in visit.layers():
-        parameters: Iterable[Any] = module._parameters.values()  # parameters() enters children
+        parameters: Iterable[Any] = module._parameters.values()  # parameters() includes children's
         for parameter in parameters:
             if isinstance(parameter, DTensor):
                 yield parameter.device_mesh
@@ -202,10 +202,10 @@ def read_placements(tensor: DTensor, axes: AxisNames) -> tuple[AxisPlacement, ..
 
 
 def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlacement:
-    # Not str(placement), which differs between versions of torch ("Shard(dim=0)", "S(0)").
+    # Avoid str(placement), which differs between versions of torch ("Shard(dim=0)", "S(0)").
     kind: Literal["shard", "strided_shard", "partial", "other"]
     dim = None
-    if isinstance(placement, _StridedShard):  # check first: a Shard in torch 2.7
+    if isinstance(placement, _StridedShard):  # check first: in torch 2.7 it is also a Shard
         kind, dim = "strided_shard", placement.dim % ndim
         text = f"StridedShard({dim},{placement.split_factor})"
     elif isinstance(placement, Shard):
@@ -225,9 +225,9 @@ class ReadParameter:
     """One original parameter, managed by a unit or not."""
 
     node: ParameterNode
-    """Its module, name and unit are placeholders, which `capture.py` replaces."""
+    """Its module, name and unit are placeholders until `capture.py` replaces them."""
     slots: tuple[Slot, ...] = ()
-    """Its places, starting with the one that its unit uses; empty if no unit manages it."""
+    """Its slots, starting with the slot that its unit uses; empty if no unit manages it."""
     origin: object = None
     """Equal if two parameters were one tensor before sharding; None if torch does not record it."""
 
@@ -237,10 +237,10 @@ class ReadUnit:
     """One unit, which refers to torch's objects where the tree has indices."""
 
     unit: ShardUnit
-    """Its parameters and prefetched units are still empty; `capture.py` sets them."""
+    """Its parameters and prefetched units are empty until `capture.py` sets them."""
     managed: tuple[ReadParameter, ...]
     state: object
-    """Identifies the unit in the lists of prefetched units."""
+    """torch's object for the unit, as in the lists of prefetched units."""
     forward_prefetch: tuple[object, ...] = ()
     backward_prefetch: tuple[object, ...] = ()
 

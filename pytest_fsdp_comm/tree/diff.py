@@ -1,4 +1,4 @@
-"""Compare two sharded trees; siblings with equal changes share a line."""
+"""Compare two sharded trees; siblings with the same changes share a line."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _Fact = TypeVar("_Fact")
 
 
 def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
-    """Return the changes from a snapshot to a captured tree; empty if nothing differs."""
-    # If ranks differ from each other, each change names its ranks.
+    """Return the changes from a snapshot to a captured tree; empty if they are equal."""
+    # If the trees of ranks differ, each change names the ranks that it affects.
     old = comparable(old, new)
     changes: list[TreeChange] = []
     if old.recorded_ranks != new.recorded_ranks:
@@ -73,7 +73,7 @@ def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
 
 
 def _differing(profile: TreeProfile) -> set[str]:
-    """Return the parameters that differ between the ranks that have them."""
+    """Return the parameters whose facts differ between the ranks that have them."""
     first: dict[str, ParameterFacts] = {}
     for tree in profile.trees.values():
         first = {**tree.parameters, **first}
@@ -87,7 +87,7 @@ def _differing(profile: TreeProfile) -> set[str]:
 
 def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
     """Compare the ranks that both profiles have; yield each change with the affected ranks."""
-    # In an irregular mesh, a rank knows only its groups, so join the axes of all ranks.
+    # In an irregular mesh, a rank knows only its groups, so merge the axes of all ranks.
     was, now = (
         merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
         for at in (old, new)
@@ -128,7 +128,7 @@ def _frame_change(
 
 
 def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
-    """Return the changes of world size, mesh, units and parameters, each in natural order."""
+    """Return the changes in world size, mesh, units and parameters, each in natural order."""
     units = _units_by_label(old), _units_by_label(new)
     likely = lost_root(old, new)
     parameter_changes = partial(_parameter_changes, has_units=any(new.units.values()))
@@ -156,7 +156,7 @@ def _differences(
     new: Mapping[str, _Fact],
     describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
 ) -> Iterator[TreeChange]:
-    """Compare facts by name and yield the changes; names with equal changes share a pattern."""
+    """Yield the changes in facts of the same name; names with the same changes share a pattern."""
     names_of: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)
@@ -192,7 +192,7 @@ def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]
 
 
 def _value_changes(old: object, new: object, *names: str) -> Iterator[str]:
-    """Yield the changes of the named fields of two dataclasses; without names, of all fields."""
+    """Yield how two dataclasses differ in the fields `names`, or in all fields without `names`."""
     for name in names or [entry.name for entry in fields(old)]:  # type: ignore[arg-type]  # see above
         before, after = getattr(old, name), getattr(new, name)
         if before != after:

@@ -1,4 +1,4 @@
-"""Findings about the wrapping of a model, and the settings that select them."""
+"""Findings about how a model is wrapped, and the settings that select them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
 Level = Literal["error", "warning"]
 RuleLevel = Literal["error", "warning", "off"]
 
-# The width that pytest's report of a failed test method leaves in an 80-column line.
+# Findings are wrapped at this width, which a failed test method leaves in an 80-column report.
 _WIDTH: Final = 66
-# The width that is left in an 80-column line after `E assert not`.
+# Reprs are shortened to this width, which `E assert not` leaves in an 80-column report.
 _MAX_REPR: Final = 61
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A certain or likely mistake in the wrapping of a model."""
+    """A certain or likely mistake in how a model is wrapped."""
 
     code: str
     """A short name, such as ``no-root-unit``."""
     level: Level
     fqns: tuple[str, ...]
-    """Affected modules or parameters, in natural order."""
+    """The affected modules or parameters, in natural order."""
     reason: str
     """The problem and its cost."""
     cure: str
@@ -36,8 +36,8 @@ class Finding:
     """Its cost in bytes on each rank, in memory or in traffic per step (as `reason` says); None if
     unknown."""
     count: int = 1
-    """The number of cases that it combines; they differ only in names, as equal layers do.
-    `reason` describes one case, `nbytes` is the sum."""
+    """The number of cases that it combines; like equal layers, they differ only in names.
+    `reason` describes one case; `nbytes` is summed over all cases."""
 
     @property
     def cost(self) -> str:
@@ -51,7 +51,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """The modules or parameters, siblings folded: ``layers.{0..3}.norm``."""
+        """The modules or parameters, with siblings folded: ``layers.{0..3}.norm``."""
         return ", ".join(fold_fqns(self.fqns))
 
     def __str__(self) -> str:
@@ -94,23 +94,24 @@ class FindingSettings:
     """The levels and thresholds of findings."""
 
     levels: Mapping[str, RuleLevel] = field(default_factory=dict)
-    """Levels by code, for rules whose default is overridden."""
+    """Levels that override the defaults of rules, keyed by code."""
     small_nbytes: int = 1 << 20
     """The cost of a collective in bytes: its latency times the bandwidth of the link.
 
     A unit is too small if it gathers less than this, and less than a sixteenth of the largest unit.
-    A change that adds collectives pays off if it saves more than this for each one. 1 MiB is our
+    A change that adds collectives pays off if each of them saves more than this. 1 MiB is our
     choice, not a measurement: 20 us at 50 GB/s. Measure with nccl-tests on your machines.
     """
     large_nbytes: int = 4 << 30
-    """A unit that gathers more is too large. 4 GiB is our choice: prefetch gathers two at once."""
+    """A unit that gathers more than this is too large. We chose 4 GiB because prefetch gathers two
+    units at once."""
     replicated_nbytes: int = 16 << 20
     """A parameter of at least this size should be sharded."""
     padding_nbytes: int = 64 << 10
     """Less padding than this is ignored, however large its share. 64 KiB is our choice."""
 
 
-# The fields that ini files set by name, in bytes.
+# The fields, all in bytes, that ini files set by name.
 THRESHOLDS: Final = tuple(
     entry.name for entry in fields(FindingSettings) if entry.name.endswith("_nbytes")
 )

@@ -13,8 +13,8 @@ from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.tree.finding import Finding, Findings
 
-# Modules, parameters and units refer to each other by index. FQNs are built only on request: those
-# of 100,000 nested modules would take gigabytes.
+# Modules, parameters and units refer to each other by index. FQNs are built only on request,
+# because those of 100,000 nested modules would take gigabytes.
 
 # Up to this depth, the outline indents modules and prints FQNs; below, it prints only names.
 MAX_INDENT: Final = 40
@@ -30,16 +30,16 @@ class AxisPlacement:
     """The placement of a tensor on one axis of its device mesh."""
 
     axis: str
-    """Name of the mesh axis, as in `pytest_fsdp_comm.comm.mesh.MeshAxis`."""
+    """The name of the mesh axis, as in `pytest_fsdp_comm.comm.mesh.MeshAxis`."""
     size: int
-    """Ranks along the axis."""
+    """The number of ranks along the axis."""
     kind: Literal["shard", "strided_shard", "flat_shard", "replicate", "partial", "other"]
     """``strided_shard``: FSDP over a dimension that tensor parallelism also splits; axes further
     right split it first. ``flat_shard``: FSDP1's range of the flattened unit."""
     dim: int | None = None
     """The sharded dimension of the tensor; None for other kinds, and for ``flat_shard``."""
     text: str
-    """Printed form: ``Shard(0)``, ``StridedShard(0,2)``, ``FlatShard()``, ``Replicate()``."""
+    """The printed form: ``Shard(0)``, ``StridedShard(0,2)``, ``FlatShard()``, ``Replicate()``."""
 
     @property
     def is_sharded(self) -> bool:
@@ -48,7 +48,7 @@ class AxisPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNode:
-    """A module at one place where it is registered; see `alias_of`."""
+    """A module at one of the places where it is registered; see `alias_of`."""
 
     name: str
     """Its name in its parent; empty for the root."""
@@ -57,11 +57,11 @@ class ModuleNode:
     depth: int
     """The number of modules above it."""
     class_name: str
-    """Name of the user's class. Printed, never compared."""
+    """The name of the user's class. Printed, never compared."""
     wrappers: tuple[str, ...] = ()
     """Classes of the wrappers around it, outermost first; its FQN does not contain them."""
     alias_of: int | None = None
-    """If the module was registered earlier at another place: the index of that node, which has its
+    """If the module was first registered at another place: the index of that node, which has the
     parameters and children. None otherwise."""
     has_forward: bool = True
     """Whether it can run, and therefore be a unit; ``ModuleList`` and ``ModuleDict`` cannot."""
@@ -84,9 +84,9 @@ class ParameterNode:
     itemsize: int
     """Bytes of one element."""
     placements: tuple[AxisPlacement, ...] = ()
-    """One for each axis of its device mesh; empty for a plain tensor."""
+    """One placement for each axis of its device mesh; empty for a plain tensor."""
     local_numel: int
-    """Elements on this rank, without padding."""
+    """The number of elements on this rank, without padding."""
     trainable: bool
     """Whether it requires gradients."""
     device: str
@@ -95,7 +95,7 @@ class ParameterNode:
     """Index of the unit that manages it; None if none does."""
     split_from: int | None = None
     """If two units sharded a tied parameter separately: the index of the first of the two
-    parameters. None otherwise, and in torch 2.7, which does not record it."""
+    parameters. None otherwise, and always None in torch 2.7, which does not record it."""
 
     @property
     def numel(self) -> int:
@@ -132,9 +132,9 @@ class ShardUnit:
 
     kind: UnitKind
     modules: tuple[int, ...]
-    """Indices of the modules passed to ``fully_shard``, or of the wrapped module."""
+    """Indices of the modules passed to ``fully_shard``, or the index of the wrapped module."""
     parameters: tuple[int, ...]
-    """Indices of the parameters, in the order of the collective."""
+    """Indices of the parameters, in the order in which collectives pack them."""
     is_root: bool
     """Whether it is a root, or will be one once the whole model has run."""
     shard_axis: MeshAxis | None
@@ -143,7 +143,7 @@ class ShardUnit:
     """The axis over which it is replicated; None without replication."""
     reshard_after_forward: bool | int | None
     """Whether parameters are freed after forward, or the number of ranks over which they are then
-    resharded; None for a unit that gathers nothing. The value once the model has run."""
+    resharded; None for a unit that gathers nothing. This is the value once the model has run."""
     precision: Precision
     offload: bool
     """Whether shards are in host memory."""
@@ -152,8 +152,8 @@ class ShardUnit:
     backward_prefetch: tuple[int, ...] = ()
     """Like `forward_prefetch`, but for backward."""
     gradient_divide_factor: float | None = None
-    """The divisor of gradients set by ``set_gradient_divide_factor``; None if torch averages over
-    all ranks that reduce them."""
+    """The divisor of gradients set by ``set_gradient_divide_factor``; None if torch averages
+    gradients over all ranks that reduce them."""
     force_sum_reduction: bool = False
     """Whether collectives only sum gradients (``set_force_sum_reduction_for_comms``)."""
     unshard_in_backward: bool = True
@@ -171,7 +171,7 @@ class ShardUnit:
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether FSDP gathers its parameters, or would if child units did not manage all."""
+        """Whether FSDP gathers its parameters, or would if child units did not manage them."""
         return self.shard_axis is not None or (self.kind == "fsdp2" and not self.parameters)
 
 
@@ -180,9 +180,9 @@ class ShardTree:
     """How a model is sharded, read on one rank."""
 
     rank: int
-    """The number of this rank; 0 without a process group. Not compared."""
+    """This rank; 0 without a process group. Not compared."""
     world_size: int
-    """Ranks of the default group; 1 without a process group."""
+    """The size of the default group; 1 without a process group."""
     backend: str
     """``gloo``, ``nccl``, ``fake``; empty without a process group. Printed, not compared."""
     torch_version: str
@@ -193,7 +193,7 @@ class ShardTree:
     """In registration order, parents first. The root has index 0; if the rank runs several parts of
     one model, each part's root comes before its modules."""
     parameters: tuple[ParameterNode, ...]
-    """In registration order; each original parameter once."""
+    """Each original parameter once, in registration order."""
     units: tuple[ShardUnit, ...]
     """In registration order of their first modules."""
     findings: tuple[Finding, ...] = ()
@@ -220,7 +220,7 @@ class ShardTree:
         return ".".join(reversed(names))
 
     def around(self, index: int) -> Iterator[int]:
-        """Yield the indices of a module and of the modules above it, innermost first."""
+        """Yield the indices of a module and its ancestors, innermost first."""
         at: int | None = index
         while at is not None:
             yield at
@@ -246,7 +246,7 @@ class ShardTree:
             yield self.parameter_fqn(index), parameter
 
     def units_of(self) -> dict[int, tuple[ShardUnit, ...]]:
-        """Return the units of each module, by the module's index."""
+        """Return the units of each module, keyed by module index."""
         units: dict[int, tuple[ShardUnit, ...]] = {}
         for unit in self.units:
             for module in unit.modules:
@@ -260,7 +260,7 @@ class ShardTree:
 
     @property
     def module_to_fqns(self) -> dict[str, tuple[str, ...]]:
-        """FQNs of the original parameters that each unit manages, by the FQN of the unit's module.
+        """FQNs of the original parameters that each unit manages, keyed by the FQN of its module.
 
         If a unit consists of several modules, each module is listed with the parameters inside it.
         """
@@ -274,7 +274,7 @@ class ShardTree:
         return {module: tuple(fqns) for module, fqns in managed.items()}
 
     def __str__(self) -> str:
-        """Show the modules in the format of torch's sharded module tree, then the findings."""
+        """Return the modules in the format of torch's sharded module tree, then the findings."""
         return "\n".join([*self._outline(), *map(str, self.findings)])
 
     def __repr__(self) -> str:

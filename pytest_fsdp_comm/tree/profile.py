@@ -1,4 +1,4 @@
-"""The compared facts of sharded trees: of one rank, and merged over all ranks."""
+"""The compared facts of sharded trees, for one rank and merged over all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UnitFacts:
 
 def policy_change(old: UnitFacts, new: UnitFacts) -> str:
     """Describe how a unit's resharding after forward changed; empty if it did not."""
-    # Use each API's term: in FSDP1, the sharding strategy determines the resharding.
+    # Use each API's term: in FSDP1, the sharding strategy determines whether a unit reshards.
     if old.reshard_after_forward == new.reshard_after_forward:
         return ""
     if "fsdp1" not in {old.kind, new.kind}:
@@ -41,7 +41,7 @@ def policy_change(old: UnitFacts, new: UnitFacts) -> str:
 
 
 def lost_root(old: TreeFacts, new: TreeFacts) -> str:
-    """Return the likely cause if units below the root became roots; empty if none did."""
+    """Return the likely cause if units below the root became roots; empty if none became one."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     roots = new_roots(old, new)
     if "" not in before or not roots:
@@ -58,7 +58,7 @@ def lost_root(old: TreeFacts, new: TreeFacts) -> str:
 
 
 def new_roots(old: TreeFacts, new: TreeFacts) -> frozenset[str]:
-    """Return the units in both trees that are roots only in the new one."""
+    """Return the units of both trees that are roots only in the new tree."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     return frozenset(
         name for name in before.keys() & after.keys() if after[name].is_root > before[name].is_root
@@ -82,7 +82,7 @@ class ParameterFacts:
     trainable: bool = True
     managed: bool = True
     placements: tuple[tuple[str, str], ...] = ()
-    """Mesh axis and placement, in the order of the mesh; empty for a plain tensor."""
+    """Each mesh axis and the placement on it, in mesh order; empty for a plain tensor."""
     tied: tuple[str, ...] = ()
     """Its other FQNs, in natural order."""
 
@@ -94,9 +94,9 @@ class TreeFacts:
     world_size: int
     mesh_axes: tuple[MeshAxis, ...]
     units: Mapping[int, Mapping[str, UnitFacts]]
-    """Units by number (1, or 2 and up for further units of the same modules), then by name."""
+    """Units, keyed by number (1, or 2 and up for further units of the same modules), then name."""
     parameters: Mapping[str, ParameterFacts]
-    """Parameters by FQN."""
+    """Parameters, keyed by FQN."""
 
 
 def tree_facts(tree: ShardTree) -> TreeFacts:
@@ -142,11 +142,11 @@ def _unit_facts(unit: ShardUnit, names: list[str]) -> UnitFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeProfile:
-    """The compared facts of all ranks of a test, with backend and torch version for display."""
+    """The compared facts of all ranks of a test; its backend and torch version are for display."""
 
     trees: Mapping[tuple[int, ...], TreeFacts]
-    """By the ranks that have the tree, ascending, or by ``()`` if all ranks have the same tree. The
-    tree of the lowest rank comes first."""
+    """Trees, keyed by the ranks that have the tree, ascending, or by ``()`` if all ranks have the
+    same tree. The tree of the lowest rank comes first."""
     recorded_ranks: tuple[int, ...] = ()
     """The ranks that were recorded, ascending; empty for all ranks."""
     backend: str = field(default="", compare=False)
@@ -162,7 +162,7 @@ class TreeProfile:
         return next(iter(self.trees.values())).world_size
 
     def restricted(self, ranks: Sequence[int]) -> TreeProfile:
-        """Return the profile of some of its ranks, which must ascend."""
+        """Return the profile of `ranks` only, which must be in ascending order."""
         subset = frozenset(ranks)
         trees = [
             (tuple(filter(subset.__contains__, having or ranks)), facts)
@@ -180,13 +180,13 @@ class TreeProfile:
 
 
 def comparable(old: TreeProfile, new: TreeProfile) -> TreeProfile:
-    """Restrict a snapshot of all ranks to those that this run recorded (with the fake backend)."""
+    """Restrict a snapshot of all ranks to the ranks that this run recorded (fake backend)."""
     is_part = new.recorded_ranks and not old.recorded_ranks
     return old.restricted(new.recorded_ranks) if is_part else old
 
 
 def fold(tree: ShardTree) -> TreeProfile:
-    """Return a profile with a single rank's tree."""
+    """Return the profile of a single rank's tree."""
     return merge(
         {tree.rank: tree_facts(tree)}, backend=tree.backend, torch_version=tree.torch_version
     )
@@ -195,8 +195,8 @@ def fold(tree: ShardTree) -> TreeProfile:
 def merge(
     trees: Mapping[int, TreeFacts], *, backend: str = "", torch_version: str = ""
 ) -> TreeProfile:
-    """Merge the trees of the recorded ranks, which must ascend; equal trees become one."""
-    # Ranks with the same tree may share an object, so compute the content once per object.
+    """Merge the recorded ranks' trees, keyed by rank in ascending order; join equal trees."""
+    # Ranks with equal trees may share an object, so compute the content once per object.
     distinct = {id(facts): facts for facts in trees.values()}
     contents = {key: _content(facts) for key, facts in distinct.items()}
     groups: dict[Hashable, tuple[TreeFacts, list[int]]] = {}
@@ -211,7 +211,7 @@ def merge(
 
 
 def _content(facts: TreeFacts) -> Hashable:
-    """Return a hashable value that is equal for equal trees, so that a dict can group them."""
+    """Return a hashable value that is the same for equal trees, so that a dict can group them."""
     return (
         facts.world_size,
         facts.mesh_axes,
@@ -221,7 +221,7 @@ def _content(facts: TreeFacts) -> Hashable:
 
 
 def ranks_of_stages(trees: Mapping[int, TreeFacts]) -> list[list[int]]:
-    """Group ranks by the pipeline stage that they run; without a pipeline there is one group."""
+    """Group ranks by the pipeline stage that they run; without a pipeline, return one group."""
     # Two ranks run the same stage if they share a parameter name, directly or through other ranks.
     # Ranks and groups are in ascending order.
     distinct = {id(facts): facts for facts in trees.values()}

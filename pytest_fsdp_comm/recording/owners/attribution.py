@@ -36,25 +36,25 @@ class Carried:
     """The tensors that a collective carries. The label may be set later, from the result's use."""
 
     label: Label | None = None
-    """None as long as neither parameter nor role is proven."""
+    """None until the parameter or the role is proven."""
 
 
 @dataclass(slots=True)
 class Attribution:
-    """The modules that an event is attributed to, and the circumstances in which it happened."""
+    """The modules that an event is attributed to, and the circumstances of the event."""
 
     owner: Modules
-    """The modules of the unit that communicated, or a single module; empty if none."""
+    """The modules of the unit that communicated, or a single module; empty if there is no owner."""
     issued_in: Modules
-    """The module that was running, or the modules of the unit whose hook ran; empty if none."""
+    """The running module, or the modules of the unit whose hook ran; empty if there is neither."""
     phase: Phase
     source: Source
     lacks_forward: bool = False
-    """Whether it happened in backward, and its module is unknown: its forward was not recorded."""
+    """Whether it happened in backward, for a module whose forward was not recorded."""
     adds_gradient: bool = False
     """Whether it was issued during gradient accumulation, by code other than an FSDP unit."""
     is_from_hook: bool = False
-    """For DDP: whether Python code (such as a communication hook), not the reducer, issued it."""
+    """For DDP: whether Python code (such as a communication hook) issued it, not the reducer."""
     gather: Gather | None = None
     carried: Carried | None = None
     """Set for a collective that no unit issued; None for other events."""
@@ -77,18 +77,18 @@ class Attribution:
 # module of their parameter. A node created in backward (create_graph=True) belongs to the module
 # that called that backward, if any.
 # A later block may run backward through a graph of an earlier block, so the map lives as long as
-# its comm_mode and refers to modules weakly. Nodes created between two blocks have no known maker.
+# its comm_mode and refers to modules weakly. Who created a node between two blocks is unknown.
 
 
 class Maker(Enum):
-    """The maker of an autograd node, if it is not a known module."""
+    """Who made an autograd node that no known module made."""
 
     NO_MODULE = auto()  # code outside all modules, or a module that no longer exists
     UNSEEN = auto()  # code that ran while nothing was recorded
 
 
 class BackwardMap:
-    """Find, in backward, the module whose forward created a node. See Note [Backward map]."""
+    """Map a backward node to the module whose forward created it. See Note [Backward map]."""
 
     def __init__(self) -> None:
         # These private functions are the same in torch 2.7 to 2.15.
@@ -96,19 +96,19 @@ class BackwardMap:
         self._current_node: Callable[[], Any] = look_up("torch._C", "_current_autograd_node")
         self._current_task: Callable[[], int] = look_up("torch._C", "_current_graph_task_id")
         self._roots: list[nn.Module] = []
-        # By the id of a parameter: the first module that registered it; None if none did.
+        # The first module that registered each parameter, keyed by parameter id; None if none did.
         self._registering: dict[int, nn.Module | None] = {}
         self._holders: list[nn.Module] = []
         # The running calls, outermost first: modules, and None for the autograd engine.
         self._running: list[nn.Module | None] = []
         self._thread = 0
-        self._end = 0  # the number after the last node that has a maker
-        # For each run of nodes with one maker: the number after its last node, and the maker.
+        self._end = 0  # one more than the number of the last node that has a maker
+        # For each run of nodes with the same maker: the number after its last node, and the maker.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | Maker] = []
 
     def begin(self, roots: list[nn.Module]) -> None:
-        """Begin a block, whose `roots` may grow; nodes created since the last one are `UNSEEN`."""
+        """Begin a block, whose `roots` may grow; nodes made since the last block are `UNSEEN`."""
         self._roots, self._registering, self._holders = roots, {}, []
         thread = threading.get_ident()
         if thread != self._thread:
@@ -143,17 +143,17 @@ class BackwardMap:
         return next(iter(self.modules), None)
 
     def enter(self, entered: nn.Module | None) -> int:
-        """Note that a module or the engine (None) starts to run; return the depth for `leave`."""
+        """Record that a module or the engine (None) starts to run; return the depth for `leave`."""
         self.note_nodes()
         depth = len(self._running)
         if not is_graph(entered):
-            # torch.compile's wrapper calls the inner module through a bound method, which our patch
-            # does not see, so enter the inner module here.
+            # Enter the inner module of torch.compile's wrapper here: the wrapper calls it through a
+            # bound method, which our patch does not see.
             self._running.append(compiled_module(entered))
         return depth
 
     def leave(self, depth: int) -> None:
-        """Note that the call entered at `depth`, and all calls in it, have returned or raised."""
+        """Record that the call entered at `depth`, and all calls in it, have returned or raised."""
         self.note_nodes()
         del self._running[depth:]
 
@@ -190,7 +190,7 @@ class BackwardMap:
         node = self._current_node()
         if node is None:
             return Maker.NO_MODULE, False
-        parameter = getattr(node, "variable", None)  # of an AccumulateGrad
+        parameter = getattr(node, "variable", None)  # only an AccumulateGrad has one
         if parameter is not None:
             module = self._module_of_parameter(parameter)
         else:
@@ -206,8 +206,8 @@ class BackwardMap:
         if id(parameter) not in self._registering:
             self._register()
         if id(parameter) not in self._registering:
-            # Listing the modules is slow, so keep the list. Units register new parameters when they
-            # are gathered, so read the parameters of the listed modules again.
+            # Listing the modules is slow, so cache the list. Units register new parameters when
+            # they are gathered, so read the parameters of the listed modules again.
             modules = (module for root in self._roots for module in root.modules())
             self._holders = [module for module in modules if module._parameters]
             self._register()
@@ -222,18 +222,18 @@ class BackwardMap:
 
 
 def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
-    """Return the ids of the tensors whose gradients a backward adds to: `inputs`, or all leaves."""
+    """Return the ids of the tensors to whose gradients a backward adds: `inputs`, or all leaves."""
     if inputs:
         return set(map(id, inputs))
     # Leaves inside a reentrant checkpoint are out of reach; its nested backward finds them.
     pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
     visited, leaves = {None, *pending}, set[int]()
-    # Fast enough: a few hundred nanoseconds per node, for a few thousand nodes in a backward.
+    # This is fast enough: a few hundred nanoseconds per node, and a backward has a few thousand.
     while pending:
         node = pending.pop()
         inputs_of_node = node.next_functions if node is not None else ()
         if not inputs_of_node:
-            leaves.add(id(getattr(node, "variable", None)))  # of an AccumulateGrad
+            leaves.add(id(getattr(node, "variable", None)))  # only an AccumulateGrad has a variable
         for function, _ in inputs_of_node:
             if function not in visited:
                 visited.add(function)
@@ -265,7 +265,7 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
 def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
-    """Attribute the current event; `namespace` is its operator's, or empty for other events."""
+    """Attribute the current event; `namespace` is that of its operator, empty if it has none."""
     in_backward = (
         scan.is_in_engine
         or backward.is_in_backward()
@@ -298,7 +298,7 @@ def attribute(
 
 
 def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
-    """Attribute the current event of a thread that did not enter the recording."""
+    """Attribute the current event on a thread that did not enter the recording."""
     # The owner is unknown, because the recording's units and nodes belong to another thread.
     return Attribution(
         owner=(),
@@ -324,7 +324,7 @@ def _source(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:
         return Source.OBJECT
     if scan.is_from_ddp:
         return Source.DDP
-    # Only DDP's reducer calls c10d from C++: compiled code calls functional collectives.
+    # In backward, a c10d call from C++ is from DDP's reducer: compiled code calls functional ones.
     if in_backward and scan.is_from_cpp and namespace == "c10d":
         return Source.DDP
     return Source.USER

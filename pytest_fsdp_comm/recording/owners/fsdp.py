@@ -5,8 +5,8 @@
 # whose wrapped methods are running form a stack. The innermost one that communicates for its
 # parameters owns the collective; the outermost one issued it. Under prefetch, the two differ.
 # torch's profiler labels name the owner too, but their FQNs are relative to the FSDP root, empty
-# with several roots or none, and missing before lazy initialisation. Names and arguments were
-# checked in torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one moves.
+# with several roots or none, and missing before lazy initialisation. torch's names and arguments
+# were checked in 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one changes.
 
 # Note [Reshard after forward]
 # With reshard_after_forward=<int>, a unit stays sharded over a smaller group between forward and
@@ -42,7 +42,7 @@ IS_WATCHED: Final = "_fsdp_comm_is_watched"
 
 ReshardAction = Literal["unshard", "reshard"]
 
-# The training states in which a unit is used: in forward, and in backward.
+# The training states in which a unit is in use: one in forward, one in backward.
 _FSDP1_STATES = "torch.distributed.fsdp._common_utils.HandleTrainingState FORWARD BACKWARD_PRE"
 _FSDP2_STATES = (
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState FORWARD PRE_BACKWARD"
@@ -84,13 +84,13 @@ class Prefetches:
         self._unused[unit] = gather
 
     def used(self, unit: Any) -> None:
-        """Note that a unit's parameters are used; only the first use after a gather counts."""
+        """Record that a unit's parameters are used; only the first use after a gather counts."""
         gather = self._unused.pop(unit, None)
         if gather is not None:
             gather.ahead = self._slot - gather.slot
 
     def freed(self, unit: Any) -> None:
-        """Note that a unit's parameters were freed: their next use needs another gather."""
+        """Record that a unit's parameters were freed: their next use needs another gather."""
         self._unused.pop(unit, None)
 
 
@@ -104,15 +104,15 @@ class GatheredMemory:
 
     def learn(self, unit: Any, get_nbytes: Callable[[Any], int]) -> None:
         """Start tracking a unit, just before its first change or at the end of the block."""
-        # The unit has held these bytes since the block began, so add them to the peak as well. A
-        # step then has the same peak whether the step or an earlier forward gathered the root.
+        # The unit has held these bytes since the block began, so add them to the peak as well. Then
+        # the peak is the same whether the recorded step or an earlier forward gathered the root.
         if unit not in self._nbytes:
             nbytes = self._nbytes[unit] = get_nbytes(unit)
             self._total += nbytes
             self.peak += nbytes
 
     def hold(self, unit: Any, nbytes: int) -> None:
-        """Set the bytes that a tracked unit holds beyond its shard from now on."""
+        """Update the bytes that a tracked unit holds beyond its shard."""
         self._total += nbytes - self._nbytes[unit]
         self._nbytes[unit] = nbytes
         self.peak = max(self.peak, self._total)
@@ -154,15 +154,15 @@ class UnitWatch:
         # `on_reshard` gets the action, the unit's modules, its bytes, and the seconds that the host
         # spent (0.0 for an unshard).
         self.acting: list[ActingUnit] = []
-        """Outermost first."""
+        """The acting units, outermost first."""
         self.running: set[tuple[str, int]] = set()
-        """The watched methods that are running: their names, and the ``id`` of their objects."""
+        """The watched methods that are running, each as its name and the ``id`` of its object."""
         self._on_reshard = on_reshard
         self._groups = groups
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes: dict[Any, int] = {}
-        # For each FSDP2 unit that was gathered: the mesh over which it is resharded after forward.
+        # Maps each FSDP2 unit that was gathered to the mesh over which forward reshards it.
         self._meshes: dict[Any, Any] = {}
 
     @property
@@ -187,7 +187,7 @@ class UnitWatch:
         return self.acting[-1].gather if self.acting else None
 
     def peak_gathered_nbytes(self, groups: Iterable[Any], modules: Iterable[nn.Module]) -> int:
-        """Return the peak of gathered parameter bytes, of FSDP2 `groups` and FSDP1 `modules`."""
+        """Return the peak of the bytes that FSDP2 `groups` and FSDP1 `modules` had gathered."""
         # Units that stayed gathered during the whole block are not tracked yet, so add them now.
         for group in groups:
             self._memory.learn(group, self._gathered_nbytes)
@@ -197,7 +197,7 @@ class UnitWatch:
 
     def _nbytes_of(self, group: Any) -> int:
         """Return the bytes of an FSDP2 unit when it is gathered."""
-        # Cache the result: every change needs it, and dtypes are final once the unit is gathered.
+        # Cache the result: every change of state needs it, and a gathered unit's dtypes are final.
         nbytes = self._unsharded_nbytes.get(group)
         if nbytes is None:
             nbytes = self._unsharded_nbytes[group] = _gathered_nbytes_of(group.fsdp_params)
@@ -219,12 +219,12 @@ class UnitWatch:
         )
 
     def _used_nbytes(self, group: Any) -> int:
-        """Return the bytes that are already gathered, so that the next use can skip the gather."""
+        """Return the bytes of gathered parameters that the unit's next use can reuse."""
         if group.is_unsharded or group._all_gather_result is not None:
             return self._nbytes_of(group)
         after = group.post_forward_mesh_info
         if group.is_sharded_post_forward and after is not None:
-            # Like everywhere else, count logical bytes, without padding.
+            # As everywhere else, count logical bytes, without padding.
             return self._nbytes_of(group) // int(after.shard_mesh_size)
         return 0
 
@@ -255,8 +255,8 @@ class UnitWatch:
         yield
 
     def _use(self, state: enum.Enum, group: Any) -> None:
-        # If the unit is already in this state, it is already in use, and this call is for a further
-        # module or output. Up to torch 2.11, only the unit's first module triggers the call.
+        # If the unit is in this state already, it is in use, and this call is for another module or
+        # output. Up to torch 2.11, only the unit's first module triggers the call.
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
@@ -274,10 +274,10 @@ class UnitWatch:
         modules, gather = tuple(group.modules), self._prefetches.begin()
         yield ActingUnit(modules, gather=gather)
         result = group._all_gather_result
-        # FSDP2 sets the result only if it really issued a gather.
+        # FSDP2 sets the result only if it issued a gather.
         if result is not None:
             nbytes = self._nbytes_of(group)
-            # With any dtype but uint8, all parameters share it, so do not store the lists.
+            # If the output's dtype is not uint8, all parameters have it, so do not store the lists.
             if result.all_gather_output.dtype is torch.uint8:
                 gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)
@@ -295,8 +295,8 @@ class UnitWatch:
             self._memory.learn(group, self._gathered_nbytes)
         yield
         self._memory.hold(group, self._gathered_nbytes(group))
-        # Otherwise a later use could be matched with the freed gather: after
-        # set_unshard_in_backward(False), backward does not gather the unit again.
+        # Without this, a later use could be matched with the freed gather, because after
+        # set_unshard_in_backward(False) backward does not gather the unit again.
         if not self._used_nbytes(group):
             self._prefetches.freed(group)
 
@@ -335,7 +335,7 @@ class UnitWatch:
         return self._serve_handle(args[0], ())
 
     def _unshard_handle(self, _: Any, args: Arguments) -> Iterator[None]:
-        # If another unit is acting, it is prefetching this one, which is not in use yet.
+        # If another unit is acting, it is prefetching this unit, which is not in use yet.
         if not self.acting:
             self._open_slot_of_handle(args[0])
         yield
@@ -348,7 +348,7 @@ class UnitWatch:
         yield ActingUnit(() if handle is None else (handle._fully_sharded_module,), serves=False)
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
-        """Open a slot if a unit is in use; return whether it is."""
+        """Open a slot if the handle's unit is in use; return whether it is."""
         # A unit is not in use after its backward, or while summon_full_params gathers it.
         if handle is None or handle._training_state not in _states(_FSDP1_STATES):
             return False
@@ -360,7 +360,7 @@ def watched_methods() -> Iterator[tuple[Any, str, Around]]:
     """Yield each FSDP method to wrap: class or module, name, and the `UnitWatch` method to use."""
     for holder, name, around in [*_fsdp2(), *_fsdp1()]:
         if name not in vars(holder):
-            module = getattr(holder, "__module__", "")  # modules lack this attribute
+            module = getattr(holder, "__module__", "")  # Python modules lack this attribute
             moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
             raise upstream.moved_error("torch", moved)
         yield holder, name, around
@@ -397,7 +397,7 @@ def _fsdp2() -> list[tuple[Any, str, Around]]:
         # `reshard` calls these two methods, but so do state-dict hooks.
         (FSDPParamGroup, "_to_sharded", UnitWatch._free),
         (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free),
-        # This method frees the gathers that backward prefetched but did not use.
+        # This method frees what backward gathered in a prefetch but did not use.
         (FSDPParamGroup, "finalize_backward", UnitWatch._free),
     ]
 
@@ -440,7 +440,7 @@ def registered_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[torch.Te
             info = managed._module_info
             for owner in (info.module, *info.shared_modules):
                 yield managed.sharded_param, owner
-                if hasattr(managed, "_unsharded_param"):  # not before the first gather
+                if hasattr(managed, "_unsharded_param"):  # absent until the first gather
                     yield managed._unsharded_param, owner
 
 
@@ -448,16 +448,16 @@ def unit_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, torch.T
     """Yield the unit's modules and the parameter, for each FSDP parameter that gets gradients."""
     for _, group in param_groups(modules):
         for managed in group.fsdp_params:
-            if hasattr(managed, "_unsharded_param"):  # not before the first gather
+            if hasattr(managed, "_unsharded_param"):  # absent until the first gather
                 yield group.modules, managed._unsharded_param
     for handle in _handles_of(modules):
         yield (handle._fully_sharded_module,), handle.flat_param
 
 
 def direct_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters of a module without those of its children."""
+    """Yield a module's parameters, without those of its children."""
     for parameter in module._parameters.values():
-        # Lazy parameters have no shape or storage before the first forward.
+        # Skip lazy parameters: they have no shape or storage until the first forward.
         if parameter is not None and not is_lazy(parameter):
             yield parameter
 
@@ -518,7 +518,7 @@ def _gathered_nbytes_of_handle(handle: Any) -> int:
 
 @functools.cache
 def _states(names: str) -> list[enum.Enum]:
-    """Return members of a torch enum; `names` holds the path of the enum, then its members."""
+    """Return members of a torch enum; `names` is the enum's path, then the members' names."""
     name, *members = names.split()
     module, _, kind = name.rpartition(".")
     states = upstream.look_up(module, kind)

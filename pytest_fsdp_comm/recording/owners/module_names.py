@@ -39,13 +39,13 @@ def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called, unlike a ModuleList."""
-    # A TorchScript module stores its `forward` on the instance, not on the class.
+    # Look at the instance too, because TorchScript modules store their `forward` there.
     forward = getattr(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def clean_fqn(name: str) -> str:
-    """Remove wrapper segments from a dotted name."""
+    """Remove the segments that wrappers add from a dotted name."""
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
@@ -56,9 +56,9 @@ class ModuleNames:
         """Name all modules; names below a second root start with ``@2``, unless roots are parts."""
         # Use a number instead of the root's class: renaming a class must not change snapshots.
         self.by_id: dict[int, str] = {}
-        """FQNs by the id of the module."""
+        """FQNs, keyed by the module's id."""
         self.by_path: dict[str, str] = {}
-        """FQNs by the module's name with all wrapper segments."""
+        """FQNs, keyed by the module's name with all wrapper segments."""
         self.modules: list[nn.Module] = []
         """All modules, once for each root that contains them; cached because listing is slow."""
         self.paths: list[tuple[str, str]] = []

@@ -24,9 +24,9 @@ from pytest_fsdp_comm.recording.frames import Whose, call_site_of, outwards, tor
 
 # Checked in torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one moves.
 _CALL_MODULE: Final = nn.Module._call_impl.__code__
-"""Every call of a module runs this code."""
+"""The code that every call of a module runs."""
 _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""torch wraps this code around every optimizer's step."""
+"""The code that torch wraps around every optimizer's step."""
 
 _DDP: Final = torch_files() + "nn/parallel/distributed.py"
 # Files of torch whose code runs between the dispatcher and a kernel or a mode.
@@ -62,7 +62,7 @@ _MEANINGS: Final[dict[Whose, _Code]] = {
     "ours": "skipped",
 }
 
-# Meanings by the id of the code, because code objects hash slowly; `_codes` keeps the objects
+# Meanings, keyed by the code's id, because code objects hash slowly; `_codes` keeps the objects
 # alive, so ids stay unique. Each collective reads a stack of a hundred frames, so each frame must
 # cost only one look-up.
 _meanings: dict[int, _Code] = {}
@@ -111,8 +111,8 @@ class StackScan:
     is_in_engine: bool = False
     """Whether Python code further up the stack called the autograd engine."""
     is_in_optimizer: bool = False
-    """Whether an optimizer step or gradient clipping is running, and not its closure's forward or
-    backward."""
+    """Whether an optimizer step or gradient clipping is running; False in the forward and backward
+    of the step's closure."""
     is_object: bool = False
     """Whether one of the ``*_object*`` collectives requested the call."""
     is_from_cpp: bool = True
@@ -122,9 +122,9 @@ class StackScan:
     is_from_dtensor: bool = False
     redistribution: FrameType | None = None
     redistributing: dict[str, Any] | None = None
-    """The locals of `redistribution`, read only once because reading them is slow."""
+    """The local variables of `redistribution`, read only once because reading them is slow."""
     caller: FrameType | None = None
-    """The innermost frame of user code; without one, that of a library other than torch."""
+    """The innermost frame of user code; if there is none, that of a library other than torch."""
 
     @property
     def call_site(self) -> str:
@@ -176,7 +176,7 @@ def scan_stack() -> StackScan:
             scan.is_in_engine = has_reason = True
         elif kind != "skipped":
             scan.is_from_cpp &= entry is not None
-            # DTensor code spans many frames per redistribution; reading the first is enough.
+            # A redistribution has many frames of DTensor code; reading the first is enough.
             if kind != "dtensor" or not (has_reason or scan.is_from_dtensor):
                 scan.pass_code(kind, frame)
         below, frame = frame, frame.f_back
@@ -207,7 +207,7 @@ def compiled_module(module: nn.Module | None) -> nn.Module | None:
 
 def is_graph(module: nn.Module | None) -> bool:
     """Whether a module is a compiled graph, or dynamo's wrapper around one."""
-    # Some backends call a graph directly; dynamo wraps the graph of backward (torch 2.13).
+    # Some backends call the graph directly; dynamo wraps the graph of backward (torch 2.13).
     called = compiled_module(module)
     if not isinstance(called, fx.GraphModule):
         return False
@@ -233,7 +233,7 @@ def graph_type() -> type[nn.Module]:
 
 @functools.cache
 def _forward_method_code() -> CodeType:
-    # The wrapper that makes a method other than forward unshard its FSDP2 unit.
+    # This wraps a method other than forward, so that calling it unshards its FSDP2 unit.
     name = "register_fsdp_forward_method"
     registering = code_of("torch.distributed.fsdp", name)
     for constant in registering.co_consts:
@@ -244,7 +244,7 @@ def _forward_method_code() -> CodeType:
 
 @functools.cache
 def _clipping_codes() -> list[CodeType]:
-    """Return the code of the functions that clip gradients."""
+    """Return the code of torch's functions that clip gradients."""
     # Look up the public names, which torch has had since 2.6, not the private ones under which the
     # functions are defined: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")

@@ -83,8 +83,8 @@ class TensorOwners:
         # Parameters and gradients by the address of their storage.
         self._table: dict[int, list[Label]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
-        # When the table was built: the ids of the roots, and the number of the next autograd node.
-        # Since then: the number of tensors that were not found.
+        # The ids of the roots and the number of the next autograd node when the table was built,
+        # and how many tensors have not been found in it since.
         self._table_roots: list[int] = []
         self._table_node = 0
         self._misses = 0
@@ -112,7 +112,7 @@ class TensorOwners:
             label = Label(parameter=dtensor, role=Role.PARAMETERS)
         else:
             label = _label_of_node(getattr(dtensor, "grad_fn", None), Role.PARAMETERS)
-        # In an AccumulateGrad, a hook on the parameter may send its gradient or any other tensor.
+        # In an AccumulateGrad, a parameter's hook may send any tensor, not only the gradient.
         if label is None or hasattr(node, "variable"):
             if dtensor is not None:
                 sent = dtensor
@@ -147,7 +147,7 @@ class TensorOwners:
                 earlier = self._results.setdefault(extent.storage, [])
                 for at, result in enumerate(earlier):
                     if result.version != version and _overlap(result.extent, extent):
-                        # A reused bucket: its final content proves nothing about earlier calls.
+                        # A bucket is reused, so its content proves nothing about earlier calls.
                         carried = Carried()
                         earlier[at] = result._replace(carried=carried)
                 reduces = operation.kind in REDUCING
@@ -213,7 +213,7 @@ class TensorOwners:
         return merged([None if extent is None else self._label_at(extent) for extent in extents])
 
     def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
-        """Return the label at `extent`; with `whole`, an empty one if only part has a label."""
+        """Return the label at `extent`; if `whole` and only a part has labels, an empty label."""
         candidates = self._table.get(extent.storage)
         if candidates is None:
             return None
@@ -259,7 +259,7 @@ def _now(label: Label) -> object:
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
-    """Return the parameter and role that all labels share; None if one is None or none exist."""
+    """Return the parameter and role that all labels share; None if any is None, or none exist."""
     labelled = [label for label in labels if label is not None]
     if not labelled or len(labelled) < len(labels):
         return None

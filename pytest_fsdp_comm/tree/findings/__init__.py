@@ -1,1 +1,1 @@
-"""Rules about the wrapping of a model; declare a new one in `rules`."""
+"""Rules about how a model is wrapped; declare new rules in `rules`."""

@@ -1,4 +1,4 @@
-"""All rules about the wrapping of a model, and the functions that apply them."""
+"""All rules about how a model is wrapped, and the functions that apply them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ from pytest_fsdp_comm.tree.findings.wrapping import (
 )
 from pytest_fsdp_comm.tree.model import ShardTree, ShardUnit
 
-# Padding of more than this share of a unit's all-gather is a finding.
+# Report a unit if padding is more than this share of its all-gather.
 _PADDING_SHARE: Final = 0.1
 
-# Errors: training is wrong, raises, or gains nothing from FSDP.
+# Errors: training is wrong, it raises, or it gains nothing from FSDP.
 
 
 @rule("no-root-unit", "error", cure="call fully_shard on the model itself too, after its blocks")
 def no_root_unit(wrapping: Wrapping) -> Iterator[Case]:
     """Find blocks of a stack that are units without a common root unit."""
-    # Ignore parts of a model that run by themselves, such as stages of a pipeline: parts passed as
-    # a list, parts in a module that cannot run, and parts that contain units and no parameters
-    # outside them.
+    # Ignore parts of a model that run by themselves, such as the stages of a pipeline: parts passed
+    # as a list, parts in a module that cannot run, and parts in which units manage all parameters.
     tree = wrapping.tree
     by_part: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for index, unit in enumerate(tree.units):
@@ -64,7 +63,7 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
         module
         for stack in wrapping.stacks
         if len(modules.intersection(stack)) > 1
-        # Only a module that runs can be their common root.
+        # Only a module that can run can be their common root.
         and any(tree.modules[at].has_forward for at in tree.around(stack[0]) if at != stack[0])
         for module in modules.intersection(stack)
     }
@@ -90,7 +89,7 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
     cure="shard the whole model with a single API; fully_shard is under active development",
 )
 def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units inside a unit of a different kind; siblings of different kinds are allowed."""
+    """Find units inside a unit of another kind; siblings of different kinds are allowed."""
     tree = wrapping.tree
     kinds = {module: units[-1].kind for module, units in wrapping.units_of.items()}
     for index, unit in enumerate(tree.units):
@@ -107,8 +106,8 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("wrapped-after-parent", "error", cure="wrap children before their parents")
 def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units whose parameters are managed by an enclosing unit that was wrapped earlier."""
-    # Ignore a unit that has no parameters because its children are units.
+    """Find units whose parameters an enclosing unit, wrapped earlier, already manages."""
+    # Ignore a unit without parameters if that is because its children are units.
     tree = wrapping.tree
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     late: defaultdict[int, dict[int, None]] = defaultdict(dict)
@@ -166,7 +165,7 @@ def unmanaged_parameter(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("ranks-differ", "error", cure="build and wrap the model identically on all ranks")
 def ranks_differ(texts: Mapping[int, str]) -> Iterator[Case]:
-    """Find trees that differ between ranks; `texts` are their snapshots by rank."""
+    """Find trees that differ between ranks; `texts` are their snapshots, keyed by rank."""
     (ranks, text), *differing = fold_equal(texts)
     if differing:
         other_ranks, other_text = differing[0]
@@ -184,7 +183,7 @@ def ranks_differ(texts: Mapping[int, str]) -> Iterator[Case]:
 
 @rule("partly-wrapped", "warning", cure="call fully_shard on each block of the stack")
 def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
-    """Find blocks that are not units although other blocks of their stack are."""
+    """Find blocks that are not units although other blocks of the same stack are."""
     # Ignore blocks too small for a unit, blocks whose modules are units, and blocks that are
     # frozen where FSDP1 wraps only trainable ones (or the reverse).
     tree, units_of = wrapping.tree, wrapping.units_of
@@ -200,8 +199,8 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
             nbytes[parent] += 0 if index in units_of else nbytes[index]
     for stack in wrapping.stacks:
         wrapped = [index for index in stack if index in units_of]
-        # FSDP2 units can mix frozen and trainable parameters at no cost, so expect both kinds of
-        # block to be wrapped.
+        # In FSDP2, a unit can mix frozen and trainable parameters at no cost, so expect frozen and
+        # trainable blocks to be wrapped.
         comparable = {
             state
             for index in wrapped
@@ -246,7 +245,7 @@ def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("mixed-frozen", "warning", cure="wrap its large frozen modules as separate units")
 def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units with frozen and trainable parameters, where separate units would pay off."""
+    """Find units that mix frozen and trainable parameters, if separate units would pay off."""
     # Only FSDP1 has this cost: it reduces one flat gradient, with zeros for frozen parameters.
     # FSDP2 reduces only existing gradients, and gathers the same bytes in one unit or two. Ignore
     # cases where the additional collectives cost more than the zeros, and modules that have both
@@ -273,20 +272,21 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
     """Find units too small for separate collectives, if the enclosing unit could include them."""
-    # Ignore units that cannot join the enclosing unit because it has a different mesh, precision,
-    # offload or divide factor, lacks a dtype, gathers more often, or would reduce frozen gradients.
+    # Ignore a unit that cannot join the enclosing unit because that unit has a different mesh,
+    # precision, offload or divide factor, lacks a dtype, gathers more often, or would reduce frozen
+    # gradients.
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):
             continue
         units_of = wrapping.units_of
-        # A module may have several units, one per mesh.
+        # A module may have several units, one for each mesh.
         enclosing = next((units_of[at] for at in wrapping.above(unit) if at in units_of), ())
         around = enclosing[0] if len(enclosing) == 1 else None
         if around is not None and _can_join(wrapping, unit, around):
             trains, trains_around = wrapping.is_trainable(unit), wrapping.is_trainable(around)
             saved = gathers(unit) + (reductions(unit) if trains and trains_around else 0)
-            # The first trainable unit that joins a frozen one keeps its reduction; later ones share
-            # that reduction.
+            # The first trainable unit that joins a frozen unit keeps its reduction, which further
+            # trainable units then share.
             at_least = "at least " if trains and not trains_around else ""
             reason = (
                 "its all-gather costs latency, not bandwidth: without this unit, a step has "
@@ -337,7 +337,7 @@ def unit_too_large(wrapping: Wrapping) -> Iterator[Case]:
     ),
 )
 def padding(wrapping: Wrapping) -> Iterator[Case]:
-    """Find FSDP2 units with much padding; FSDP1's is small, and users cannot influence it."""
+    """Find FSDP2 units with much padding; FSDP1's padding is small, and users cannot change it."""
     for index, unit in wrapping.sharded_units():
         nbytes = unit.nbytes_padding
         is_much = nbytes > _PADDING_SHARE * unit.nbytes_gathered
@@ -356,7 +356,7 @@ def padding(wrapping: Wrapping) -> Iterator[Case]:
     cure="leave the class out of _module_classes_to_ignore where it need not be in full precision",
 )
 def precision_override(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units that mixed precision ignores because of their class, except batch norms."""
+    """Find units, except batch norms, that mixed precision ignores because of their class."""
     for index, unit in enumerate(wrapping.tree.units):
         if unit.precision_overrides:
             reason = (
@@ -393,7 +393,7 @@ def _apply(declared: Rule, subject: object, settings: FindingSettings) -> tuple[
 
 def parse_settings(lines: Iterable[str]) -> FindingSettings:
     """Read the lines of ini ``fsdp_comm_findings``; raise ValueError for an invalid line."""
-    # A line sets the level of a code or of `all`, or a threshold; later lines win.
+    # A line sets a threshold, or the level of one code or of `all`; later lines win.
     codes = [declared.code for declared in RULES]
     levels: dict[str, RuleLevel] = {}
     thresholds: dict[str, int] = {}

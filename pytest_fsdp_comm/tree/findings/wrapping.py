@@ -1,4 +1,4 @@
-"""The class `Rule`, and the view of a tree that rules share: enclosing units, stacks, costs."""
+"""The class `Rule`, and what rules derive from a tree: enclosing units, stacks and costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_fsdp_comm.text.words import itemsize
 from pytest_fsdp_comm.tree.finding import Finding, FindingSettings, Level
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
-# Kinds of units that shard their parameters and gather them.
+# The kinds of units that shard and gather their parameters.
 GATHERING: Final = ("fsdp2", "fsdp1")
 
 _SMALL_SHARE: Final = 16
@@ -45,10 +45,10 @@ class Wrapping:
 
     @cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """Numbered siblings of one class that contain parameters: the blocks of a model."""
+        """The blocks of a model: numbered siblings of one class that contain parameters."""
         holding: set[int] = set()
         for parameter in self.tree.parameters:
-            # Stop at the first module that is already added: a model may be 100,000 modules deep.
+            # Stop at the first module already added, because a model may be 100,000 modules deep.
             for module in self.tree.around(parameter.module):
                 if module in holding:
                     break
@@ -86,8 +86,8 @@ class Wrapping:
         return islice(self.tree.around(unit.modules[0]), 1, None)
 
     def frozen_modules(self, unit: ShardUnit) -> Iterable[list[ParameterNode]]:
-        """Return the frozen parameters that separate units could manage, grouped by unit."""
-        # Skip parameters whose module also has a trainable one.
+        """Return the frozen parameters that separate units could manage, one list for each unit."""
+        # Skip a parameter whose module also has trainable ones: no unit can separate them.
         trainable: set[int] = set()
         for parameter in self.parameters(unit):
             if parameter.trainable:
@@ -114,7 +114,7 @@ class Wrapping:
 
 
 def is_negligible(nbytes: int, largest: int) -> bool:
-    """Whether `nbytes` are less than a sixteenth of the largest."""
+    """Whether `nbytes` are less than a sixteenth of `largest`."""
     return nbytes * _SMALL_SHARE < largest
 
 
@@ -141,14 +141,14 @@ def reduced_nbytes(parameter: ParameterNode, unit: ShardUnit) -> int:
 
 
 class Case(NamedTuple):
-    """One violation of a rule; the rule adds its code, level and cure."""
+    """One violation of a rule; the rule adds the code, level and cure."""
 
     fqns: tuple[str, ...]
     """The affected modules or parameters, in any order."""
     reason: str
     nbytes: int | None = None
     cure: str = ""
-    """The cure for this case; empty to use the rule's."""
+    """The cure for this case; empty to use the cure of the rule."""
 
 
 class Rule(NamedTuple):
@@ -156,10 +156,10 @@ class Rule(NamedTuple):
 
     code: str
     level: Level
-    """The default. Errors make training wrong or defeat FSDP; warnings cost time or memory."""
+    """The default level. Errors break training or defeat FSDP; warnings cost time or memory."""
     cure: str
     cases: Callable[[Any], Iterator[Case]]
-    """Yields the violations in a `Wrapping`, or in the snapshots of several ranks."""
+    """Yields the violations in a `Wrapping`, or in the ranks' snapshots."""
 
     def findings(self, subject: object, level: Level) -> Iterator[Finding]:
         """Yield one finding for each group of cases that differ only in names."""
