@@ -106,7 +106,7 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":
-            # Hook wrappers of plugins have the same name, and their frames lack the exception.
+            # Hook wrappers of plugins have the same name, but may have no `call` argument.
             raised = getattr(getattr(frame.f_locals.get("call"), "excinfo", None), "value", None)
             if isinstance(raised, BaseException):
                 return raised

@@ -122,7 +122,7 @@ def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]
 
 
 def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
-    """List stacks (empty if unknown), each below a title such as ``{ranks} {is} at:``."""
+    """List stacks (empty if unknown), each under a title such as ``{ranks} {is} at:``."""
     lines = []
     for ranks, stack in sorted(_rarest(stacks, "{} other places")):
         lines.append(_fill(title, ranks))

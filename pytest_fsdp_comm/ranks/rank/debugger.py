@@ -57,7 +57,7 @@ def _foreground(descriptor: int) -> int | None:
 
 
 def _pass_on(descriptor: int, group: int) -> None:
-    # Block SIGTTOU: if this process is in the background, tcsetpgrp would stop it by that signal.
+    # Block SIGTTOU: if this process is in the background, tcsetpgrp stops it with this signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         os.tcsetpgrp(descriptor, group)

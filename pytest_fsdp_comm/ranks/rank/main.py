@@ -178,7 +178,7 @@ def _context(
 
     settings = spec.settings
     timeout_s = settings.timeout_s + process_group.BEYOND_DEADLINE_S
-    # Open two clients, because the test's process group can use its client in other threads.
+    # Open two clients, because the process group may use its client from other threads.
     texts = TextStore(
         PrefixStore(f"test{number}", process_group.open_store(spec, launched, timeout_s=timeout_s))
     )

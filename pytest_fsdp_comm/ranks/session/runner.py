@@ -389,7 +389,7 @@ class RankRunner:
         self, item: pytest.Item, results: Mapping[int, RankResult], reports: list[pytest.TestReport]
     ) -> list[pytest.TestReport]:
         """Pass all ranks' payloads to the extensions; fail the test if they report problems."""
-        # Count an xfail as a failure here, because such a test did not run to its end either.
+        # Count an xfail as a failure here, because such a test did not run to the end either.
         has_failed = any(
             report.failed or (report.skipped and hasattr(report, "wasxfail")) for report in reports
         )
