@@ -1,1 +1,1 @@
-"""Write results for people: failure texts, drawn trees, HTML pages, and summaries for CI."""
+"""Write results for people to read: failure texts, trees, HTML pages, and summaries for CI."""

@@ -1,4 +1,4 @@
-"""Explain failed assertions about counts and bytes of ``comm_mode``, and about findings."""
+"""Explain failed assertions about findings, and about counts and bytes of ``comm_mode``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pytest_fsdp_comm.comm.questions import Answer
 from pytest_fsdp_comm.text.fqn import NO_MODULE, NaturalKey, expand, fold_fqns, natural_key
 from pytest_fsdp_comm.tree.finding import Findings
 
-# Fits on one screen. Except in CI and with -vv, pytest truncates an explanation to 8 lines.
+# Most lines of an explanation, so that it fits on one screen. Except in CI and with -vv, pytest
+# truncates it to 8 lines.
 _MAX_LINES: Final = 20
 _MAX_SIZES: Final = 3
 _PHASES: Final = tuple(Phase)
 
-# Sorted pairs: the bytes of a call, and the number of such calls.
+# Sorted pairs of the bytes of a call and the number of such calls.
 _Sizes: TypeAlias = tuple[tuple[int, int], ...]
-# Sort key of owners: False for a module, True for no module; then the first module's name.
+# Sort key of owners: whether there is no module, then the first module's name.
 _Position: TypeAlias = "tuple[bool, NaturalKey]"
 
 
@@ -45,7 +46,7 @@ def explain_answer(operator: str, left: object, right: object) -> list[str]:
 
 
 def _grouped(events: Sequence[Collective]) -> list[str]:
-    """Write one line for all collectives that differ only in the numbers in their owners' names."""
+    """Write one line for each group of collectives that differ only in numbers in owner names."""
     calls: defaultdict[tuple[Phase, str, str], defaultdict[str | None, list[int]]]
     calls = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -75,7 +76,7 @@ def _calls(sizes: _Sizes) -> str:
 
 
 def _patterns(owners: Sequence[str | None]) -> Iterator[tuple[_Position, str]]:
-    """Yield the owners as patterns, each after its sort key."""
+    """Yield the sort key and the name of each pattern of owners."""
     for pattern in fold_fqns(owner for owner in owners if owner is not None):
         yield (False, natural_key(expand(pattern)[0])), pattern
     if None in owners:
@@ -108,13 +109,13 @@ def _findings(error: AssertionError) -> Iterator[Findings]:
         traceback = traceback.tb_next
     variables = traceback.tb_frame.f_locals if traceback is not None else {}
     for value in variables.values():
-        # Not isinstance(), which runs the code of proxies.
+        # Do not use isinstance(), which runs the code of proxies.
         if issubclass(type(value), Findings) and value:
             yield value
 
 
 def _without_origin(message: str, label: str) -> Iterator[str]:
-    """Yield a message's lines, except those that say where the value with this repr came from."""
+    """Yield a message's lines, without those that say where the value with this repr came from."""
     above = 0
     for line in message.split("\n"):
         origin = _ORIGIN.fullmatch(line)

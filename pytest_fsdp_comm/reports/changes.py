@@ -1,4 +1,4 @@
-"""Describe the changes of recordings and trees, in a failure text or a headline."""
+"""Describe changes in recordings and trees, in a failure text or a headline."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD})
 def render_comparison(
     comparison: Comparison, *, snapshot: str, notes: Sequence[str] = ()
 ) -> FailureText:
-    """Explain a failed comparison of recordings, the most important change first."""
+    """Explain a failed comparison of recordings, most important change first."""
     steps = comparison.reported
     new_calls = [_new_calls_of(step, comparison) for step in steps]
     sentences = [*map(sentence, steps)]
-    # Changed timings follow from changes of units, so they are printed after those changes.
+    # Changes in timing follow from changes in units, so print them after those.
     timings = () if comparison.explanation is None else comparison.explanation.timings
     if len(steps) == 1 and isinstance(steps[0], Renamed) and not (comparison.remaining or timings):
         sentences[0] += "; all communication is unchanged"
@@ -83,7 +83,7 @@ def render_comparison(
 
 
 def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> FailureText:
-    """Explain a failed comparison of trees, the most important change first."""
+    """Explain a failed comparison of trees, most important change first."""
     lines = [
         (breaks, f"{subject}: {', '.join(change.what for change in same)}")
         for (subject, breaks), same in groupby(
@@ -105,7 +105,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each change's call sites and text; if no change has a site, those of the first row."""
+    """Yield call site and text of each change; if none has a site, use the first row's site."""
     differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
     pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
@@ -120,7 +120,7 @@ def _sent(
             (calls, _with_lines([*summaries, headline(comparison.changes)][0], calls))
             for calls in new
         ]
-    # Missing calls have no call site, so use that of other new calls in backward, if any.
+    # Missing calls have no call site, so use the site of other, new calls in backward, if any.
     backward = [change.new_calls for change in differing if change.phase is Phase.BACKWARD]
     first = [(calls, line) for calls in backward[:1] for line in summaries[:num_of_training]]
     for calls, text in (*first, *pairs):
@@ -128,7 +128,7 @@ def _sent(
 
 
 def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
-    """Return the calls that a step adds."""
+    """Return the code that issued the calls that a step adds."""
     if not isinstance(step, Replaced) or step.kind in WRITES:
         return NewCalls()
     return NewCalls.join(
@@ -140,12 +140,12 @@ def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCal
 
 
 def _without_backward(calls: NewCalls) -> NewCalls:
-    """Remove call sites that are a line with ``.backward()``, which does not locate a call."""
+    """Remove call sites that call ``.backward()``, because such a line does not locate a call."""
     return replace(calls, sites=tuple(site for site in calls.sites if not site[1].is_of_backward))
 
 
 def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
-    """Return a change's new calls; if forwards without backward were added, drop old sites."""
+    """Return a change's new calls; if forwards without a backward were added, drop old sites."""
     calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
     if all(cause.text != NO_BACKWARD for cause in comparison.causes):
         return calls
@@ -210,7 +210,7 @@ def _simple(before: Row | None, after: Row | None, times: str) -> str:
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _without(before, after), _without(after, before)
         if removed and added:
-            # Both sides include the count, so drop it, unless some calls are equal.
+            # The text of both sides includes the count, so drop it, unless some calls are equal.
             is_all = was == now and set(before.calls).isdisjoint(after.calls)
             parts = [*parts[is_all:], f"{removed} -> {added}"]
         elif removed or added:
@@ -233,7 +233,7 @@ def _listed(amounts: Sequence[Row]) -> str:
     listed = []
     for amount in amounts:
         calls = f"x{amount.count}, {show_nbytes(amount.nbytes, amount.unsized)} in total,"
-        # Write out the calls if possible: ranks may differ in facts that a sum hides, like peers.
+        # Write out the calls if possible, because a sum hides facts that ranks differ in, as peers.
         if len(amount.calls) == 1:
             calls = str(amount.calls[0])
         ranks = name_ranks(amount.ranks) if amount.ranks else "all ranks"
@@ -257,10 +257,10 @@ def _site(change: Change) -> str:
 
 def headline(changes: Sequence[Change | TreeChange]) -> str:
     """Summarize changes by the most important one: ``lm_head: +8 all_gather, 3 more``."""
-    # A changed frame, such as the world size, comes first, then the most important row. Each line
-    # sums a change over all phases.
+    # A change to the frame, such as the world size, comes first, then the most important row. A
+    # change is summed over all phases.
     sent = [change for change in changes if isinstance(change, Change)]
-    # Ignore unshards and reshards if anything else changed: each unshard repeats an all-gather.
+    # If anything else changed, ignore unshards and reshards: each unshard repeats an all-gather.
     loud = [change for change in sent if change.subject != "reshard"] or sent
     groups: dict[object, list[Change]] = {}
     for change in sorted(loud, key=lambda change: (change.subject != "frame", weight(change))):
@@ -276,8 +276,8 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
 
 def headline_of_steps(comparison: Comparison) -> str:
     """Summarize a comparison by its first model-wide change; empty if `headline` is better."""
-    # `headline` is better if the explanation is not exact. For changes of some modules, it states
-    # the same facts in fewer words, but it does not name a different torch version as the cause.
+    # `headline` is better if the explanation is not exact. For changes to only some modules, it
+    # says the same in fewer words, but it never names a different torch version as the cause.
     is_exact = comparison.explanation is not None and comparison.explanation.is_exact
     if not comparison.reported or not (comparison.training or is_exact):
         return ""
@@ -298,7 +298,7 @@ def _and_more(text: str, more: int) -> str:
 
 def weight(change: Change) -> tuple[bool, bool, int]:
     """Return the sort key that puts the most important change first."""
-    # Collectives come before unshards, which repeat all-gathers, and before memory and assumed
+    # Collectives come before unshards, which only repeat all-gathers, and before memory and assumed
     # values. More bytes, and fewer bytes of gradients, come before other removed calls.
     growth = (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
     is_late = change.subject in {"reshard", "memory", "answer"}
@@ -309,7 +309,7 @@ def weight(change: Change) -> tuple[bool, bool, int]:
 
 
 def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
-    """Summarize a change by the difference in count; if there is none, as in the failure text."""
+    """Summarize a change by its difference in count, or else as the failure text does."""
     first = phases[0]
     before = [row for change in phases for row in change.before]
     after = [row for change in phases for row in change.after]

@@ -15,7 +15,7 @@ _MAX_RANKS_TEXT: Final = 24
 
 
 def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
-    """Return the total cost, then the cost of each kind, largest first; empty if unchanged."""
+    """Return the total cost, then each kind's, largest first; empty if the cost is unchanged."""
     # Example: ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all,
     # peak gathered unchanged``.
     by_bytes = _changed(cost, lambda volume: volume.nbytes)
@@ -46,7 +46,7 @@ def _filled(statements: Iterable[str], width: int) -> list[str]:
 
 
 def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
-    """Return the kinds for which `number` changed, largest change first."""
+    """Return the parts for which `number` changed, largest change first."""
 
     def growth(part: PartCost) -> int:
         return number(part.after) - number(part.before)
@@ -61,7 +61,8 @@ def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
     axes = [
         f"{_growth(axis)} on {axis.axis}"
         for axis in cost.axes
-        # A single axis would repeat the total, and an axis with one kind would repeat that kind.
+        # Skip a single axis, which would repeat the total, and an axis with only one kind, which
+        # would repeat that kind.
         if len(num_kinds) > 1
         and num_kinds[axis.axis] > 1
         and axis.before.nbytes != axis.after.nbytes
@@ -110,7 +111,7 @@ def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
 def _peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     before, after = cost.peak_before, cost.peak_after
     if before == after:
-        # Changed all-gathers may change the peak, so mention that they did not.
+        # Changed all-gathers often change the peak, so say if they did not.
         has_gathers = before and any(part.kind == "all_gather" for part in changed)
         return ["peak gathered unchanged"] if has_gathers else []
     growth = f"{show_growth(before, after)} " if before else ""
@@ -127,7 +128,7 @@ def _unsized(cost: Cost, *, is_alone: bool) -> list[str]:
 
 
 def _cut(statements: Sequence[str], width: int) -> list[str]:
-    """Return as many statements as fit into a line, at least one."""
+    """Return as many statements as fit on one line, but at least one."""
     for num_fitting in range(len(statements), 0, -1):
         hidden = len(statements) - num_fitting
         line = [*statements[:num_fitting], *([f"and {hidden} more"] if hidden else [])]
@@ -144,7 +145,7 @@ def _growth(part: PartCost | Cost) -> str:
     if any(_unknown(part)):
         return "unknown"
     growth = show_growth(part.before.nbytes, part.after.nbytes)
-    # "fewer" would read as fewer calls, although there are more.
+    # After "fewer", readers would expect fewer calls, but there are more.
     is_more = growth.endswith("fewer") and part.after.count > part.before.count
     return "about as many" if is_more else growth
 
@@ -152,8 +153,8 @@ def _growth(part: PartCost | Cost) -> str:
 def _sides(part: PartCost | Cost) -> str:
     before, after = part.before, part.after
     sides = show_nbytes_change(before.nbytes, after.nbytes, _unknown(part))
-    # Print the number of calls if bytes hide that it grew: if bytes did not grow, or if the average
-    # call is now less than half as large.
+    # Print the number of calls if it grew and the bytes hide this: if they did not grow, or if the
+    # average call is now less than half as large.
     is_split = after.count * before.nbytes > 2 * before.count * after.nbytes
     is_hidden = after.nbytes <= before.nbytes or (is_split and isinstance(part, PartCost))
     if is_hidden and after.count > before.count > 0:
@@ -162,7 +163,7 @@ def _sides(part: PartCost | Cost) -> str:
 
 
 def _unknown(part: PartCost | Cost) -> tuple[int, int]:
-    """Count each side's calls of unknown size; 0 for a side that also has calls of known size."""
+    """Return how many calls of unknown size each side has; 0 if it also has calls of known size."""
     before, after = (0 if side.nbytes else side.unsized for side in (part.before, part.after))
     return before, after
 

@@ -1,4 +1,4 @@
-"""Build the text of failed comparisons, which no other module does."""
+"""Build the text of failed comparisons; no other module decides how it looks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ CURE: Final = "  fix: "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
 READ: Final = "  then read the file, and commit it with the test"
-"""Beginnings of the lines that do not describe a change: causes, notes, cures and commands."""
+"""How lines begin that do not describe a change: causes, notes, cures and commands."""
 
-# Outside CI, pytest truncates an explanation to 8 lines or 640 characters, but only if it is longer
-# by more than the notice about it would be: 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
+# Outside CI, pytest truncates an explanation to 8 lines or 640 characters, but only if the excess
+# is larger than the notice about it: 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
 MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
-# One line for the total, one for its parts.
+# Most lines about the cost: one for the total, one for its parts.
 _MOST_COSTS: Final = 2
-# Shortened lines have at least this many characters.
+# Lines are not shortened to fewer characters than this.
 _SHORTEST_LINE: Final = 80
 
 
@@ -43,7 +43,7 @@ class FailureText:
     scope: str = ""
     """The part of `head` about different torch versions or ignored sizes; usually empty."""
     training: tuple[str, ...] = ()
-    """Changes that break training, the worst first."""
+    """Changes that break training, worst first."""
     cost: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     """All other changes, most important first."""
@@ -66,7 +66,7 @@ class FailureText:
 
     @classmethod
     def of_text(cls, text: str) -> FailureText:
-        """Take the lines from the message of an error that prevented the comparison."""
+        """Use the message of an error that kept the values from being compared."""
         first, *further = text.splitlines()
         return cls(head=first, changes=tuple(further))
 
@@ -89,7 +89,7 @@ class FailureText:
         return (self.head, *self.body, *(f"{CURE}{cure}" for cure in self.cures))
 
     def within(self, scope: str, cure: str = "") -> FailureText:
-        """Return a copy with `scope` in the first line and with the cure, if there is one."""
+        """Return a copy that has `scope` in the first line, and the cure, if there is one."""
         return replace(
             self,
             head=f"{self.head}, {scope}",
@@ -104,7 +104,7 @@ def failure_lines(
     """Explain the failed comparisons of one assertion in up to 8 lines, or completely.
 
     Args:
-        texts: The failed comparisons, by the value's name; "" for a single value.
+        texts: The failed comparisons, keyed by value name; "" for a single value.
         accept: The command that accepts the changes; may be empty.
         everything: Whether to return all lines, because pytest will not truncate them.
     """
@@ -140,10 +140,10 @@ def failure_lines(
     has_changes = any(text.compared for text in texts.values())
     least = min(len(texts), len(rows))
     lines: list[str] = []
-    # pytest would cut off the command, which comes last, so print only as many rows as fit.
+    # Print only as many rows as fit; otherwise, pytest would cut off the command, which comes last.
     for num_rows in range(len(rows), least - 1, -1):
         hidden = rows[num_rows:] and [*rows[num_rows:], *further]
-        # Do not hide a single row: "... and 1 more" would need a line as well.
+        # Do not hide a single row, because "... and 1 more" would need a line as well.
         if len(hidden) == 1 and num_rows > least:
             continue
         noun = "changes" if has_changes and not set(hidden) & set(costs) else "lines"
@@ -161,7 +161,7 @@ def failure_lines(
 
 
 def _fitted(lines: Sequence[str], room: int) -> Sequence[str]:
-    """Shorten the longest lines until all fit into `room`, or none if they would get too short."""
+    """Shorten the longest lines until all fit into `room`; if they would get too short, do not."""
     longest = max(map(len, lines), default=0)
     for most in range(longest, _SHORTEST_LINE - 1, -1):
         if sum(min(len(line), most) for line in lines) <= room:
@@ -187,7 +187,7 @@ def summary_lines(texts: Iterable[FailureText]) -> tuple[str, ...]:
 
 
 def _place(text: FailureText) -> bool:
-    """Return the sort key that puts recordings before trees, as their problems are worse."""
+    """Return the sort key that puts recordings first, because their problems are worse."""
     return text.compared == "fsdp_tree"
 
 

@@ -1,4 +1,4 @@
-"""Draw a sharded tree for the terminal, and compute the rows for this and other drawings."""
+"""Draw a sharded tree for the terminal, and compute the rows that all drawings use."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TreeRow:
     """One module, or several equal siblings, with units and parameters."""
 
     name: str
-    """Pattern of the names within the parent: ``{0..31}``; ``(root)`` for the root."""
+    """Pattern of the names relative to the parent: ``{0..31}``; ``(root)`` for the root."""
     count: int
     depth: int
     class_name: str
     units: tuple[ShardUnit, ...]
     parameters: tuple[ParameterNode, ...]
-    """Parameters of one of the modules, without those of its children."""
+    """One module's parameters, without those of its children."""
     same_as: str
     """FQN under which this module has already appeared; empty for most modules."""
 
@@ -39,7 +39,7 @@ class TreeRow:
 
 def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
     """Yield the rows of a tree, parents first, in registration order."""
-    # The children of None are roots: several if pipeline stages are drawn together.
+    # The children of None are the roots; there are several if pipeline stages are drawn together.
     children: defaultdict[int | None, list[int]] = defaultdict(list)
     for index, node in enumerate(tree.modules):
         children[node.parent].append(index)
@@ -80,11 +80,11 @@ def _content_numbers(
     parameters: Mapping[int, Sequence[ParameterNode]],
     units: dict[int, tuple[ShardUnit, ...]],
 ) -> list[int]:
-    """Return a number for each module, equal for modules whose subtrees look the same."""
+    """Number the modules so that those whose subtrees look the same have equal numbers."""
     numbers: dict[Hashable, int] = {}
     content = [0] * len(tree.modules)
-    # Iterate in reverse, so that children are numbered before their parents. Comparing the numbers
-    # of children replaces comparing subtrees.
+    # Iterate in reverse, so that children are numbered before their parents. Then it is enough to
+    # compare the numbers of children instead of entire subtrees.
     for index in reversed(range(len(tree.modules))):
         node = tree.modules[index]
         below = tuple(
@@ -160,14 +160,14 @@ def parameter_words(parameter: ParameterNode) -> str:
     return f"{escape(parameter.name)} {list(parameter.shape)} {parameter.dtype}{frozen}"
 
 
-# One string for each column of `_HEADINGS`.
+# A line of the table: one string for each column of `_HEADINGS`.
 _Line = tuple[str, str, str, str]
 
 _HEADINGS: Final[_Line] = ("module", "policy or placement", "gathered", "kept")
 
 
 def render_tree(tree: ShardTree) -> str:
-    """Draw modules and parameters as a table, with policies, placements and bytes of units."""
+    """Draw modules and parameters as a table, with policies, placements and bytes."""
     lines = [_HEADINGS, *(line for row in tree_rows(tree) for line in _row_lines(row))]
     first, second, third, fourth = (max(len(line[at]) for line in lines) for at in range(4))
     drawn = []

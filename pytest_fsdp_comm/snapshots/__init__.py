@@ -1,1 +1,1 @@
-"""Snapshot files: their names, their format, their comparison, and files that no test uses."""
+"""Name, write, read and compare snapshot files, and find those that no test uses."""

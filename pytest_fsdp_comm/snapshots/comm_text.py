@@ -1,4 +1,4 @@
-"""Write and read the snapshot of a recording: one row per line, to review with ``git diff``."""
+"""Write and read the snapshot of a recording: one row per line, for review with ``git diff``."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 #     total all_gather[dp] x8 4_194_304 B
 #     end
 #
-# Siblings with equal content share a line, whose count is that of each sibling. The bytes after
-# ``of`` are those of one call; a total has the bytes of all calls. Columns are not aligned, so that
-# a change to one line does not touch others. A line that applies to only some of the recorded ranks
+# Siblings with equal content share a line, whose count is per sibling. The bytes after ``of`` are
+# those of one call; a total has the bytes of all calls. Columns are not aligned, so that a change
+# to one line does not touch other lines. A line that applies to only some of the recorded ranks
 # ends with ``ranks 0,2-3``. If only some ranks were recorded, a line below ``world_size`` lists
 # them. If ranks differ, totals are sums over ranks: ``total all_gather[dp] x32 16_777_216 B, sum of
 # 4 ranks``. ``answered 1.0 to train:step (item)`` means that a simulated rank returned the assumed
@@ -56,8 +56,8 @@ from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 
 # Marks a recording made with a torch that does not report which calls are asynchronous.
 _ASYNC_UNKNOWN: Final = "async unknown"
-# Marks a recording that omits the bytes of calls that carry activations. Totals include the number
-# of such calls.
+# Marks a recording that omits the bytes of calls that carry activations. Totals still count these
+# calls.
 _UNSIZED: Final = "activation sizes not compared"
 _PEAK: Final = "peak gathered "
 _ANSWER: Final = "answered "
@@ -87,7 +87,7 @@ _PEAK_LINE: Final = re.compile(rf"{_PEAK}{_NBYTES}{_OF_RANKS}")
 
 
 def format_profile(profile: CommProfile) -> str:
-    """Return a profile as the text of a snapshot, which `read_comm` can read."""
+    """Return a profile as the text of a snapshot that `read_comm` can read."""
     first = header("comm", torch_version=profile.torch_version, backend=profile.backend)
     return "\n".join([first, *_comm_lines(profile)]) + "\n"
 
@@ -113,7 +113,7 @@ def _comm_lines(profile: CommProfile) -> list[str]:
             for line in folded_lines(names_of[phase, subject])
         ),
         *map(_peak_line, profile.peaks),
-        # Totals let `read_comm` notice if a merge lost a line.
+        # Totals let `read_comm` detect that a merge lost a line.
         *map(_total_line, profile.totals()),
         END,
     ]

@@ -37,7 +37,7 @@ class Difference:
 
     explanation: FailureText
     changes: tuple[Change, ...] | tuple[TreeChange, ...] = ()
-    """Empty if the compared facts are equal or nothing was compared."""
+    """The changes; empty if the compared facts are equal or nothing was compared."""
     text: str = ""
     """The model-wide change, or why nothing was compared; empty if `changes` need no summary."""
 
@@ -73,12 +73,12 @@ def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
 
 
 def kind_of(profile: Profile) -> Literal["comm", "tree"]:
-    """Return the kind of a snapshot, as its first line names it."""
+    """Return the kind of a snapshot, as named in its first line."""
     return "comm" if isinstance(profile, CommProfile) else "tree"
 
 
 def headline_of_values(differences: Mapping[str, Difference]) -> str:
-    """Return one line: the most important change, and why any values were not compared."""
+    """Return one line: the most important change, and why any values could not be compared."""
     # Changes that break training come first, then model-wide changes.
     for diff in sorted(differences.values(), key=lambda diff: not diff.text):
         if diff.explanation.training:
@@ -95,7 +95,7 @@ def headline_of_values(differences: Mapping[str, Difference]) -> str:
 
 
 def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
-    """Compare the first pair of trees among the compared values; return None if there is none."""
+    """Compare the first pair of trees among the compared values; return None without trees."""
     for old, new in pairs:
         match old, new:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):

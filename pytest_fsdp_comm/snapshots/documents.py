@@ -18,14 +18,14 @@ Profile: TypeAlias = CommProfile | TreeProfile
 
 
 class SnapshotText(str):
-    """A snapshot's text with its profile attached; a str, because syrupy accepts only strings."""
+    """A snapshot's text and its profile; a str, because syrupy accepts only strings."""
 
     __slots__ = ("__dict__", "lines")
 
     lines: SnapshotLines
 
     def __new__(cls, text: str, *, where: str) -> Self:
-        """Raise SnapshotFormatError for a bad first or last line; `profile` checks the rest."""
+        """Raise SnapshotFormatError if the first or last line is bad; `profile` checks the rest."""
         # git or an editor may have converted LF to CRLF.
         snapshot = super().__new__(cls, text.replace("\r\n", "\n"))
         snapshot.lines = SnapshotLines(str(snapshot), where=where)
@@ -33,7 +33,7 @@ class SnapshotText(str):
 
     @classmethod
     def of(cls, profile: Profile, *, where: str) -> Self:
-        """Write a profile as text, and attach the profile, which has more facts than the text."""
+        """Write a profile as text, and attach it, because the text omits some of its facts."""
         if isinstance(profile, CommProfile):
             snapshot = cls(comm_text.format_profile(profile), where=where)
         else:
@@ -43,7 +43,7 @@ class SnapshotText(str):
 
     @cached_property
     def profile(self) -> Profile:
-        """The profile. Parsed on first use only, because most recordings match as text."""
+        """The profile, parsed on first use only, because most recordings already match as text."""
         read = comm_text.read_comm if self.lines.kind == "comm" else tree_text.read_tree
         return read(self.lines)
 
@@ -76,7 +76,7 @@ def differs(old: SnapshotText, new: SnapshotText) -> bool:
 def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
     """Read a snapshot, or raise SnapshotFormatError; return None if there is no file."""
     try:
-        # Check this first: opening a FIFO would block until its other end is opened.
+        # Check this before opening: a FIFO would block until its other end is opened.
         if path.exists() and not path.is_file():
             raise line_error(where, 1, "it is not a regular file", "a snapshot")
         with path.open("rb") as file:
@@ -98,7 +98,7 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file, or raise OSError; readers see either the complete old or the new text."""
+    """Replace a file, or raise OSError; readers see either the old or the new text, complete."""
     unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8", newline="\n")
@@ -108,6 +108,6 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 # Subdirectories of ``--comm-artifacts``, organized like the snapshot directory: one for what failed
-# tests recorded, one for the snapshots that they expected, if there are any.
+# tests recorded, one for the snapshots, if any, that they expected.
 RECEIVED: Final = "received"
 EXPECTED: Final = "expected"

@@ -40,7 +40,7 @@ from pytest_fsdp_comm.snapshots.failed_comparison import (
 from pytest_fsdp_comm.snapshots.unused import describe_neighbour
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
-# Options that affect the recording, so the accept command has to repeat them.
+# Options that the accept command has to repeat, because they affect the recording.
 _OPTIONS: Final = ("--world-size", "--comm-backend")
 
 
@@ -79,7 +79,7 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
             summaries=summary_lines(texts.values()),
             sent=tuple(change for text in texts.values() for change in text.sent),
             cost=tuple(line for text in texts.values() for line in text.cost),
-            # If there is no snapshot yet, the explanation already contains the command.
+            # If there is no snapshot yet, the explanation already contains a command.
             accept="" if any(line.startswith(RECORD) for line in everything) else accept,
             test=_quoted_id(item),
         ),
@@ -89,9 +89,9 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
 
 def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:
     """Explain a failed comparison whose assertion pytest did not rewrite."""
-    # pytest rewrites only test modules and registered modules, and none with --assert=plain. It
-    # also cannot explain a comparison whose result was first stored in a variable. An error with
-    # any other message is not about a comparison.
+    # pytest rewrites only test modules and registered modules, and none with --assert=plain. Nor
+    # can it explain a comparison whose result was first stored in a variable. An error with any
+    # other message is not about a comparison.
     bare = {"", "assert False", "False is not true"}
     if not isinstance(error, AssertionError) or str(error) not in bare:
         return
@@ -122,7 +122,7 @@ def explain_result(
 def _explain(
     assertion: CommSnapshot, results: Mapping[str, AssertionResult]
 ) -> dict[str, Difference]:
-    """Explain these results of the last comparison; all mappings are keyed by the value's name."""
+    """Explain these results of the last comparison; all mappings are keyed by value name."""
     root = assertion.test_location.item.config.rootpath
     differences = {}
     for name, result in results.items():
@@ -153,7 +153,7 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Explain a value once per comparison; ranks that do not explain only get the first line."""
+    """Explain a value once per comparison; on ranks that do not explain, return the first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:
@@ -168,7 +168,7 @@ def _difference(
 
 
 def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
-    """Yield the diff of each file; if there are several, below the value's name and the path."""
+    """Yield each file's diff; if there are several, below the name of the value and the path."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
         if _compared_profiles(result):
@@ -184,7 +184,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
     """Return the command that accepts the failed comparisons; empty if an update would fail."""
     if any(result.exception is not None for result in failed):
         return ""
-    # An update refuses to replace a recording that has more ranks, so the command first removes it.
+    # An update refuses to replace a recording that has more ranks, so first remove its file.
     wider = [
         shlex.quote(show_path(Path(result.snapshot_location), item.config.rootpath))
         for result in failed
@@ -201,7 +201,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
 
 
 def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
-    """Return one pair, the profiles of snapshot and recording; empty if nothing was compared."""
+    """Return the profiles of snapshot and recording as one pair; empty if nothing was compared."""
     old, new = result.recalled_data, result.asserted_data
     if result.exception is not None or old is None or new is None:
         return []
@@ -213,7 +213,7 @@ def describe_problem(error: BaseException, *, where: str) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
     if isinstance(error, SnapshotFormatError):
         return f"snapshot {lines[0].removeprefix(where).lstrip(', ').partition('; expected')[0]}"
-    # Use line 1, which has the first gap: line 0 is the same for all gaps of a kind.
+    # Use line 1, which names the first gap; line 0 is the same for all gaps of a kind.
     return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
 
 

@@ -50,11 +50,11 @@ from pytest_fsdp_comm.tree.profile import merge, tree_facts
 if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.differences import Difference
 
-# Sends this rank's string to all ranks of the test, and returns the strings of all ranks in order.
+# Sends this rank's string to all ranks of the test; returns all ranks' strings in rank order.
 Gather: TypeAlias = Callable[[str], list[str]]
 
 UNWRITTEN: Final = pytest.StashKey["dict[str, AssertionResult]"]()
-"""Stash key of the results that an update writes once the test has passed, by file."""
+"""Stash key of the results, keyed by file, that an update writes once the test has passed."""
 
 BOUND: Final = pytest.StashKey["CommSnapshot"]()
 """Stash key of a test's ``comm_snapshot``, from the fixture's setup to the end of the test."""
@@ -68,10 +68,10 @@ UNUSED: Final = (
     "comm_snapshot(allow_unused=True)"
 )
 
-# Replaces the path in errors about a snapshot that has not been written to a file yet.
+# Used instead of a path in errors about a snapshot that has not been written to a file yet.
 _RECORDING: Final = "the recording"
 
-# By kind of gap: the first and last lines of the error. The list of gaps goes in between.
+# The first and last lines of the error for each kind of gap. The list of gaps goes in between.
 _REFUSED: Final = {
     "unseen": (
         "comm_mode could not record everything that was sent, so nothing was compared or written:\n"
@@ -90,7 +90,7 @@ _REFUSED: Final = {
         "do not change what is sent, use comm_snapshot(allow_value_dependent=True)"
     ),
 }
-# Limits the error to 8 lines, because pytest truncates longer messages.
+# Most gaps that the error lists. It then has at most 8 lines; pytest truncates longer messages.
 _MAX_GAPS: Final = 4
 
 
@@ -114,7 +114,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     file_extension = SUFFIX.removeprefix(".")
 
     def __init__(self, item: pytest.Item, gather: Gather | None) -> None:
-        """Read a test's settings; `gather` is None for a test that runs in one process."""
+        """Read a test's settings; `gather` is None if the test runs in one process."""
         super().__init__()
         settings = item.stash.get(SETTINGS, None)
         self._ranks: tuple[int, ...] = settings.ranks if settings else ()
@@ -123,8 +123,8 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         self._updates = bool(item.config.option.update_snapshots)
         self._options = item.config.stash[OPTIONS]
         self._rootdir = item.config.rootpath
-        # The text for each file. If two comparisons in a test use the same file, they must have
-        # equal texts; otherwise, an update would write only one of them.
+        # The text that an update writes to each file. If two comparisons in a test use the same
+        # file, their texts must be equal, because the update would write only one of them.
         self._updated: dict[str, str] = {}
 
     def serialize(self, data: _Comparison, **_: Any) -> SnapshotText:
@@ -137,7 +137,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         try:
             text = SnapshotText.of(profile, where=_RECORDING)
             if self._updates:
-                # Parse the text, to raise now if a later run could not read the file.
+                # Parse the text now, so that a file that later runs could not read is not written.
                 profile = SnapshotText(str(text), where=_RECORDING).profile
         except SnapshotFormatError as problem:
             raise FsdpCommError(
@@ -192,11 +192,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return isinstance(profile, CommProfile) and bool(profile.collectives)
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
-        """Return whether the compared facts match; an update of all ranks compares the texts."""
+        """Return whether the compared facts match; an update of all ranks compares entire texts."""
         old: SnapshotText = snapshot_data
         if body(serialized_data) == body(old):
             return True
-        # Parse the file first, so that a broken file raises and is not overwritten.
+        # Parse the file first, so that a broken file raises instead of being overwritten.
         reviewed = old.profile
         is_partial = len(self._ranks) not in {0, self._world_size}
         if self._updates and not is_partial:
@@ -220,7 +220,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
     ) -> SnapshotText | None:
-        """Read a file, or raise if it is broken, so that not even an update overwrites it."""
+        """Read a file; raise if it is broken, so that not even an update overwrites it."""
         del snapshot_name, session_id
         path = Path(snapshot_location)
         return read_snapshot(path, where=self._relative(snapshot_location))
@@ -257,7 +257,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return True
 
     def discover_snapshots(self, **_: Any) -> SnapshotCollections:
-        """Return none: the module `unused` reports unused files, which syrupy would delete."""
+        """Return none: syrupy would delete unused files, which the module `unused` reports."""
         return SnapshotCollections()
 
     def keep_artifacts(self, location: str, *, received: str | None, expected: str | None) -> None:
@@ -265,7 +265,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         if (directory := self._options.artifacts_dir) is None:
             return
         try:
-            # Write in this order, so that a received file always has its complete expected file.
+            # Write the expected file first, so that it is complete once the received file exists.
             for side, text in ((EXPECTED, expected), (RECEIVED, received)):
                 path = directory / side / Path(location).relative_to(self._options.snapshot_dir)
                 if text is None:
@@ -274,7 +274,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     write_atomically(path, text)
         except OSError as problem:
-            # Only warn, since the failed comparison is reported anyway.
+            # Only warn, because the failed comparison is reported anyway.
             warnings.warn(
                 f"--comm-artifacts: cannot write the recording ({problem}), so `fsdp-comm accept` "
                 "cannot accept it",
@@ -283,7 +283,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             )
 
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
-        """Yield the diff of two snapshots without their first lines, which are not compared."""
+        """Yield the diff of two snapshots, without their first lines, which are never compared."""
         yield from super().diff_lines(body(serialized_data), body(snapshot_data))
 
 
@@ -304,21 +304,21 @@ def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = froz
 
 def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:
     """Return a factory for a test's extension; omit `gather` if the test runs in one process."""
-    # syrupy's annotation asks for a class, but it only calls it, without arguments.
+    # syrupy's annotation asks for a class, but syrupy only calls it, without arguments.
     return cast("type[CommSnapshotExtension]", partial(CommSnapshotExtension, item, gather))
 
 
 class CommSnapshot(SnapshotAssertion):
-    """syrupy's assertion with more options, which can also compare the values of a dict."""
+    """syrupy's assertion with further options, and support for comparing the values of a dict."""
 
     def __post_init__(self) -> None:
         self.last_results: tuple[tuple[str, AssertionResult], ...] = ()
-        """The results of the last comparison by the value's name; ``""`` for a single value."""
+        """Name and result of each value in the last comparison; a single value is named ``""``."""
         self.allows_unused = False
         self.explains = True
         """Whether this rank explains failures; the other ranks only report the first line."""
         self.differences: dict[str, Difference] = {}
-        """The explained differences of the last comparison, by the value's name."""
+        """The explained differences of the last comparison, keyed by value name."""
         self.compared_at = ""
         """The call site of the first comparison that failed, as ``path:line``."""
         self._comparisons = 0
@@ -343,10 +343,10 @@ class CommSnapshot(SnapshotAssertion):
             allow_empty: Accept a recording without collectives, or a tree without units and
                 DTensors.
             allow_value_dependent: Accept a recording made with the fake group even if the recorded
-                code reads values of tensors, which may be wrong there.
+                code reads values of tensors, which may be wrong with that group.
             allow_idle_model: Accept a recording of ``comm_mode(model)`` in which no module of the
                 model ran, but another model sent something.
-            allow_unseen: Accept a recording in which a part of the communication is missing.
+            allow_unseen: Accept a recording in which some of the communication is missing.
             allow_unused: Accept a test that compares nothing.
             activation_nbytes: Whether to compare the sizes of activations. If False, the snapshot
                 has a line that says so; count, kind, axis and dtype are still compared.
@@ -376,13 +376,13 @@ class CommSnapshot(SnapshotAssertion):
 
     @property
     def index(self) -> str | int:
-        """The part of the file's name that distinguishes the test's files (see `basename`)."""
+        """The part of the file name that tells the test's files apart (see `basename`)."""
         # Unlike syrupy's index, this stays constant while a value is being compared, and it counts
         # comparisons instead of values.
         return self._index
 
     def __eq__(self, other: object) -> bool:
-        """Compare one value, or all values of a dict; do not stop at the first difference.
+        """Compare one value, or all values of a dict even if some of them differ.
 
         ``{"comm": comm_mode, "tree": fsdp_tree(model)}`` uses the same files as
         ``comm_mode == comm_snapshot`` and ``fsdp_tree(model) == comm_snapshot(name="tree")``.
@@ -394,7 +394,7 @@ class CommSnapshot(SnapshotAssertion):
                 "atexit handler or another test?), too late to fail the test: compare it in the "
                 "test, or in one of its fixtures"
             )
-        # Do not split an empty dict, or one with keys that cannot be names: `serialize` raises.
+        # Do not split an empty dict, or one whose keys cannot be names, so that `serialize` raises.
         values: Mapping[str, object] = {"": other}
         if isinstance(other, Mapping) and all(
             isinstance(key, str) and key and PART not in key for key in other
@@ -443,14 +443,14 @@ class CommSnapshot(SnapshotAssertion):
         return result
 
     def __repr__(self) -> str:
-        """Return only the test's name, since pytest prints this in every failure."""
+        """Return only the test's name, because pytest prints this in every failure."""
         return f"<CommSnapshot of {self.test_location.testname}>"
 
     __hash__ = None  # type: ignore[assignment]  # as in syrupy: a comparison has side effects
 
 
 def note_update(item: pytest.Item, result: AssertionResult) -> None:
-    """If an update changes the file, store the result, to write it once the test has passed."""
+    """If an update changes the file, store the result until the test has passed."""
     if result.created or result.updated:
         item.stash.setdefault(UNWRITTEN, {})[result.snapshot_location] = result
 

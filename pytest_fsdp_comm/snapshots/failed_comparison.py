@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedComparison:
-    """A test's last failed comparison that was explained."""
+    """The last failed comparison of a test that was explained."""
 
     first_line: str
-    """The first line of the explanation; pytest's report of the failure contains it."""
+    """The first line of the explanation, which pytest's failure report contains."""
     comparisons: Comparisons
     """The differences; `files` stays empty until the test ends."""
     below: str
-    """Text of the section below the traceback; empty for no section."""
+    """Text of the section below the traceback; empty if there is no section."""
     lines: tuple[str, ...] = ()
     """The explanation, if pytest does not print it; otherwise empty."""
 
@@ -38,22 +38,22 @@ COMPARED: Final = pytest.StashKey[dict[str, None]]()
 """Stash key of the files that a test has compared with ``comm_snapshot``, relative to pytest's root
 directory."""
 
-# The following are attributes of test reports, so ranks and xdist workers send them along.
+# The following are attributes of test reports, so that ranks and xdist workers send them along.
 # The headline of a failed comparison, if it is the crash message.
 _HEADLINE: Final = "comm_headline"
 # The first line of a failed comparison, which is identical on all ranks.
 DIFFERS: Final = "comm_differs"
 # Whether this rank explains the failed comparison; only one rank does.
 EXPLAINS: Final = "comm_explains"
-# For a hung test, ``path:line`` of the rank that others are waiting for, or else of a waiting rank.
+# If a test hangs, ``path:line`` of the rank that others are waiting for, or else of a waiting rank.
 HANGS_AT: Final = "comm_hangs_at"
 # The test's `Comparisons` as JSON.
 _COMPARISONS: Final = "comm_comparisons"
 
-# Number of lines of a hang report that say that the test hangs, which rank is waiting for which,
-# and where.
+# Number of lines at the top of a hang report: that the test hangs, which rank waits for which, and
+# where.
 _HANG_LINES: Final = 4
-# Print at most this many names of tests that have the same change.
+# Most names to print of tests that have the same change.
 _MOST_TESTS: Final = 10
 # The test's properties in JUnit XML.
 _PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_change", "comm_cost")
@@ -63,7 +63,7 @@ def reason_of(report: pytest.TestReport) -> str:
     """Return the first line of a failure's message, or the first lines of a hang report."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else report.longreprtext
-    # Skip the line in which xdist names its worker.
+    # Skip the line in which xdist names the worker.
     lines = (line.strip() for line in text.splitlines() if not line.startswith("[gw"))
     most = _HANG_LINES if getattr(report, HANGS_AT, "") else 1
     return "\n".join(islice(filter(None, lines), most))
@@ -87,7 +87,8 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
         # `fail_unasserted` failed the test, without a traceback.
         vars(report)[DIFFERS] = failed.first_line
         return
-    # If the user wrote a message, it stays the first line. pytest usually omits "AssertionError: ".
+    # If the user wrote a message, it remains the first line. pytest usually omits
+    # "AssertionError: ".
     leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(
         "assert "
     )
@@ -118,7 +119,7 @@ def _add_comparisons(
         *(("comm_cost", line) for line in comparisons.cost),
     ]
     # JUnit XML reads the properties of the teardown's report, which pytest copies from the item, so
-    # set them on the item. If a test is rerun, its item still has those of the previous run.
+    # set them on the item. If a test is rerun, the item still has those of the previous run.
     user_properties = [pair for pair in item.user_properties if pair[0] not in _PROPERTIES]
     item.user_properties[:] = [*user_properties, *properties]
     report.user_properties = list(item.user_properties)
@@ -140,7 +141,7 @@ def has_headline(report: object) -> bool:
 
 
 def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
-    """Print, only once, each change that made several tests fail, and a command to accept it."""
+    """Print each change that made several tests fail, once, with a command to accept it."""
     failed = {report.nodeid: comparisons_of(report) for report in reporter.stats.get("failed", ())}
     differing = {nodeid: tests for nodeid, tests in failed.items() if tests and tests.headline}
     if not differing:

@@ -1,4 +1,4 @@
-"""Read and write the lines that both kinds of snapshots share, and report errors in any line."""
+"""Read and write the lines that both kinds of snapshot share, and report errors in any line."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from pytest_fsdp_comm.text.fqn import (
 )
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, read_ranks, write_ranks
 
-# Note [Strict reading]: a reader parses a file with few checks, writes the result again, and
-# compares the lines with the file. So it accepts exactly what the writer writes: no two files have
-# the same meaning, and an error names the first line that differs. Only line 1 may end with
-# arbitrary text.
+# Note [Strict reading]: a reader parses a file with few checks, writes the result back, and
+# compares the lines with those of the file. It therefore accepts exactly what the writer writes: no
+# two files have the same meaning, and an error names the first line that differs. Only line 1 may
+# end with arbitrary text.
 
 FORMAT_VERSION: Final = 2
-"""Increase it if older readers would misread a new snapshot."""
+"""Increase this if older readers would misread a new snapshot."""
 
 MAX_BYTES: Final = 4 << 20
 """Size limit of a snapshot: eight times GitHub's limit for the diff of one file."""
 MAX_WORLD_SIZE: Final = 131_072
-"""Equal to `pytest_fsdp_comm.options.MAX_SIMULATED`."""
+"""Largest world size in a snapshot; equal to `pytest_fsdp_comm.options.MAX_SIMULATED`."""
 
 END: Final = "end"
 INDENT: Final = "  "
@@ -48,7 +48,7 @@ REMEDY: Final = (
     "Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
     "again with --snapshot-update"
 )
-# If two lines begin with more equal characters than this, an error prints only half as many.
+# If two lines share more leading characters than this, an error prints only half this many of them.
 _MAX_COMMON: Final = 60
 
 _HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|(.*))?")
@@ -82,7 +82,7 @@ class SnapshotLines:
         """Check a file's size, its first and last lines, and that it has no merge conflict."""
         self.where = where
         self.before = 0
-        """Number of lines that precede these in the file."""
+        """Number of lines in the file above these lines."""
         if not text.strip():
             raise self.error(1, "the file is empty", "a snapshot")
         if len(text) > MAX_BYTES:
@@ -126,11 +126,11 @@ class SnapshotLines:
         return match[2]
 
     def line(self, number: int) -> str:
-        """Return a line by its number; empty beyond the last."""
+        """Return the line with this number; empty beyond the last line."""
         return self.lines[number - 1] if number <= len(self.lines) else ""
 
     def section(self, first: int, last: int) -> SnapshotLines:
-        """Return the lines `first` to `last`, without indents, and the line above as a snapshot."""
+        """Return lines `first` to `last`, unindented, and the line above them, as a snapshot."""
         section = copy(self)
         section.lines = [line.removeprefix(INDENT) for line in self.lines[first - 2 : last]]
         section.before = self.before + first - 2
@@ -149,11 +149,11 @@ class SnapshotLines:
             raise self.error(number, f"it reads {line}{problem}", expected) from None
 
     def error(self, number: int, problem: str, expected: str) -> SnapshotFormatError:
-        """Return the `line_error` about a line of this snapshot."""
+        """Return a `line_error` about a line of this snapshot."""
         return line_error(self.where, self.before + number, problem, expected)
 
     def check(self, written: Sequence[str]) -> None:
-        """Raise if any line but the first differs from what the writer writes."""
+        """Raise if any line but the first differs from the line in `written`."""
         if self.lines[1:] == [*written]:
             return
         pairs = enumerate(zip_longest(self.lines[1:], written, fillvalue=""), start=2)
@@ -177,16 +177,16 @@ class World:
     """The recorded ranks, ascending; empty for all ranks."""
     mesh_axes: tuple[MeshAxis, ...]
     end: int
-    """Number of the first line after these."""
+    """Number of the first line after those with world size, ranks and mesh."""
 
     def read_ranks(self, text: str) -> tuple[int, ...]:
-        """Parse a list of ranks; both `text` and the result are empty for all recorded ranks."""
+        """Parse a list of ranks; an empty text and an empty result mean all recorded ranks."""
         ranks = read_ranks(text, self.size) if text else ()
         return ranks_or_empty_if_all(ranks, len(self.ranks) or self.size)
 
 
 def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis]) -> list[str]:
-    """Return the lines below the header; the arguments have the meaning of `World`'s fields."""
+    """Return the lines below the header; the arguments are those of `World`'s fields."""
     return [
         f"{_WORLD_SIZE}{world_size}",
         *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
@@ -236,12 +236,12 @@ def _read_axis(text: str, world_size: int) -> tuple[MeshAxis, ...]:
 
 
 def with_ranks(content: str, ranks: str) -> str:
-    """Append the list of ranks to a line's content, unless it is empty, which means all ranks."""
+    """Append a list of ranks to a line's content; an empty list means all ranks."""
     return f"{content} {RANKS}{ranks}" if ranks else content
 
 
 def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Return one line per content and name pattern, in natural order; the name None comes last."""
+    """Return one line for each content and name pattern, in natural order, with None last."""
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):

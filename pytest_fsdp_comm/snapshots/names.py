@@ -11,10 +11,10 @@ from typing import Final
 SUFFIX: Final = ".comm"
 
 PART: Final = "\x1f"
-"""The ASCII unit separator, which joins the parts of an assertion's name; no part contains it."""
+"""Joins the parts of an assertion's name. No part contains this ASCII unit separator."""
 
-# File systems limit a name to 255 bytes. These limits leave room for variant, suffix and the longer
-# names of temporary files.
+# Most bytes of a test and of an index in a file name. File systems limit a name to 255 bytes, and
+# variant, suffix and the longer names of temporary files need room as well.
 _MAX_TEST: Final = 140
 _MAX_INDEX: Final = 60
 _DIGEST: Final = 16
@@ -35,14 +35,14 @@ def basename(test_name: str, variant: str, index: str | int) -> str:
 
 def written_test(test_name: str) -> str:
     """Return the part of a file name that names the test, without the variant."""
-    # Dots separate the parts of a file name: keep those after classes, escape those in parameters.
+    # Dots separate the parts of a file name, so escape dots in parameters, but not after classes.
     head, bracket, params = test_name.partition("[")
     written = ".".join(map(_escape, head.split("."))) + _escape(bracket + params)
     return _bounded(written, _MAX_TEST)
 
 
 def read_basename(name: str) -> tuple[str, str] | None:
-    """Split a file's stem into `written_test` and variant; return None if it has no variant."""
+    """Split a file's stem into `written_test` and variant; return None if there is no variant."""
     match = _VARIANT.search(name)
     return None if match is None else (name[: match.start()], match[1])
 
@@ -63,7 +63,7 @@ def written_module(module: Path, root: Path) -> Path:
 
 
 def named_module(directory: Path, root: Path) -> Path:
-    """Return the test module whose `written_module` is this directory."""
+    """Return the test module whose directory, as in `written_module`, this is."""
     parts = (os.pardir if part == ABOVE else part for part in directory.parts)
     path = Path(os.path.normpath(root.joinpath(*parts)))
     # A test file that is not Python, such as a notebook, keeps its suffix in the directory's name.

@@ -1,4 +1,4 @@
-"""Refuse comparisons of recordings and trees with syrupy's plain ``snapshot``."""
+"""Refuse to compare recordings and trees with syrupy's plain ``snapshot``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from syrupy.assertion import SnapshotAssertion
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# Search containers only to this depth, because they may contain themselves.
+# How deep to search nested containers; they are not searched fully, as they may contain themselves.
 _DEPTH: Final = 4
 
-# Refused classes, each with the expression that tests use for its values.
+# The refused classes, each with the expression that tests write for its instances.
 _REFUSED: Final = {
     "pytest_fsdp_comm.recording.comm_mode.CommMode": "comm_mode",
     "pytest_fsdp_comm.tree.model.ShardTree": "fsdp_tree(model)",
@@ -45,7 +45,7 @@ def refuse_recordings(config: pytest.Config) -> None:
 
 def _refused_in(value: object, depth: int = _DEPTH) -> str:
     """Return the name of a refused value, even inside dicts and lists; empty if there is none."""
-    # Use type(), since isinstance() runs the code of proxies.
+    # Use type(), because isinstance() runs the code of proxies.
     kind = type(value)
     if name := _REFUSED.get(f"{kind.__module__}.{kind.__qualname__}"):
         return name

@@ -1,4 +1,4 @@
-"""Repeat rank 0's snapshot assertions in the pytest process, the only process that writes."""
+"""Repeat rank 0's snapshot assertions in the pytest process, which alone writes files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pytest_fsdp_comm.snapshots.extension import (
 from pytest_fsdp_comm.text.words import show_path
 
 # Note [Replay]: one syrupy session must decide which files to write, count and remove. So the
-# session in a rank is read-only, and only records the extension and index of each assertion. The
-# rank sends the serialized values to the pytest process, which repeats the assertions.
+# session in a rank is read-only, and only records each assertion's extension and index. The rank
+# sends the serialized values to the pytest process, which repeats the assertions.
 # Only this module uses private names of syrupy 7.0: ``config._syrupy``,
 # ``SnapshotSession._assertions`` and ``_worker_reports``, and ``SnapshotAssertion._executions``;
 # tests/unit/snapshots/test_replay.py fails if one of them is renamed.
@@ -64,11 +64,11 @@ class RankSnapshots:
     payload_type: Final = RankAssertions
 
     def __init__(self) -> None:
-        # Extension and index of each snapshot that syrupy read, by file and snapshot name.
+        # Extension and index of each snapshot that syrupy read, keyed by file and snapshot name.
         self._recalls: dict[tuple[str, str], tuple[type, int | str]] = {}
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Make syrupy's session in a rank read-only, and record which snapshots it reads."""
+        """Make syrupy's session in this rank read-only, and record which snapshots it reads."""
         session = _session(config)
         config.pluginmanager.unregister(name="fsdp-comm-unused")
         recall = session.recall_snapshot
@@ -103,7 +103,7 @@ class RankSnapshots:
                         is_bytes=is_bytes,
                     )
                 )
-        # Clear both, because the rank may run another test next.
+        # Clear both, because the rank may go on to run another test.
         _get(session, "_assertions").clear()
         self._recalls.clear()
         return RankAssertions(assertions=tuple(assertions), is_unused=end_comparisons(item))
@@ -116,7 +116,7 @@ class RankSnapshots:
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Repeat the lowest rank's assertions; return why the test fails, unless a rank failed."""
+        """Repeat the lowest rank's assertions; return why the test fails, if no rank failed."""
         # Update only the snapshots of a test that passed on all ranks.
         if not payloads or (item.config.option.update_snapshots and not has_passed):
             return []
@@ -128,7 +128,7 @@ class RankSnapshots:
 
 
 def compared_files(config: pytest.Config) -> list[str]:
-    """List the snapshot files that this process's assertions compared or wrote."""
+    """List the snapshot files that assertions in this process compared or wrote."""
     return sorted(
         {
             result.snapshot_location
@@ -160,7 +160,7 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
                     f"({error.strerror or error}); an existing file is unchanged. Make the "
                     "directory writable, or set another with the ini option fsdp_comm_snapshot_dir"
                 )
-        # The file was not written, so syrupy must not count it.
+        # Keep syrupy from counting the file, because it was not written.
         result.created = result.updated = result.success = False
     item.stash[UNWRITTEN] = {}
     return problems
@@ -170,7 +170,7 @@ def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> Non
     """Keep an update from deleting plain ``snapshot`` files of tests that did not pass."""
     # syrupy 7.0 regards the snapshots of a test that failed early, or never ran, as unused, and
     # --snapshot-update deletes them. It does not delete those of a skipped test, so mark these
-    # tests as skipped. The session is that of xdist's controller, or of the only process.
+    # tests as skipped. Under xdist, this runs in the controller.
     session = _session(config)
     for nodeid in nodeids:
         session.ran_item(nodeid, "skipped")
@@ -190,8 +190,8 @@ def _assert_again(item: pytest.Item, source: RankAssertion) -> str:
         update_snapshots=bool(config.option.update_snapshots),
         update_new_snapshots_only=bool(getattr(config.option, "update_new_snapshots_only", False)),
     )
-    # Patch this instance, not the class: syrupy identifies extensions by class, and also batches
-    # the writes to a file by class.
+    # Patch this instance, not the class: syrupy identifies extensions by class, and also uses the
+    # class to batch the writes to a file.
     assertion.extension.serialize = lambda data, **_: data  # type: ignore[method-assign]  # see above
     if isinstance(source.index, str):
         assertion(name=source.index)

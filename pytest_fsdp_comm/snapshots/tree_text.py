@@ -57,7 +57,7 @@ def _read_names(text: str) -> tuple[str, ...]:
 def _read_reshard(text: str) -> bool | int:
     if text in {"true", "false"}:
         return text == "true"
-    # Reject 1, which would equal True; groups of one rank have no meaning anyway.
+    # Reject 1, because it equals True; a group of one rank would be meaningless anyway.
     if not text.isdecimal() or int(text) <= 1:
         raise ValueError("expected reshard_after_forward=true, =false or =<number of ranks>")
     return int(text)
@@ -67,9 +67,9 @@ _PRECISION: Final[dict[str, Callable[[str], Any] | None]] = {
     **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), unescape),
     "cast_forward_inputs": lambda _: False,
 }
-# For each fact of a unit, the function that reads its value, in the order in which snapshots write
-# the facts. A fact is written as ``<word>=<value>`` unless it is the default. None for a flag,
-# which has no value.
+# The function that reads the value of each fact of a unit, in the order in which snapshots write
+# the facts; None for a flag, which has no value. A fact is written as ``<word>=<value>``, unless it
+# has its default value.
 _UNIT_WORDS: Final[dict[str, Callable[[str], Any] | None]] = {
     "group": int,
     "root": None,
@@ -82,7 +82,7 @@ _UNIT_WORDS: Final[dict[str, Callable[[str], Any] | None]] = {
     "force_sum_reduction": None,
     **dict.fromkeys(("forward_prefetch", "backward_prefetch", "prefetch"), _read_names),
 }
-# The fields of `UnitFacts` whose names differ from their words.
+# The fields of `UnitFacts` whose names differ from their words in a snapshot, keyed by word.
 _FIELDS: Final = {"root": "is_root", "shard": "shard_axis", "replicate": "replicate_axis"}
 _DEFAULT: Final = UnitFacts(kind="fsdp2")
 
@@ -103,7 +103,7 @@ def _unit_content(unit: UnitFacts, group: int) -> str:
 
 
 def _read_unit(content: str) -> tuple[UnitFacts, int]:
-    """Read a unit and its number as `_unit_content` writes them (see Note [Strict reading])."""
+    """Read a unit and its number, as `_unit_content` writes them (see Note [Strict reading])."""
     kind, *words = content.split(" ")
     values: dict[str, Any] = {}
     for text in words:
@@ -149,7 +149,7 @@ def _read_parameter(content: str) -> ParameterFacts:
 
 
 def format_profile(profile: TreeProfile) -> str:
-    """Return a profile as the text of a snapshot, which `read_tree` can read."""
+    """Return a profile as the text of a snapshot that `read_tree` can read."""
     first = header("tree", torch_version=profile.torch_version, backend=profile.backend)
     return "\n".join([first, *_lines(profile)]) + "\n"
 
@@ -166,14 +166,14 @@ def _lines(profile: TreeProfile) -> list[str]:
 
 
 def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
-    """Return all lines of one tree but the first; leave `recorded` empty below a line of ranks."""
+    """Return all lines of one tree but the first; below a line of ranks, omit `recorded`."""
     units = (
         line
         for group, units_of_group in sorted(facts.units.items())
         for line in _folded(units_of_group, partial(_unit_content, group=group))
     )
     parameters = _folded(facts.parameters, _parameter_content)
-    # Totals let `read_tree` notice if a merge lost a line.
+    # Totals let `read_tree` detect that a merge lost a line.
     totals = sum(map(len, facts.units.values())), len(facts.parameters)
     return [
         *world_lines(facts.world_size, recorded, facts.mesh_axes),

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 # collected, and either the file's test function no longer exists, or all tests of that function
 # passed, at least one of them at the file's world size. The files of a deleted module are unused if
 # the module was in a directory that pytest's arguments name. A run that selects or deselects tests,
-# or ends early, reports no unused files. The plugin never deletes a file, and hides its files from
-# syrupy, which would delete them (`discover_snapshots` returns none).
+# or ends early, reports no unused files. The plugin never deletes a file. It hides its files from
+# syrupy, because syrupy would delete them (`discover_snapshots` returns none).
 
 _HEADER: Final = "# pytest-fsdp-comm "
-# The first comparison imports this module. Do not import it earlier: the import takes longer than a
-# short session.
+# The first comparison imports this module. Do not import it earlier, because the import takes
+# longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-# Stash key of the config: whether the session runs all tests of the modules that it collected.
+# Stash key, on the config, of whether the session runs all tests of the modules that it collected.
 _IS_COMPLETE: Final = pytest.StashKey[bool]()
-# Key in an xdist worker's output to its controller: the collected tests and the compared files.
+# Key, in an xdist worker's output to its controller, of the collected tests and compared files.
 _OUTPUT: Final = "fsdp_comm_collected"
 
 
@@ -55,17 +55,17 @@ class UnusedSnapshots:
         """The unused files; empty until the session ends."""
         self._config = config
         self._options = config.stash[OPTIONS]
-        # By module: whether it was collected without an error.
+        # Whether each module was collected without an error.
         self._modules: dict[Path, bool] = {}
         self._num_collected = 0
-        # All tests by their module's snapshot directory: function (`names.function_of`), variant
-        # (``ws4``) and node id. None if the session runs only selected tests.
+        # Function (`names.function_of`), variant (``ws4``) and node id of all tests, keyed by the
+        # snapshot directory of the module. None if the session runs only selected tests.
         self._all_tests: dict[str, list[tuple[str, str, str]]] | None = None
         # The selected tests that run on ranks, or request a fixture of this plugin.
         self._selected: set[str] = set()
         self._called: set[str] = set()
         self._unpassed: set[str] = set()
-        # Whether each phase and subtest of the running test passed.
+        # Whether each phase and subtest of the running test has passed so far.
         self._phases: list[bool] = []
         self._started_workers = 0
         self._worker_outputs: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ class UnusedSnapshots:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Record which modules are collected, and whether one of them failed or was skipped."""
+        """Record which modules are collected, and whether collecting one failed or was skipped."""
         report = yield
         module = collector.getparent(pytest.Module)
         if module is not None:
@@ -83,7 +83,7 @@ class UnusedSnapshots:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None]:
-        """Count all tests before any are deselected."""
+        """Count all tests before other plugins deselect some."""
         self._num_collected = len(items)
         return (yield)
 
@@ -134,7 +134,7 @@ class UnusedSnapshots:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: WorkerController) -> None:
-        """Count started xdist workers, to notice one that crashes and sends no output."""
+        """Count started xdist workers, to detect one that crashes and sends no output."""
         del node
         self._started_workers += 1
 
@@ -178,11 +178,11 @@ class UnusedSnapshots:
             session.shouldstop or session.shouldfail or has_lost
         )
         option = self._config.option
-        # With an option such as --setup-plan, no test runs, so report nothing.
+        # Report nothing if no test ran, as with --setup-plan.
         is_reported = (passed or self._unpassed) and not option.disable_unused_snapshots
         if has_ended and is_reported and self._all_tests is not None:
             self.files = [*self._find(self._all_tests, passed, compared)]
-        # As in syrupy, unused files fail the session, unless one of these options is set.
+        # As in syrupy, unused files make the session fail unless one of these options is set.
         if self.files and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
@@ -216,7 +216,7 @@ class UnusedSnapshots:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print changes that failed several tests, and unused files, with commands for both."""
+        """Print changes that made several tests fail, then unused files, with commands for both."""
         print_shared_changes(terminalreporter)
         if not self.files:
             return
@@ -226,7 +226,7 @@ class UnusedSnapshots:
         for path in self.files:
             write(f"  {show_path(path, self._config.rootpath)}")
         paths = [_from(self._config, path) for path in self.files]
-        # git would read the brackets in ids of parametrized tests as patterns.
+        # git would treat brackets, which ids of parametrized tests contain, as patterns.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
         write(f"To remove them: git {literal}rm {' '.join(map(shell_word, paths))}")
 
@@ -238,7 +238,7 @@ def _replay() -> ModuleType:
 
 
 def _selects_tests(config: pytest.Config) -> bool:
-    """Whether options or arguments exclude tests of a module before they are collected."""
+    """Whether options or arguments keep some tests of a module from being collected."""
     option = config.option
     names_tests = any("::" in str(argument) for argument in config.args)
     return (
@@ -258,9 +258,9 @@ def _from(config: pytest.Config, path: Path) -> str:
 
 
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
-    """Suggest an existing file for a missing one that would contain `text`; empty if none fits."""
-    # The suggested file is for a different world size, or for a removed test, which was probably
-    # renamed.
+    """Suggest an existing file in place of `missing`, which would contain `text`; empty if none."""
+    # Suggest the test's file for a different world size, or a file of a test that no longer exists,
+    # because that test was probably renamed.
     name, variant = read_basename(missing.stem) or ("", "")
     index = missing.stem.removeprefix(f"{name}.{variant}")
     orphans: list[Path] = []
@@ -289,7 +289,7 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
 
 
 def _is_gone(item: pytest.Item, path: Path, name: str) -> bool:
-    """Whether a file's test no longer exists; guess from the module's text if not collected."""
+    """Whether a file's test no longer exists; if not collected, guess from the module's text."""
     directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
     module = named_module(directory, item.config.rootpath)
     if module == item.path and item.config.stash.get(_IS_COMPLETE, False):

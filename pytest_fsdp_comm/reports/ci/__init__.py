@@ -1,1 +1,1 @@
-"""The results of a session for reviewers in CI: a Markdown summary and GitHub annotations."""
+"""Write a session's results for reviewers in CI: a Markdown summary and GitHub annotations."""

@@ -1,4 +1,4 @@
-"""Results of a session for reviewers: compared snapshots, failed tests, and the commit."""
+"""A session's results for reviewers: compared snapshots, failed tests, and the commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Comparisons:
     """The comparisons of one test, which ranks and xdist workers send with the test's report."""
 
     files: tuple[str, ...] = ()
-    """The snapshot files, relative to pytest's root directory; each once."""
+    """The snapshot files, relative to pytest's root directory, without duplicates."""
     headline: str = ""
     """The difference in one line; empty if nothing differs."""
     explanation: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Comparisons:
     summaries: tuple[str, ...] = ()
     """The model-wide changes, one per line, regressions first; empty if there are none."""
     cost: tuple[str, ...] = ()
-    """The cost of the difference, the total first; empty if it is unchanged or unknown."""
+    """The cost of the difference, total first; empty if the cost is unchanged or unknown."""
     sent: tuple[tuple[str, str], ...] = ()
     """For each change whose call site is known: ``path:line`` and the text of the change."""
     accept: str = ""
@@ -35,7 +35,7 @@ class Comparisons:
 
     @property
     def summary(self) -> str:
-        """The first change with its call site, but without its cause."""
+        """The first change, with its call site but without its cause."""
         text = self.summaries[0].partition("; likely: ")[0] if self.summaries else self.headline
         site = next((site for site, change in self.sent if change in self.summaries[:1]), "")
         return f"{text}, at {site}" if site else text
@@ -88,11 +88,11 @@ class FailedTest:
 
     nodeid: str
     reason: str
-    """The headline, or the first line of the error; for a hang, the first lines."""
+    """The headline, or the first line of the error; if the test hangs, the first few lines."""
     place: Place | None
-    """The line that failed; None outside of the checkout."""
+    """The line that failed; None if it is outside the checkout."""
     sent: tuple[tuple[Place, str], ...] = ()
-    """The changes in `comparisons.sent`, or where a test hangs; only lines in the checkout."""
+    """The changes in `comparisons.sent`, or where the test hangs; only lines in the checkout."""
     comparisons: Comparisons = Comparisons()
     """Empty if the test failed before its first comparison, or for a different reason."""
 
@@ -102,7 +102,7 @@ class Outcomes:
     """The results of a session."""
 
     compared_tests: int
-    """Number of tests that compared and passed, or that failed because of a comparison."""
+    """Number of tests that compared something and passed, or that a comparison made fail."""
     compared_files: int
     failed: tuple[FailedTest, ...] = ()
     """In the order of pytest's reports."""
@@ -115,14 +115,14 @@ class Outcomes:
 
     @property
     def changes(self) -> list[list[FailedTest]]:
-        """The failed tests, grouped by their change."""
+        """The failed tests, grouped by change."""
         tests = {test.nodeid: test for test in self.failed}
         groups = group_changes({nodeid: test.comparisons for nodeid, test in tests.items()})
         return [[tests[nodeid] for nodeid in group] for group in groups]
 
     @property
     def has_news(self) -> bool:
-        """Whether the session has results for reviewers."""
+        """Whether there is anything to show to reviewers."""
         return bool(self.compared_tests or self.failed or self.unused)
 
 
@@ -159,7 +159,7 @@ class Origin:
 
 
 def read_origin(environment: Mapping[str, str]) -> Origin:
-    """Read the commit from variables of GitHub or GitLab; empty if a test started the session."""
+    """Read the commit from GitHub's or GitLab's variables; empty if a test started the session."""
     if "PYTEST_CURRENT_TEST" in environment:
         return Origin()
 

@@ -18,7 +18,8 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
 )
 from pytest_fsdp_comm.text.words import counted, cut, first_of, shorten, without_amounts
 
-# Limits of a summary: GitHub drops all summaries of a step if together they exceed 1 MiB.
+# Limits that keep a summary small: GitHub drops all summaries of a step if together they exceed
+# 1 MiB.
 _MAX_ROWS: Final = 200
 _MAX_DETAILS: Final = 40
 _MAX_NAMES: Final = 3
@@ -26,17 +27,17 @@ _MAX_DETAIL_NAMES: Final = 100
 _MAX_CELL: Final = 400
 _MAX_DETAIL: Final = 8_000
 _MAX_UNUSED: Final = 50
-# GitHub shows 10 annotations per step, so the tenth says how many more there are.
+# GitHub shows 10 annotations per step; the tenth is needed to say how many more there are.
 _MAX_ANNOTATIONS: Final = 9
 _MAX_MESSAGE: Final = 4_000
 _MAX_TITLE: Final = 200
-# What Markdown or GitHub would interpret: markup, links, mentions, issues, emoji and math. They
-# leave "_" within a word alone.
+# Matches what Markdown or GitHub would interpret: markup, links, mentions, issues, emoji and math.
+# They do not interpret "_" within a word.
 _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
 )
 
-# Allow browsers to break a long id after these characters.
+# Matches where browsers may break a long id, after one of these characters.
 _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
@@ -97,14 +98,14 @@ def _row(tests: Sequence[FailedTest], origin: Origin) -> str:
     names = []
     listed, more = first_of(tests, _MAX_NAMES)
     for test in listed:
-        # If a long id could not be broken, it would leave no room for the cost.
+        # Let browsers break a long id; otherwise, it would leave no room for the cost.
         name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
         address = origin.line_address(test.place)
         names.append(f'<a href="{address}">{name}</a>' if address else name)
     names += [f"and {more} more"] * bool(more)
     comparisons = tests[0].comparisons
     costs = [*comparisons.cost, *([_AMOUNTS] if _has_other_amounts(tests) else [])]
-    # Prefer the summaries: the headline in `reason` has only the first of several changes.
+    # Prefer the summaries, because the headline in `reason` has only the first of several changes.
     lines = comparisons.summaries or tests[0].reason.splitlines()
     changes, cost = ("<br>".join(map(_cell, side)) for side in (lines, costs))
     return f"| {'<br>'.join(names)} | {changes} | {cost} |\n"
@@ -115,7 +116,7 @@ def _has_other_amounts(tests: Sequence[FailedTest]) -> bool:
 
 
 def _details(tests: Sequence[FailedTest]) -> str:
-    """Write one change, with all tests that fail because of it, and a command that accepts it."""
+    """Write one change, all tests that fail because of it, and a command that accepts it."""
     comparisons = tests[0].comparisons
     summary, names, lines = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.explanation
     if len(tests) > 1:
@@ -127,7 +128,7 @@ def _details(tests: Sequence[FailedTest]) -> str:
         lines = tuple(line.removeprefix("  ") for line in comparisons.explanation[1:])
         names += f"{_AMOUNTS}:\n\n" if _has_other_amounts(tests) else ""
     accept = accept_all([test.comparisons for test in tests])
-    # A truncated command would accept something different.
+    # Omit a command that would have to be truncated, because it would accept something different.
     is_complete = comparisons.accept and len(accept) < _MAX_DETAIL
     accept = f"\n\nTo accept it:\n\n{fenced(accept)}" if is_complete else ""
     # GitHub only renders Markdown inside HTML after a blank line.
@@ -142,7 +143,7 @@ def _cell(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape text so that Markdown (including tables) and HTML show it literally on one line."""
+    """Escape text so that Markdown (including tables) and HTML show it literally, on one line."""
     line = printable(" ".join(text.split()))
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line)
 
@@ -157,7 +158,7 @@ def fenced(text: str) -> str:
 
 def annotate(outcomes: Outcomes) -> list[str]:
     """Annotate each cause once, at its call site or, if that is unknown, at a failed assertion."""
-    # Tests may differ in amounts, so store the text of the first test for each cause.
+    # Tests may differ in amounts, so keep only the first test's text for each cause.
     causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
     for test in outcomes.failed:
         for place, text in test.sent:

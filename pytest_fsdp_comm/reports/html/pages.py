@@ -43,7 +43,7 @@ from pytest_fsdp_comm.tree.profile import TreeProfile
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# Limits of a page. The page says how many elements it omits.
+# Upper limits for one page. The page says how many elements it omits.
 _MAX_CHARTS: Final = 4
 _MAX_SECTIONS: Final = 12
 _MAX_TESTS: Final = 1_500
@@ -52,7 +52,7 @@ _MAX_SECTION_ROWS: Final = 600  # of a tree on a page that also has recordings
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
 _MAX_HEADLINES: Final = 6
-# Several modules as `fqn.name_owners` writes them.
+# Matches several modules, as `fqn.name_owners` writes them.
 _NAMES: Final = r"[^\s,]+(?:, [^\s,]+)+(?: and \d+ more)?"
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
@@ -90,7 +90,7 @@ _STATUS: Final = {
 
 
 def status_of(result: Result) -> Status:
-    """Return the worst status of a test's comparisons and outcome; ``xfailed`` hides the others."""
+    """Return the worst status of a test's comparisons and outcome; ``xfailed`` takes precedence."""
     if result.outcome == "xfailed":
         return _STATUS["xfailed"]
     statuses = [_STATUS[compared.verdict] for compared in result.record.compared]
@@ -165,7 +165,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
         sections=rendered,
         data=_data(rendered),
         left_out=len(sections) - len(rendered),
-        # Prefer the recorded world size: a test without ranks may create a process group itself.
+        # Prefer the recorded world size, because a test without ranks may create a process group.
         world_size=max((section["world_size"] for section in rendered), default=0)
         or result.record.world_size,
     )
@@ -174,7 +174,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
 def _section(
     prefix: str, value: Compared, read: Callable[[str], CommProfile | TreeProfile]
 ) -> dict[str, Any]:
-    """Return the template's data for a value; the ids of its elements begin with `prefix`."""
+    """Return the template's data for a value; element ids on the page begin with `prefix`."""
 
     def profile(text: str) -> CommProfile | TreeProfile | None:
         try:
@@ -232,7 +232,7 @@ def _tree_view(tree: ShardTree, most: int) -> dict[str, Any]:
 
 
 def page_name(nodeid: str) -> str:
-    """Return the file name of a test's page: stable across runs, and unique among tests."""
+    """Return the file name of a test's page, which is stable across runs and unique."""
     path, _, name = nodeid.partition("::")
     module = path.rpartition("/")[2].removesuffix(".py")
     slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{module}-{name}")[:_MAX_SLUG].strip("-")
@@ -247,7 +247,7 @@ def _cut(text: str) -> str:
 
 
 def _with_change_first(line: str) -> str:
-    """In a long line, move the module names to the end, or print only the first of them."""
+    """If a line is long, move the module names to its end, or print only the first name."""
     if len(line) <= _MAX_HEADLINE:
         return line
     if match := re.fullmatch(
@@ -266,7 +266,7 @@ def _data(sections: Sequence[dict[str, Any]]) -> str:
     """Return the JSON from which `report.js` draws timelines."""
     # A step of 126 layers has thousands of entries, so the JSON has each distinct entry once, and a
     # list of indices for each timeline. The script computes positions, intervals from unshard to
-    # reshard, and gathered bytes. Templates also list the entries, for browsers without scripts.
+    # reshard, and gathered bytes. Templates list the entries too, for browsers without scripts.
     entries: dict[tuple[str | int | None, ...], int] = {}
 
     def place(entry: Entry) -> int:
@@ -291,8 +291,8 @@ def _data(sections: Sequence[dict[str, Any]]) -> str:
 # Names of tests, modules and axes are arbitrary text. jinja escapes them (`autoescape`),
 # `_printable` escapes control characters, and the JSON has no "<", which could end its element. In
 # addition, the page's content security policy forbids loading anything, and allows only the style
-# sheet and the script whose digests it lists. It also forbids style attributes, so the script
-# positions elements through their style properties, which the policy allows.
+# sheet and script whose digests it lists. It also forbids style attributes, so the script positions
+# elements through their style properties, which the policy allows.
 
 
 def _render(template: str, **values: Any) -> str:
@@ -345,7 +345,7 @@ def breakable(text: str) -> Any:
 
 
 def _printable(value: Any) -> Any:
-    # Only this module creates Markup, and only from printable text.
+    # Trust Markup: only this module creates it, and only from printable text.
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return printable(value, "\n\t") if is_text else value
 
@@ -355,5 +355,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return the digest of a style sheet or script for the policy: see Note [Safe pages]."""
+    """Return the digest of a style sheet or script for the policy (see Note [Safe pages])."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -22,14 +22,14 @@ MARKS: Final[dict[Mark, tuple[str, str]]] = {
     "new": ("+", "new"),
     "removed": ("\N{MINUS SIGN}", "removed"),
 }
-"""The sign and the word of each mark."""
+"""The sign and word that a page shows for each mark."""
 
 _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRow:
-    """The calls of one or more modules in snapshot and recording; a side without calls is empty."""
+    """The calls of one or more modules on both sides; a side without calls is empty."""
 
     before: str
     after: str
@@ -38,7 +38,7 @@ class SideRow:
 
     @property
     def mark(self) -> Mark:
-        """How before and after differ."""
+        """How `before` and `after` differ."""
         if self.before == self.after:
             return "same"
         return "changed" if self.before and self.after else "new" if self.after else "removed"
@@ -52,7 +52,7 @@ def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
     for side, profile in ((1, new), (0, old)):
         for row in profile.rows:
             places[row.owner, row.key][side].append(_amount(row))
-    # Modules with equal calls before and after share a row.
+    # Modules whose calls are equal both before and after share a row.
     owners_of: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
     for (owner, key), (before, after) in places.items():
         owners_of[key, " / ".join(before), " / ".join(after)].append(owner)
@@ -93,7 +93,7 @@ def show_calls(calls: Calls) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRow:
-    """A number before and after the change, as text."""
+    """One number of the cost, before and after the change, as text."""
 
     label: str
     before: str
@@ -123,7 +123,7 @@ def cost_rows(cost: Cost) -> list[CostRow]:
     return [*rows, row("peak gathered", was, now, show_nbytes(was), show_nbytes(now))]
 
 
-# Axis and phase.
+# A column of the table: an axis and a phase.
 Column: TypeAlias = tuple[str, str]
 # Bytes on one rank before and after, then calls of unknown size before and after.
 Cell: TypeAlias = tuple[int, ...]
@@ -134,13 +134,13 @@ class ModuleRow:
     """The bytes of a module, or of several modules with equal communication."""
 
     name: str
-    """Pattern of the names within the parent row; ``(root)`` for the root."""
+    """Pattern of the names relative to the parent row; ``(root)`` for the root."""
     depth: int
     count: int
     is_part: bool
-    """Whether the row has only the module's direct calls, without those of its submodules."""
+    """Whether the row shows only the module's direct calls, without those of its submodules."""
     cells: tuple[Cell | None, ...]
-    """One per column, submodules included; None if nothing is sent."""
+    """One per column, including submodules; None if nothing is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class ModuleTable:
     columns: tuple[Column, ...]
     rows: tuple[ModuleRow, ...]
     of_rank: str
-    """The rank whose numbers these are, ``rank 0``; empty if all ranks have the same numbers."""
+    """The rank that the numbers are for: ``rank 0``; empty if all ranks have the same numbers."""
 
 
 def _cells() -> defaultdict[Column, list[int]]:
@@ -165,7 +165,7 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
     def key(self) -> object:
-        """Return a key that is equal for modules with equal communication, submodules included."""
+        """Return a key that is equal for modules with equal communication, including submodules."""
         cells = sorted((column, *sides) for column, sides in self.direct.items())
         below = sorted((name, child.key()) for name, child in self.children.items())
         return tuple(cells), tuple(below)

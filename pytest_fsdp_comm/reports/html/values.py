@@ -1,4 +1,4 @@
-"""The data behind the HTML pages: comparisons and recordings of the tests of a run."""
+"""The data behind the HTML pages: comparisons and recordings of a run's tests."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pytest_fsdp_comm.tree.model import ShardTree
 Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
 Outcome = Literal["failed", "error", "passed", "skipped", "xfailed", "unfinished"]
 
-# Limit of a rank's entries. Two steps of a model with 126 layers have about 6,000.
+# Most entries of a rank's timeline. Two steps of a model with 126 layers have about 6,000.
 MAX_ENTRIES: Final = 8_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A collective, unshard or reshard, without its position; unknown strings are empty."""
+    """A collective, unshard or reshard, regardless of its position; unknown strings are empty."""
 
     operation: str
     """``unshard``, ``reshard``, or the kind of a collective."""
     module: str | None
-    """The owner, or the module of the unit; None for no module."""
+    """The owner, or the module of the unit; None if there is no module."""
     phase: str
     nbytes: int
     """The message size, or the bytes of the unit's parameters."""
@@ -50,7 +50,7 @@ class Timeline:
 
 
 def timeline_of(recording: Recording) -> Timeline:
-    """Return the first `MAX_ENTRIES` entries that a rank recorded, in order."""
+    """Return the first `MAX_ENTRIES` entries that a rank recorded."""
     records: list[Collective | Reshard] = [*recording.collectives, *recording.reshards]
     records.sort(key=attrgetter("index"))
     entries: dict[Entry, int] = {}
@@ -90,7 +90,7 @@ def share_timelines(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A value that a test compared with a snapshot, or only recorded; missing strings are empty."""
+    """A value that a test compared with a snapshot or only recorded; missing strings are empty."""
 
     name: str
     """The key, if a dict was compared; otherwise empty."""
@@ -100,7 +100,7 @@ class Compared:
     """The snapshot's path, relative to pytest's root; empty if none was compared."""
     old: str = ""
     new: str = ""
-    """The recording or tree, as a snapshot's text; empty if it could not be written."""
+    """The recording or tree as the text of a snapshot; empty if it could not be written."""
     text: FailureText | None = None
     """The failure; None if the comparison passed."""
     accept: str = ""
