@@ -1,15 +1,16 @@
 """Track this process's running recordings, and which of them record a given thread's calls."""
 
-# The process has one set of kernels and patches for all recordings: with a set for each, recordings
-# that overlap would lose events. At each call, a kernel or patch looks up the recordings that the
-# thread has entered. They are stored in torch's thread-local state, because the autograd engine
-# copies that state to its device threads, where a plain threading.local would be empty.
+# The process has one set of kernels and patches for all recordings, because recordings that overlap
+# would lose events if each had a set. At each call, a kernel or patch looks up the recordings that
+# the thread has entered. The recordings are stored in torch's thread-local state, because the
+# autograd engine copies that state to its device threads, where a threading.local would be empty.
 
 # Note [Whose call]
 # A recording records the collectives of all threads. But if a thread has not entered the recording,
 # its collectives are attributed to no module, because the recording knows only the units and graphs
-# of the thread that entered it. If a thread starts while recordings run, only those record its
-# calls. If it communicates in a later block, the later recording has a gap that names the thread.
+# of the thread that entered it. If a thread starts while recordings run, only those recordings
+# record its calls. If it communicates in a later block, that block's recording has a gap that names
+# the thread.
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 # Note [Answers of CommDebugMode]
 # We fill an instance of torch's class with recorded data, so that torch writes tables, JSON and the
 # tracker, but we never enter it. Once entered, it counts with global module hooks. They raise an
-# IndexError for a module that runs twice and a KeyError for a backward without its forward,
+# IndexError if a module runs twice and a KeyError if a backward runs without its forward,
 # attribute prefetched gathers to the running module, list views that they create themselves, and
 # keep the model alive.
 
@@ -428,7 +428,7 @@ class CommDebugAnswers(ABC):
         tracker = mode.advanced_module_tracker
         tracker.module_helper_dict, tracker.module_parents_dict = modules, parents
         tracker.parent_dict, tracker.sharding_dict = called, self.get_sharding_info()
-        with contextlib.suppress(RecordingError):  # without the model, only these are missing
+        with contextlib.suppress(RecordingError):  # if the model no longer exists, omit them
             tracker.module_parameters_dict = self.get_parameter_info()
         return mode
 

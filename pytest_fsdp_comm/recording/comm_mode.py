@@ -86,7 +86,7 @@ class CommMode(CommDebugAnswers):
         trace_operations: bool | None = None,
         estimate: optim.Optimizer | bool = False,
     ) -> Self:
-        """Set the module that FQNs are relative to, for the next block.
+        """For the next block, set the module that FQNs are relative to.
 
         Args:
             model: Any module; usually the FSDP root. Pass a list for the parts of one model that
@@ -329,7 +329,7 @@ class CommMode(CommDebugAnswers):
         *,
         timeout_s: float = 60.0,
     ) -> Iterator[None]:
-        """Record a block of a launched program on all its ranks, without a test, and save it.
+        """Record a block of a launched program on all ranks, outside any test, and save it.
 
         Every rank must enter it. The ranks exchange files in the folder of `path`, without using
         the program's process groups, and rank 0 writes `path` on a separate thread. An error of

@@ -26,7 +26,7 @@ class Dispatch(IntEnum):
     NONE = 0
     """It runs the operation like a plain tensor."""
     OPAQUE = 1
-    """It leaves the operation to other code, which dispatch modes may not see."""
+    """It leaves the operation to other code, whose operations dispatch modes may not see."""
     WRAPPER = 2
     """It runs the operation on inner tensors, where modes see it, as DTensor does."""
 

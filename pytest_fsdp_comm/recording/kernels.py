@@ -8,7 +8,8 @@
 # internally, which is not recorded again. Calls that torch.compile only traces are not recorded.
 # The kernels are registered at the first recording and never removed, because torch would remove a
 # kernel even if a thread is about to call it. Without a recording, they only pass calls on.
-# We do not register through torch.library, because it would then reject another library's kernel.
+# We do not register through torch.library, because torch.library would then reject the kernels of
+# other libraries.
 # Another library's kernel shadows ours: if it is registered during a block, the recording has a
 # gap. If it was registered before, or torch lacks the private functions, a dispatch mode records
 # the calls of the block's thread instead. Private names of torch were checked in 2.6 to 2.15.
@@ -16,8 +17,8 @@
 # Note [Subclasses pass through]
 # A mode sees an operation before a tensor subclass does, and never sees the operations that the
 # subclass calls for it. So the mode returns NotImplemented for DTensor and other wrapper classes;
-# the operations that these call on their inner tensors reach the mode again. It also does so for
-# opaque subclasses, but records a collective on them directly.
+# the operations that they call on their inner tensors reach the mode again. The mode returns
+# NotImplemented for opaque subclasses too, except for collectives, which it records directly.
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class GroupNames:
     """Collect the axes of a recording's process groups. See Note [Names come last]."""
 
     def __init__(self) -> None:
-        # The axis of each group in a mesh, by torch's name of the group.
+        # The axis of each group in a mesh, keyed by torch's name for the group.
         self._axes: dict[str, str] = {}
-        # torch's description of each group, and its ranks in the default group, by the same name.
+        # Keyed likewise: torch's description of each group, and its ranks in the default group.
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._wholes: dict[str, str] = {}  # for a post-forward group: the unit's shard group
         self._foreign_axes: set[str] = set()  # axes of meshes that this rank is not in

@@ -30,7 +30,7 @@ memory. All its tensors count as sent."""
 
 
 class Place(Enum):
-    """Where an operation's tensors are, if not in one named argument."""
+    """Where an operation's tensors are, if no single named argument holds them."""
 
     NOWHERE = auto()
     """There are no tensors, or (for `received`) the operation overwrites those that it sends."""
@@ -54,7 +54,7 @@ SILENT: Final = frozenset(
     {
         *("wait_tensor", "wait_tensors", "_wrap_tensor_autograd"),
         *("check_for_nan", "mesh_get_process_group"),
-        # Symmetric memory: these wait for, read or multiply data that other ranks wrote.
+        # Symmetric memory: wait for data that other ranks wrote, read it or multiply it.
         *("nccl_wait_for_signal", "nccl_wait_signal", "nvshmem_wait_for_signal", "_rendezvous"),
         *("get_remote_tensors", "memset32_", "stream_write_value32_", "_async_input_mm"),
     }

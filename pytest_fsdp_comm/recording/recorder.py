@@ -122,7 +122,7 @@ class Recorder:
         # `.attribution` is set while a thread is running a callback that the block registered.
         self._here = threading.local()
         self._num_resumed = 0
-        self._lock = threading.Lock()  # other threads record too
+        self._lock = threading.Lock()  # several threads may record at once
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

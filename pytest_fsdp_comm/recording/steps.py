@@ -42,7 +42,7 @@ class StepRecorder:
     """Record training steps; call this after each optimizer step. See Note [Steps of a program]."""
 
     def __init__(self, mode: CommMode, first: int, last: int, *, ended: Callable[[], None]) -> None:
-        """Prepare to record steps `first` to `last`, then call `ended`, which may raise."""
+        """Set the steps to record, `first` to `last`; `ended` runs after them, and may raise."""
         self._mode, self._first, self._last = mode, first, last
         self._ended = ended
         self.models: list[nn.Module] = []
@@ -101,7 +101,7 @@ class StepRecorder:
         try:
             if self.models:  # otherwise FQNs are relative to the outermost module that runs
                 self._mode(self.models)
-        except RecordingError:  # they are not parts of one model
+        except RecordingError:  # the models are not parts of one model
             self.models = [nn.ModuleList(self.models)]
             self._mode(self.models)
         self._mode.__enter__()

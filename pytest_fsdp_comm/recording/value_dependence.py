@@ -31,7 +31,7 @@ from pytest_fsdp_comm.recording.pending import IN_MODULES
 
 
 class ValueReads:
-    """Collect the lines of user code in one block that read values of tensors."""
+    """Collect the lines of user code that read values of tensors in one block."""
 
     def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
         """Start with no gaps; `attribute` returns the current phase and line of user code."""

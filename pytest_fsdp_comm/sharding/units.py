@@ -229,7 +229,7 @@ class ReadParameter:
     slots: tuple[Slot, ...] = ()
     """Its slots, starting with the slot that its unit uses; empty if no unit manages it."""
     origin: object = None
-    """Equal if two parameters were one tensor before sharding; None if torch does not record it."""
+    """Equal for parameters that were one tensor before sharding; None if torch does not mark it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class Finding:
     """Its cost in bytes on each rank, in memory or in traffic per step (as `reason` says); None if
     unknown."""
     count: int = 1
-    """The number of cases that it combines; like equal layers, they differ only in names.
+    """The number of cases that it combines, which differ only in names, as equal layers do.
     `reason` describes one case; `nbytes` is summed over all cases."""
 
     @property

@@ -82,7 +82,7 @@ class ParameterNode:
     dtype: str
     """Dtype of the stored tensor, without torch's prefix."""
     itemsize: int
-    """Bytes of one element."""
+    """The number of bytes of one element."""
     placements: tuple[AxisPlacement, ...] = ()
     """One placement for each axis of its device mesh; empty for a plain tensor."""
     local_numel: int

@@ -76,7 +76,7 @@ class Attribution:
 # whose forward runs without grad mode. No forward creates AccumulateGrad nodes: they belong to the
 # module of their parameter. A node created in backward (create_graph=True) belongs to the module
 # that called that backward, if any.
-# A later block may run backward through a graph of an earlier block, so the map lives as long as
+# A later block may run backward through an earlier block's graph, so the map lives as long as
 # its comm_mode and refers to modules weakly. Who created a node between two blocks is unknown.
 
 
@@ -102,7 +102,7 @@ class BackwardMap:
         # The running calls, outermost first: modules, and None for the autograd engine.
         self._running: list[nn.Module | None] = []
         self._thread = 0
-        self._end = 0  # one more than the number of the last node that has a maker
+        self._end = 0  # the number of the first node that has no maker yet
         # For each run of nodes with the same maker: the number after its last node, and the maker.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | Maker] = []

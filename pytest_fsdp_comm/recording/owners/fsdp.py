@@ -70,8 +70,8 @@ class Prefetches:
 
     def open_slot(self, phase: Any, user: Any) -> None:
         """Open the next slot, unless the current one has the same user and phase."""
-        # The parameter groups of one module share a slot, and so do consecutive calls of one module
-        # (a loss computed in chunks). Compare with `is`: modules may define `__eq__`.
+        # The parameter groups of a module share a slot, and so do its consecutive calls (a loss
+        # computed in chunks). Compare with `is`, because modules may define `__eq__`.
         last_phase, last_user = self._user
         if phase != last_phase or user is not last_user:
             self._slot += 1
@@ -285,7 +285,7 @@ class UnitWatch:
             self._on_reshard("unshard", modules, nbytes, 0.0)
 
     def _wait(self, group: Any, _: Arguments) -> Iterator[None]:
-        # In any other state, user code is waiting for the gather but not using the unit yet.
+        # In any other state, user code waits for the gather but does not use the unit yet.
         if group._training_state in _states(_FSDP2_STATES):
             self._prefetches.used(group)
         yield
@@ -464,7 +464,7 @@ def direct_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def groups_of_state(state: Any) -> list[Any]:
     """Return the parameter groups of an FSDP2 state."""
-    # torch 2.13 introduced several groups; up to 2.11 a state had one.
+    # Since torch 2.13, a state may have several groups; up to 2.11, it had one.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
@@ -507,8 +507,8 @@ def _gathered_nbytes_of(params: Iterable[Any]) -> int:
 
 
 def _gathered_nbytes_of_handle(handle: Any) -> int:
-    # Depending on the precision, FSDP1 gathers into one of these two; both are created in the
-    # first forward.
+    # Depending on the precision, FSDP1 gathers into one of these two tensors; the first forward
+    # creates both.
     for name in ("_full_param_padded", "_full_prec_full_param_padded"):
         padded = getattr(handle.flat_param, name, None)
         if padded is not None and padded.untyped_storage().size():

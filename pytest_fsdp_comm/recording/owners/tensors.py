@@ -1,4 +1,4 @@
-"""Find the parameter or gradient that a collective carries, by its storage or autograd graph."""
+"""From storages and the autograd graph, find the parameter or gradient in a collective."""
 
 # Note [Tensors of parameters]
 # A DTensor's collective reveals neither unit nor module: a parameter that user code gathers looks
@@ -125,7 +125,7 @@ class TensorOwners:
             label = self._label_of_tensors(_plain(sent), dtensor, attribution) or label
         if operation.kind == "all_gather" and dtensor is None:
             # This rank's shard may belong to one parameter and other ranks' shards to different
-            # ones, so look at everything that is gathered.
+            # parameters, so look at everything that is gathered.
             places = map(extent_of, _plain(bound.get(operation.received)))
             label = (
                 merged([self._label_at(at, whole=False) for at in places if at is not None])
@@ -231,7 +231,7 @@ class TensorOwners:
         return Label(parameter=None, role=None)
 
     def _make_table(self) -> None:
-        self._table = {}  # a new dict: another thread may be reading the old one
+        self._table = {}  # a new dict, because another thread may be reading the old dict
         self._parameters = {
             id(parameter): parameter for parameter, _ in registered_parameters(self._roots)
         }
@@ -321,7 +321,7 @@ def redistributed(frame: FrameType | None) -> Any:
 
 
 def _may_be_copy(tensor: Any, modules: Modules) -> bool:
-    """Whether a tensor without autograd history has the shape of one of the modules' parameters."""
+    """Whether a tensor has no autograd history, but the shape of one of the modules' parameters."""
     if tensor is None or tensor.requires_grad:
         return False
     parameters = chain(*map(direct_parameters, modules))

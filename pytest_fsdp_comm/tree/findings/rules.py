@@ -185,7 +185,7 @@ def ranks_differ(texts: Mapping[int, str]) -> Iterator[Case]:
 def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
     """Find blocks that are not units although other blocks of the same stack are."""
     # Ignore blocks too small for a unit, blocks whose modules are units, and blocks that are
-    # frozen where FSDP1 wraps only trainable ones (or the reverse).
+    # frozen where FSDP1 wraps only trainable blocks (or the reverse).
     tree, units_of = wrapping.tree, wrapping.units_of
     nbytes = [0] * len(tree.modules)
     trains = [False] * len(tree.modules)
@@ -316,7 +316,7 @@ def _can_join(wrapping: Wrapping, unit: ShardUnit, around: ShardUnit) -> bool:
 
 @rule("unit-too-large", "warning", cure="call fully_shard on its blocks first")
 def unit_too_large(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units too large for one collective, unless a single module has most of the bytes."""
+    """Find units too large for one collective, unless most of the bytes are in a single module."""
     for index, unit in wrapping.sharded_units():
         numels: defaultdict[int, int] = defaultdict(int)
         for parameter in wrapping.parameters(unit):

@@ -87,7 +87,7 @@ class Wrapping:
 
     def frozen_modules(self, unit: ShardUnit) -> Iterable[list[ParameterNode]]:
         """Return the frozen parameters that separate units could manage, one list for each unit."""
-        # Skip a parameter whose module also has trainable ones: no unit can separate them.
+        # Skip a parameter whose module has trainable parameters too: no unit can separate them.
         trainable: set[int] = set()
         for parameter in self.parameters(unit):
             if parameter.trainable:
