@@ -47,7 +47,7 @@ class CiSession:
 
     def pytest_sessionstart(self) -> None:
         """Take over from pytest-github-actions-annotate-failures (checked with version 0.4)."""
-        # `pytest_runtest_logreport` passes on the failures that the other plugin still annotates.
+        # `pytest_runtest_logreport` passes that plugin the failures that it should still annotate.
         manager = self._config.pluginmanager
         if self.annotates and manager.has_plugin("annotate_errors"):
             self._annotator = manager.unregister(name="annotate_errors")
@@ -62,8 +62,8 @@ class CiSession:
         is_ours = comparisons is not None or MARKER_NAME in report.keywords
         # Without a headline, no comparison differed, so the test failed for a different reason.
         differing = comparisons if comparisons and comparisons.headline else Comparisons()
-        # Report a test's first failed comparison, or its first failure if no comparison failed. It
-        # can follow other failures, because an earlier subtest can have failed without comparing.
+        # Report a test's first failed comparison, or its first failure if no comparison failed: an
+        # earlier subtest can have failed for another reason.
         previous = self._failed.get(report.nodeid)
         is_reported = previous is None or (differing.headline and not previous.comparisons.headline)
         if report.failed and is_ours and is_reported:

@@ -1,4 +1,4 @@
-"""The plugin's fixtures, which every rank sets up for itself."""
+"""The plugin's fixtures; every rank sets them up for itself."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
 
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Replace a size of -1 by the computed size; raise FsdpCommError if the sizes do not fit."""
+    """Replace a size of -1 with the computed size; raise FsdpCommError if the sizes do not fit."""
     __tracebackhide__ = True
     product = math.prod(size for size in axes.values() if size != -1)
     open_axes = [name for name, size in axes.items() if size == -1]

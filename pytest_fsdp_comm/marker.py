@@ -204,7 +204,7 @@ def _parse_world_sizes(values: Sequence[object]) -> tuple[int, ...]:
 def resolve_items(
     session: pytest.Session, items: list[pytest.Item], *, count_gpus: Callable[[], int]
 ) -> None:
-    """Put `SETTINGS` on the stash of each distributed item; `refuse` if a marker is wrong."""
+    """Store the settings of distributed items on their stashes; `refuse` if a marker is wrong."""
     problems: dict[str, None] = {}
     for item in items:
         mark = item.get_closest_marker(MARKER_NAME)

@@ -150,7 +150,7 @@ class Setting(NamedTuple):
     parse: Callable[[Any], Any]
     """Parses a value from the command line, the ini file or the marker; can raise ValueError."""
     text: str = ""
-    """Help text of option and ini value, for ``--help`` and docs/reference/options.md."""
+    """Help text of the option and the ini value, for ``--help`` and docs/reference/options.md."""
     default: str = ""
     """Help text for a default that `SessionOptions` stores as None."""
     flag: str = ""
@@ -442,7 +442,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
 
 
 def _raw_value(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
-    """Return a prefix for errors, and the value of the option or ini (None if neither is set)."""
+    """Return a prefix for errors, and the option or ini value (None if neither is set)."""
     raw_value = config.getoption(setting.option) if setting.flag else None
     if setting.is_path:
         # Resolve the path against the directory in which the user ran pytest, like --junitxml.

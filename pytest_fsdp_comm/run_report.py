@@ -42,7 +42,7 @@ from pytest_fsdp_comm.tree.model import ShardTree
 # Name of the plugin that writes the report; ranks unregister it.
 SESSION_PLUGIN: Final = "fsdp-comm-report"
 
-# Report attribute in which an xdist worker sends a test's record to the controller.
+# Name of the report attribute in which an xdist worker sends a test's record to the controller.
 _RECORD: Final = "comm_record"
 
 # The page of a test shows at most this many characters from the end of its failure.

@@ -109,7 +109,7 @@ class _AnyGenerator(type):
 
 
 class _Generator(metaclass=_AnyGenerator):
-    """Replaces ``torch.Generator``, because that would look for the GPU."""
+    """Replaces ``torch.Generator``, because constructing one for cuda would look for a GPU."""
 
 
 class _State:
@@ -163,8 +163,8 @@ def _current() -> torch.device:
 
 def _device(value: Any) -> Any:
     """Convert `value` to a device, with an index if it is cuda; return other values unchanged."""
-    # Add the index here, because a CPU build of torch rejects a bare index, and "cuda" without an
-    # index, before any operation is dispatched.
+    # Add the index here, because CPU-only builds of torch reject a bare index, and "cuda" without
+    # an index, before any operation is dispatched.
     if isinstance(value, int) and not isinstance(value, bool):
         return torch.device("cuda", value)
     if isinstance(value, str):

@@ -43,7 +43,7 @@ def replaced_functions(device: Callable[[Any], Any]) -> Iterator[tuple[Any, str,
 
 
 def _on_device(make: Callable[..., Any], device: Callable[[Any], Any]) -> Callable[..., Any]:
-    # Resolve device indices and ignore `pin_memory`, because a CPU build of torch rejects both.
+    # Resolve device indices and ignore `pin_memory`, because CPU-only builds of torch reject both.
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("device"), int):

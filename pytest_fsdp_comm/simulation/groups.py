@@ -26,7 +26,7 @@ from pytest_fsdp_comm.simulation.memory import SimulationError
 
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()
-"""Axis names of all meshes that this process has created; includes None if a mesh has no names."""
+"""Axis names of all meshes that this process has created; None for a mesh without names."""
 
 
 class RealGroups:
@@ -61,7 +61,7 @@ class RealGroups:
                 )
 
     def check_used(self) -> None:
-        """Raise FsdpCommError if meshes were created, but all of them lack one of the real axes."""
+        """Raise FsdpCommError if meshes were created, but a real axis is in none of them."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
         # Do not complain if there is no mesh, or if one has no axis names, because a real axis can
@@ -228,8 +228,8 @@ def _filled(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor
     return None  # the parts differ in size, so the peers' values differ from this rank's
 
 
-# FSDP pads its shards, so all ranks along its axis send the same number of bytes, and it is enough
-# to simulate one of them. Tensor and expert parallelism shard before FSDP does, and without
+# FSDP pads its shards, so all ranks along an FSDP axis send the same number of bytes, and it is
+# enough to simulate one of them. Tensor and expert parallelism shard before FSDP does, and without
 # padding: if a dimension is not divisible, some ranks have smaller shards and gather less.
 # `DistinctRanks` finds such ranks when a module registers a parameter: tensor and expert
 # parallelism register their shards as parameters, but FSDP does not (torch 2.7 to 2.15).
@@ -287,8 +287,8 @@ def distinct_places(
             local_lengths = set()
             for length in lengths[dim]:
                 chunk = -(-length // size)
-                # These ranks have all distinct lengths: the last rank with a full chunk, the rank
-                # with the remainder, and the last rank.
+                # Three ranks cover all distinct lengths: the last one with a full chunk, the one
+                # with the remainder, and the last one.
                 ends = {max(0, length // (chunk or 1) - 1), (length - 1) // (chunk or 1), size - 1}
                 local = {end: max(0, min(chunk, length - end * chunk)) for end in (place, *ends)}
                 distinct |= {end for end in ends if local[end] != local[place]}

@@ -200,7 +200,7 @@ def explain(tensor: torch.Tensor, reason: str) -> None:
 
 
 def share(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Make `tensor` share the values of `source` (of equal layout), or why they are unknown."""
+    """Make `tensor` share the values of `source` (same layout), or why they are unknown."""
     values = values_in(source)
     if values is not None:
         keep(tensor, values)

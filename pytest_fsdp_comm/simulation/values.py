@@ -12,10 +12,10 @@
 # before it needs the value.
 
 # Note [Declared routing]
-# A router chooses experts by scores, which are unknown, with one operation on the last dimension.
-# With `simulation_splits`, the indices that it returns are known, and so are the counts, sorted
-# orders and split sizes computed from the indices. The counts of all ranks are then consistent,
-# which they would not be if each count were assumed separately.
+# A router chooses experts with one operation on the last dimension of their scores, which are
+# unknown. With `simulation_splits`, the indices that the operation returns are known, and so are
+# the counts, sorted orders and split sizes computed from them. The counts of all ranks are then
+# consistent, which they would not be if each count were assumed separately.
 
 from __future__ import annotations
 
@@ -672,7 +672,7 @@ def _reason(name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> 
 
 
 def is_own(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is known without assumptions about other ranks."""
+    """Return whether a tensor's values are known without assumptions about other ranks."""
     _await([tensor])
     return is_known(tensor) and not is_mirrored(tensor)
 

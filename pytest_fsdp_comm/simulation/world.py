@@ -58,7 +58,7 @@ _ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
 _ADDRESSES: Final = 2**60
 """First address of simulated storages, higher than any real address in a process."""
 _NO_MEMORY: Final = "its data is not allocated yet"
-"""Part of an error message of c10's TensorImpl in torch 2.7 to 2.15."""
+"""Part of an error message from c10's TensorImpl in torch 2.7 to 2.15."""
 _PLACE: Final = "_fsdp_comm_address"
 _addresses: Final = itertools.count(_ADDRESSES, 2**42)
 
@@ -262,8 +262,7 @@ def _real(attribute: Any) -> Any:
 
 def _made_once(make: Any) -> Any:
     """Cache the meshes that `make` returns, because FSDP requests a mesh for each parameter."""
-    # Equal meshes that are separate objects would be slow: to compare them, torch compares the
-    # numbers of all ranks.
+    # Separate objects for equal meshes would be slow, because torch compares meshes rank by rank.
     made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     is_static = isinstance(make, staticmethod)
 

@@ -179,7 +179,7 @@ def _read_choice(choices: Mapping[Any, Any], data: Any, where: str) -> Any:
 
 
 def _read_union(readers: list[_Reader], is_optional: bool, data: Any, where: str) -> Any:
-    """Return None if the data is null and may be, else read it as the first member that it fits."""
+    """Return None if the data is null and the union allows it, else try the members in order."""
     if data is None and is_optional:
         return None
     for read in readers[:-1]:

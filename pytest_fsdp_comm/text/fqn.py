@@ -19,7 +19,7 @@ from pytest_fsdp_comm.text.rank_lists import runs_of
 # Text for the root, whose FQN is empty. It equals no escaped FQN, since parentheses are escaped.
 ROOT_TEXT: Final = "(root)"
 
-# Text for the module in rows that have none.
+# Module name in rows that have no module.
 NO_MODULE: Final = "(no-module)"
 
 # `expand` rejects a pattern that describes more FQNs than this.
@@ -28,7 +28,7 @@ MAX_NAMES: Final = 131_072
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
 _DIGITS: Final = re.compile(r"([0-9]+)")
-# `events` joins the modules of one FSDP unit with `+`, so a number can also be next to a `+`.
+# Split at `+` as well as `.`, because `events` joins the modules of one FSDP unit with `+`.
 _SEPARATOR: Final = re.compile(r"([.+])")
 # At most nine digits: any program can read such a number exactly, and no model has more siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -45,7 +45,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def natural_key(fqn: str) -> NaturalKey:
-    """Return a sort key: parents come before children, ``layers.2`` before ``layers.10``."""
+    """Return a key that sorts parents before children, and ``layers.2`` before ``layers.10``."""
     segments = tuple(
         tuple(_natural_part(part) for part in _DIGITS.split(segment) if part)
         for segment in fqn.split(".")
@@ -110,9 +110,9 @@ def unescape(text: str) -> str:
 
 def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
     """Fold FQNs into patterns, sorted by the natural order of each pattern's first FQN."""
-    # Fold inner numbers first, so that a block that differs gets one pattern: with eight experts
-    # in layers 0 to 2 and four in layer 3, the patterns are `layers.{0..2}.experts.{0..7}` and
-    # `layers.3.experts.{0..3}`.
+    # Fold inner numbers first, so that a block that differs gets a separate pattern: with eight
+    # experts in layers 0 to 2 and four in layer 3, the patterns are `layers.{0..2}.experts.{0..7}`
+    # and `layers.3.experts.{0..3}`.
     by_words: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for fqn in dict.fromkeys(fqns):
         words, numbers = _split_numbers(fqn)
