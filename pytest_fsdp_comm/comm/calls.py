@@ -29,7 +29,7 @@ class CallWord:
     """Regular expression for the value; empty for a flag."""
     value_type: type = int
     is_timing: bool = False
-    """Whether the field depends on when a call is issued, which the order of units decides."""
+    """Whether the field describes when a call is issued, which depends on the order of units."""
 
     @property
     def name(self) -> str:

@@ -39,7 +39,7 @@ _Rows: TypeAlias = tuple[Row, ...]
 
 @dataclass(frozen=True, slots=True)
 class NewCalls:
-    """The code that issued calls which the snapshot lacks."""
+    """The code that issued the calls missing from the snapshot."""
 
     sites: tuple[tuple[str | None, Site], ...] = ()
     """Owner and site of each call that may be new."""
@@ -108,7 +108,7 @@ class Comparison:
     def reported(self) -> tuple[TrainingChange | Step, ...]:
         """Changes that break training, then regressions, other steps, and steps caused by torch."""
         steps = () if self.explanation is None else self.explanation.steps
-        # Use the steps' identities as keys, since steps are not hashable.
+        # Use the steps' identities as keys, because steps are not hashable.
         order = {
             id(step): (not cause.is_of_regression, cause.is_of_torch)
             for cause in self.causes

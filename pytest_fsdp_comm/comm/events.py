@@ -194,7 +194,7 @@ class Answer:
     """An assumed value that a simulated rank returned for a value it cannot compute."""
 
     site: str
-    """``module:function`` of the innermost user code. Omits the line, which any edit may change."""
+    """``module:function`` of the innermost user code. It has no line, as any edit may change it."""
     how: str
     """The operation that read the value, such as ``item`` or ``torch.cuda.device_count``."""
     value: str

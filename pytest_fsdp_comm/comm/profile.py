@@ -391,9 +391,9 @@ def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
 
 
 # Note [Comparable]: a comparison ignores fields that only one side has.
-# - Ranks: a simulation may record only some ranks of the snapshot; only these are compared.
+# - Ranks: if a simulation records only some of the snapshot's ranks, only those are compared.
 # - `is_async`: ignored if torch reported it for only one side.
-# - Sizes of activations: ignored if one side lacks them, which is itself reported as a change.
+# - Sizes of activations: ignored if one side lacks them; that difference is reported as a change.
 # - `backwards`: follows from the counts and the number of micro-batches, so it is only printed,
 #   unless the last backward does not reduce its gradients.
 

@@ -49,13 +49,13 @@ class SnapshotText(str):
 
 
 def has_further_ranks(old: Profile, new: Profile) -> bool:
-    """Whether the old profile has ranks that the new one lacks, which an update would lose."""
+    """Whether an update would lose ranks, because only the old profile has them."""
     before, after = (set(side.recorded_ranks or range(side.world_size)) for side in (old, new))
     return not before <= after
 
 
 def body(text: str) -> str:
-    """Return a snapshot without its first line, which names versions and is not compared."""
+    """Return a snapshot without its first line, which is not compared, as it names versions."""
     return text.partition("\n")[2]
 
 

@@ -253,7 +253,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     @classmethod
     def matches_test_location(cls, **_: Any) -> bool:
-        """Return True, because syrupy's check does not understand these file names."""
+        """Return True, because syrupy's check does not understand the plugin's file names."""
         return True
 
     def discover_snapshots(self, **_: Any) -> SnapshotCollections:

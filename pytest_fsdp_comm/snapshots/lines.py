@@ -65,7 +65,7 @@ def header(kind: str, *, torch_version: str, backend: str) -> str:
 
 
 def line_error(where: str, number: int, problem: str, expected: str) -> SnapshotFormatError:
-    """Return an error about one line of a file, which also says what to do."""
+    """Return an error about one line of a file; its message also says how to recover."""
     return SnapshotFormatError(f"{where}, line {number}: {problem}; expected {expected}. {REMEDY}")
 
 
@@ -82,7 +82,7 @@ class SnapshotLines:
         """Check a file's size, its first and last lines, and that it has no merge conflict."""
         self.where = where
         self.before = 0
-        """Number of lines in the file above these lines."""
+        """Number of lines that precede this section in the file."""
         if not text.strip():
             raise self.error(1, "the file is empty", "a snapshot")
         if len(text) > MAX_BYTES:

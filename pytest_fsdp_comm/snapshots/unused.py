@@ -124,7 +124,7 @@ class UnusedSnapshots:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """End a test without ranks: if it passed, write its updates; fail it if it has problems."""
         report = yield
-        # Not in `pytest_runtest_logreport`, which plugins that rerun tests call too late.
+        # Do not do this in `pytest_runtest_logreport`: plugins that rerun tests call it too late.
         self._phases = [*([] if report.when == "setup" else self._phases), report.passed]
         is_over = report.when == "teardown" and _EXTENSION in sys.modules
         if is_over and (problems := _replay().end_test(item, has_passed=all(self._phases))):
@@ -253,12 +253,12 @@ def _snapshot_files(root: Path) -> list[Path]:
 
 
 def _from(config: pytest.Config, path: Path) -> str:
-    """Return a path relative to the directory in which pytest was started."""
+    """Return a path relative to the directory that pytest was started in."""
     return os.path.relpath(path, config.invocation_params.dir)
 
 
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
-    """Suggest an existing file in place of `missing`, which would contain `text`; empty if none."""
+    """Suggest an existing file for `missing`, which would contain `text`; empty if none fits."""
     # Suggest the test's file for a different world size, or a file of a test that no longer exists,
     # because that test was probably renamed.
     name, variant = read_basename(missing.stem) or ("", "")

@@ -287,7 +287,7 @@ def propose_dtypes(between: Between) -> Iterator[Step]:
             is_changed = role and role == role_of(now) and old and new and old != new
             if not (is_changed and sizes and all(sizes)):
                 continue
-            # Bytes must change with the element size, which is unknown for several dtypes.
+            # Bytes must change with the element size, which is unknown if calls mix dtypes.
             if "+" in old + new or sizes[1] * itemsize(old) == sizes[0] * itemsize(new):
                 parts = candidates.setdefault((old, new, Fraction(sizes[1], sizes[0])), {})
                 parts.setdefault((role, key.axis), set()).update(group.owners)

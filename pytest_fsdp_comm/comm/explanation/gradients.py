@@ -111,7 +111,7 @@ def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Ste
         for owner in keys
         if not less[owner].reductions
     }
-    # Phases and axes in which other kinds of collectives still reduce gradients.
+    # The phases and axes in which other kinds of collectives still reduce gradients.
     places = {(key.phase, key.axis) for owner in keys for key in less[owner].reductions}
     yield from replaced(
         between,

@@ -71,7 +71,7 @@ _PROPOSALS: Final = (
 Subject: TypeAlias = Literal["ahead", "is_async"]
 """The field of `Calls` that changed."""
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
-"""Each value and its share of the calls, by ascending value. Shares, because counts may change."""
+"""Each value, ascending, with its share of the calls. Not its count, because counts may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

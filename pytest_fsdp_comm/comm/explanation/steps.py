@@ -83,7 +83,7 @@ class Step:
         raise NotImplementedError
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Whether the sentence covers a call, which the target or the state after the step has."""
+        """Whether the sentence covers a call of the target, or of the state after the step."""
         return False
 
     def includes(self, owner: Owner) -> bool:

@@ -162,7 +162,7 @@ class _Side:
                 owner = step.name(owner)
             self.owners.add(owner)
             axis = self.axes.get(row.axis, "")
-            # Skip groups of one rank, over which FSDP1 also reduces.
+            # Skip groups of one rank: FSDP1 reduces over them as well.
             if row.what in REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
                 self.reduced[owner][axis].append(row)
             roles = {call.role for call in row.calls}

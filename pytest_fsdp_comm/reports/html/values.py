@@ -44,7 +44,7 @@ class Timeline:
     order: tuple[int, ...]
     """The recorded sequence, as indices into `entries`."""
     peak: int
-    """The `events.Recording.peak_gathered_nbytes`, which includes omitted entries."""
+    """The `events.Recording.peak_gathered_nbytes`; omitted entries count as well."""
     left_out: int = 0
     """Number of entries that were omitted at the end."""
 
