@@ -5,9 +5,9 @@
 # BackendSelect lies below autograd and tensor subclasses, so collectives of DTensor and other
 # wrappers arrive with plain tensors. It is active on every thread, in inference_mode, and for calls
 # from C++, such as those of DDP's reducer. A functional collective calls a c10d collective
-# internally, which is not recorded again. Calls that torch.compile only traces are not recorded.
+# internally, which we do not record again. Nor do we record calls that torch.compile only traces.
 # The kernels are registered at the first recording and never removed, because torch would remove a
-# kernel even if a thread is about to call it. Without a recording, they only pass calls on.
+# kernel even if a thread is about to call it. While nothing is recorded, they only pass calls on.
 # We do not register through torch.library, because torch.library would then reject the kernels of
 # other libraries.
 # Another library's kernel shadows ours: if it is registered during a block, the recording has a

@@ -1,16 +1,16 @@
 """Patch torch's classes and modules while recordings run; no other module patches them."""
 
-# Note [Patches]: The attributes are replaced when the first recording of the process begins, and
-# restored when the last one ends. Each replacement looks up the current recordings
-# (`active.entered`), so a reference to it that outlives the block does no harm.
+# Note [Patches]: We replace the attributes when the first recording of the process begins, and
+# restore them when the last recording ends. Each replacement looks up the current recordings
+# (`active.entered`), so code may still call a replacement after the block.
 # While the compiler is tracing, all originals are restored; otherwise it would have to recompile
-# after the block. We make it skip frames of this package around compiled code.
+# after the block. We make the compiler skip frames of this package around compiled code.
 # `nn.Module.__call__` is replaced because global module hooks would switch torch.compile off and
 # leak after an error. FSDPState's `_pre_forward` and `_post_forward` are replaced because methods
 # registered with register_fsdp_forward_method call them, not `__call__`.
-# DDP's communication hooks chain collectives in Future.then (PowerSGD does). Such a callback runs
-# at once, or later on a thread of the backend, depending on a race. In both cases its collectives
-# are recorded, and attributed to the code that registered the callback.
+# DDP's communication hooks may chain collectives with Future.then, as PowerSGD does. Depending on a
+# race, the callback runs at once, or later on a thread of the backend. In both cases we record its
+# collectives and attribute them to the code that registered the callback.
 # Functions captured before the block, such as the hooks of a graph, are not watched.
 # Checked in torch 2.6 to 2.15.
 

@@ -2,10 +2,10 @@
 
 # Note [Steps of a program]
 # A training step ends when its optimizer has stepped, so it includes all micro-batches of a
-# gradient accumulation. With several optimizers, the first step shows which of them step together:
-# it ends when one of them steps again. So the first step is never recorded. A step that a
-# GradScaler skips does not count. Optimizers that step during backward (one per parameter) are
-# rejected, because no single call of theirs ends the training step.
+# gradient accumulation. With several optimizers, the first training step shows which of them step
+# together, because it ends when one of them steps again. So the first step is never recorded. A
+# step that a GradScaler skips does not count. We reject optimizers that step during backward (one
+# for each parameter), because none of their calls ends the training step.
 
 from __future__ import annotations
 

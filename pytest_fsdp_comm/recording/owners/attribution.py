@@ -70,7 +70,7 @@ class Attribution:
 
 # Note [Backward map]
 # No module runs in backward. A collective there is attributed to the module whose forward created
-# the running autograd node. Autograd numbers the nodes of each thread from 0. Whenever a module
+# the running autograd node. Autograd numbers each thread's nodes, starting at 0. Whenever a module
 # call starts or ends, the map assigns the numbers since the last start or end to the module that
 # was running. This includes nodes created in a forward pre-hook, and those of an autograd.Function,
 # whose forward runs without grad mode. No forward creates AccumulateGrad nodes: they belong to the
@@ -81,7 +81,7 @@ class Attribution:
 
 
 class Maker(Enum):
-    """Who made an autograd node that no known module made."""
+    """The maker of an autograd node, if no known module made the node."""
 
     NO_MODULE = auto()  # code outside all modules, or a module that no longer exists
     UNSEEN = auto()  # code that ran while nothing was recorded

@@ -1,8 +1,8 @@
-"""From storages and the autograd graph, find the parameter or gradient in a collective."""
+"""Find the parameter or gradient that a collective carries, from storage or autograd graph."""
 
 # Note [Tensors of parameters]
 # A DTensor's collective reveals neither unit nor module: a parameter that user code gathers looks
-# like an activation. Three kinds of proof tell the two apart, tried in this order:
+# like an activation. Three kinds of proof tell them apart. We try them in this order:
 # - the autograd graph. In backward, a node that only passes on one parameter's gradient (through
 #   redistributions, casts and views) leads to its AccumulateGrad. So does the graph of a DTensor
 #   that forward redistributes, such as a cast copy of a parameter;
