@@ -46,7 +46,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         ("recorded_script", "--turns", "2"),
     ),
     "A simulated step": (
-        "CPU time of a Llama 3 step (hsdp: 8B with HSDP), divided by that of an unrecorded step.",
+        "CPU time of a recorded Llama 3 step (hsdp: 8B with HSDP), divided by an unrecorded one.",
         ("simulation", "--turns", "1"),
     ),
     "Folding and comparing": (

@@ -51,7 +51,7 @@ class DistInfo:
 
 
 class MakeDeviceMesh:
-    """Value of the fixture ``device_mesh``: makes device meshes of all ranks."""
+    """Value of the ``device_mesh`` fixture: makes device meshes that span all ranks."""
 
     def __init__(self, dist_info: DistInfo) -> None:
         self._dist_info = dist_info

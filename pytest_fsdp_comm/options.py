@@ -362,13 +362,13 @@ class DistributedSettings:
     """Whether the simulation also runs ranks whose local shapes differ from those of `ranks`."""
 
 
-# On the stash of an item: how to run its test on ranks; missing if the test is not distributed.
+# Item stash key for how to run the test on ranks; missing if the test is not distributed.
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
-# On the stash of an item: pytest-timeout's limit, if there is a limit for the complete test.
+# Item stash key for pytest-timeout's limit; set only if the limit applies to the complete test.
 PLUGIN_TIMEOUT_S: Final = pytest.StashKey[float]()
-# On the stash of the config, after `pytest_configure`: the options of the session.
+# Config stash key for the options of the session; set by `pytest_configure`.
 OPTIONS: Final = pytest.StashKey[SessionOptions]()
-# On the stash of the config, if there will be an HTML report: this process's `run_report.Notes`.
+# Config stash key for this process's `run_report.Notes`; set only if an HTML report is requested.
 OBSERVER: Final = pytest.StashKey[Any]()
 
 
@@ -474,8 +474,8 @@ def _snapshot_dir(config: pytest.Config, path: Path) -> Path:
     syrupy_dir = getattr(config.option, "snapshot_dirname", "")
     if syrupy_dir in directory.parts:
         raise pytest.UsageError(
-            f"{syrupy_dir!r} is where syrupy stores plain `snapshot` assertions and deletes other "
-            "files; choose another directory, e.g. 'snapshots'"
+            f"syrupy stores plain `snapshot` assertions in {syrupy_dir!r} and deletes other files "
+            "there; choose a different directory, e.g. 'snapshots'"
         )
     return directory
 

@@ -366,7 +366,7 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
 
 
 def _without_backwards(profile: CommProfile) -> CommProfile:
-    """Return the profile without `Calls.backwards`, except where the last backward is missing."""
+    """Clear `Calls.backwards`, except for calls that are missing from the last backward."""
 
     def reset(row: Row) -> Row:
         calls = (call if call.lacks_last else replace(call, backwards="") for call in row.calls)

@@ -31,7 +31,7 @@ class GroupNames:
     def __init__(self) -> None:
         # The axis of each group in a mesh, keyed by torch's name for the group.
         self._axes: dict[str, str] = {}
-        # Keyed likewise: torch's description of each group, and its ranks in the default group.
+        # The group's description and its ranks in the default group, keyed by the same name.
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._wholes: dict[str, str] = {}  # for a post-forward group: the unit's shard group
         self._foreign_axes: set[str] = set()  # axes of meshes that this rank is not in

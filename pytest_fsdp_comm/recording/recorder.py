@@ -197,7 +197,7 @@ class Recorder:
         names = OwnerNames(self._roots, self._backwards, are_parts=self._has_models)
         units = [unit for _, unit in param_groups(names.modules.modules)]
         self._groups.learn_parameters(names.modules.modules)
-        if self._is_recording:  # otherwise `_note_lost_owners` has called it
+        if self._is_recording:  # otherwise `_note_lost_owners` has already called `settle`
             self.tensors.settle()
         # Sort by index: events are appended when calls return, so nested events come first.
         pending = sorted(self._pending, key=attrgetter("index"))

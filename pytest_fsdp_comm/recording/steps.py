@@ -33,8 +33,8 @@ def check_steps(first: int, last: int) -> None:
     if not FIRST <= first <= last:
         raise RecordingError(
             f"expected steps from {FIRST} on, such as {FIRST} or {FIRST}-{FIRST + 1}, got "
-            f"{first if first == last else f'{first}-{last}'}; earlier steps show which optimizers "
-            "step together, and include collectives that only first steps need"
+            f"{first if first == last else f'{first}-{last}'}; the steps before show the recorder "
+            "which optimizers step together, and issue collectives that later steps do not repeat"
         )
 
 

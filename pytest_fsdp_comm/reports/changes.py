@@ -299,7 +299,7 @@ def _and_more(text: str, more: int) -> str:
 def weight(change: Change) -> tuple[bool, bool, int]:
     """Return the sort key that puts the most important change first."""
     # Collectives come before unshards, which only repeat all-gathers, and before memory and assumed
-    # values. More bytes, and fewer bytes of gradients, come before other removed calls.
+    # values. In both groups, traffic that grows and gradients that shrink come before the rest.
     growth = (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
     is_late = change.subject in {"reshard", "memory", "answer"}
     calls = [call for row in change.before for call in row.calls] if change.after else []

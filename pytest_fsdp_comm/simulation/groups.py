@@ -43,7 +43,7 @@ class RealGroups:
         self._counts: Counter[str] = Counter()
 
     def has(self, group: dist.ProcessGroup) -> bool:
-        """Return whether a group has several ranks and all of them run."""
+        """Return whether a group has more than one rank, and all its ranks run in this test."""
         return group.size() > 1 and self._peers.issuperset(dist.get_process_group_ranks(group))
 
     def check(self, mesh: DeviceMesh) -> None:

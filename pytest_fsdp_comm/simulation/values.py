@@ -102,8 +102,9 @@ _ADVICE: Final = {
         "torch.randint(vocabulary, (batch, length)) for tokens) or from configuration values"
     ),
     "matches": (
-        "which predictions are right depends on floats. Count right ones in code that the test "
-        "does not run, log a mean, (a == b).float().mean(), which gets an assumed value"
+        "whether a prediction is correct depends on floats. Log the mean, (a == b).float().mean(), "
+        "for which a simulation assumes a value, count correct ones in code that the test does not "
+        "run"
     ),
     "scores": (
         "they are chosen by scores, which are floats. If a router chooses experts, declare their "

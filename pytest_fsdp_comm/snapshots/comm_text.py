@@ -236,7 +236,7 @@ def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
         if match is None:
             raise ValueError(
                 f"bad calls {quoted_part(part)}: expected something like 'x2 of 64 B float32 "
-                "parameters', which 'ahead 1', 'async', 'peer +1', 'root 0' or 'by max' may follow"
+                "parameters', then optionally 'ahead 1', 'async', 'peer +1', 'root 0' or 'by max'"
             )
         words = {name: word for name, word in CALL_WORDS.items() if match[name] is not None}
         calls.append(

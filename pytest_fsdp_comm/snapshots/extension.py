@@ -108,7 +108,7 @@ class _Comparison:
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
-    """Store each assertion in a separate file; `bind_extension` creates it for a test."""
+    """Store each assertion in a separate file; `bind_extension` creates an extension for a test."""
 
     _write_mode = WriteMode.TEXT
     file_extension = SUFFIX.removeprefix(".")

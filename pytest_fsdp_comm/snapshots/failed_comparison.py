@@ -87,8 +87,8 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
         # `fail_unasserted` failed the test, without a traceback.
         vars(report)[DIFFERS] = failed.first_line
         return
-    # If the user wrote a message, it remains the first line. pytest usually omits
-    # "AssertionError: ".
+    # Keep the user's assert message, if any, as the first line. pytest usually drops the prefix
+    # "AssertionError: ", so accept the message with or without it.
     leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(
         "assert "
     )

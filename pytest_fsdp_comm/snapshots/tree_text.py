@@ -166,7 +166,7 @@ def _lines(profile: TreeProfile) -> list[str]:
 
 
 def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
-    """Return all lines of one tree but the first; below a line of ranks, omit `recorded`."""
+    """Return one tree's lines without its first line; `recorded` is only for the top level."""
     units = (
         line
         for group, units_of_group in sorted(facts.units.items())

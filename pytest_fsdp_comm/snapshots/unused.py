@@ -258,7 +258,10 @@ def _from(config: pytest.Config, path: Path) -> str:
 
 
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
-    """Suggest an existing file for `missing`, which would contain `text`; empty if none fits."""
+    """Return a hint about an existing file that the user may have meant instead of `missing`.
+
+    It is empty if no file fits. `text` is the snapshot that would be written to `missing`.
+    """
     # Suggest the test's file for a different world size, or a file of a test that no longer exists,
     # because that test was probably renamed.
     name, variant = read_basename(missing.stem) or ("", "")

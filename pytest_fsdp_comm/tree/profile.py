@@ -75,7 +75,7 @@ def _strategy(unit: UnitFacts) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterFacts:
-    """The compared facts of a `ParameterNode`."""
+    """The facts about a `ParameterNode` that are compared."""
 
     shape: tuple[int, ...]
     dtype: str

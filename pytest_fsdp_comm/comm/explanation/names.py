@@ -24,7 +24,7 @@ from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 _MOST_RENAMES: Final = 6
 _List: TypeAlias = dict[int, dict[str, Content]]
-"""The contents of a list of modules, keyed by index, then by name relative to that module."""
+"""The contents of a module list, keyed by index, then by name relative to the module there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ class Layers(Step):
 
 
 def propose_layers(between: Between) -> Iterator[Step]:
-    """Propose longer or shorter lists of modules."""
+    """Propose steps in which a list of modules grew or shrank."""
     old, new = _lists(between.state), _lists(between.target)
     for prefix in sorted(set(old) & set(new)):
         before, after = _length(old[prefix]), _length(new[prefix])
@@ -209,7 +209,7 @@ def propose_layers(between: Between) -> Iterator[Step]:
 
 
 def _lists(state: State) -> dict[str, dict[str, _List]]:
-    """Return the lists of a state, keyed by the `template` of their name, then by name."""
+    """Return a state's module lists, keyed by the `template` of each list's name, then by name."""
     lists: dict[str, dict[str, _List]] = {}
     for owner, content in state.items():
         segments = (owner or "").split(".") if "+" not in (owner or "") else []

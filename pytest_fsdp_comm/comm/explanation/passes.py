@@ -1,4 +1,7 @@
-"""Propose steps about phases, axes and activations; see Note [Evidence of a proposal]."""
+"""Propose steps that change phases, axes or activations.
+
+Note [Evidence of a proposal] in `units` says what a proposal may rely on.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _PARTS: Final = (
 
 
 def propose_of_passes(between: Between) -> Iterator[Step]:
-    """Propose steps about phases, axes and activations."""
+    """Propose steps that change phases, axes or activations."""
     for propose in (_axes, _recomputed, _sequence_parallel, _phases):
         for is_added in (True, False):
             yield from propose(between, is_added=is_added)

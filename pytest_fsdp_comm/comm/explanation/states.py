@@ -224,7 +224,10 @@ def is_of_whole_unit(key: RowKey, call: Calls) -> bool:
 
 
 def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
-    """Whether a call sends gradients; for a redistribution, whether its phase sends only those."""
+    """Whether a call sends gradients.
+
+    Outside forward, a redistribution counts if its phase sends gradients and no activations.
+    """
     if key.subject != "redistribution" or key.phase is Phase.FORWARD:
         return call.role == Role.GRADIENTS
     roles = {sent.role for sent_key, sent in content.calls() if sent_key.phase is key.phase}

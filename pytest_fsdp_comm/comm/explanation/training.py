@@ -222,7 +222,7 @@ def _gradients(row: Row) -> list[Calls]:
 
 
 def _sole(rows: Iterable[Row], field: str) -> str | None:
-    """Return the value of a field for all gradients; None if the values differ."""
+    """Return the value of `field` that all gradient calls share; None if the values differ."""
     values: set[str] = {getattr(call, field) for row in rows for call in _gradients(row)}
     # If the last backward does not reduce some of the gradients, report that for all of them.
     return max(values) if field == "backwards" else sole(values, None)

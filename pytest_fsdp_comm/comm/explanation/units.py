@@ -1,4 +1,4 @@
-"""Propose steps about FSDP units: which exist, and how they are gathered and reduced."""
+"""Propose steps that add, remove or regroup FSDP units, or change their gathers or reductions."""
 
 from __future__ import annotations
 

@@ -397,7 +397,7 @@ def _fsdp2() -> list[tuple[Any, str, Around]]:
         # `reshard` calls these two methods, but so do state-dict hooks.
         (FSDPParamGroup, "_to_sharded", UnitWatch._free),
         (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free),
-        # This method frees what backward gathered in a prefetch but did not use.
+        # This method frees units that backward prefetched but never used.
         (FSDPParamGroup, "finalize_backward", UnitWatch._free),
     ]
 

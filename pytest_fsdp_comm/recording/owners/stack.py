@@ -200,7 +200,7 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 
 def compiled_module(module: nn.Module | None) -> nn.Module | None:
     """Return the module inside a wrapper of `torch.compile`; any other module unchanged."""
-    # `_modules` of TorchScript is not a dict and has no get().
+    # A TorchScript module's `_modules` is not a dict and has no get().
     modules = {} if module is None else module._modules
     return modules["_orig_mod"] if "_orig_mod" in modules else module  # noqa: SIM401  # no get()
 

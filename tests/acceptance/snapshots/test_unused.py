@@ -532,7 +532,7 @@ def test_syrupy_s_own_directory_is_refused(project):
     result = project.run("--snapshot-update")
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert (
-        "ini fsdp_comm_snapshot_dir: '__snapshots__' is where syrupy stores plain "
-        "`snapshot` assertions and deletes other files; choose another "
-        "directory, e.g. 'snapshots'" in result.stderr
+        "ini fsdp_comm_snapshot_dir: syrupy stores plain `snapshot` assertions in '__snapshots__' "
+        "and deletes other files there; choose a different directory, e.g. 'snapshots'"
+        in result.stderr
     )
