@@ -284,13 +284,13 @@ def test_loop_that_waits_for_a_value_is_an_error():
     [
         (lambda: torch.rand(4).mul(9).long().sum(), "torch.randint"),
         (lambda: torch.bincount(torch.rand(4, 8).topk(2).indices.flatten()), "simulation_splits"),
-        (lambda: (torch.rand(4, 8).argmax(-1) == torch.arange(4)).sum() + 0, "log a mean"),
+        (lambda: (torch.rand(4, 8).argmax(-1) == torch.arange(4)).sum() + 0, "Log the mean"),
     ],
 )
 def test_unknown_count_gets_the_cure_of_its_origin(make, cure):
     with pytest.raises(SimulationError) as refused:
         make().item()
-    others = {"torch.randint(", "simulation_splits", "log a mean", "real="} - {cure, cure + "("}
+    others = {"torch.randint(", "simulation_splits", "Log the mean", "real="} - {cure, cure + "("}
     assert cure in str(refused.value)
     assert not [other for other in others if other in str(refused.value)]
 
