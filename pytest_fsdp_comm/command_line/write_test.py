@@ -53,11 +53,11 @@ def run(options: argparse.Namespace) -> int:
     root, snapshot_dir = documents.find_project(test.parent)
     folder = snapshot_dir / written_module(test, root)
     variant = f"ws{comm.profile.world_size}"
-    names = [f"{basename(f'test_{name}', variant, index)}{SUFFIX}" for index in (0, "tree")]
+    comm_name, tree_name = (basename(f"test_{name}", variant, index) for index in (0, "tree"))
     files = {
         test: _source(ran, start / ran.script, test, f"test_{name}", comm.profile),
-        folder / names[0]: comm,
-        folder / names[1]: documents.read_document(tree),
+        folder / f"{comm_name}{SUFFIX}": comm,
+        folder / f"{tree_name}{SUFFIX}": documents.read_document(tree),
     }
     for file in files:
         if file.exists():

@@ -79,10 +79,8 @@ def _recomputed(between: Between, *, is_added: bool) -> Iterator[Step]:
     }
     if moved and moved.keys() != keys.keys():
         return
-    sends_only_gathers = all(
-        key.what in {"all_gather", "unshard", "reshard"}
-        for owner_keys in keys.values()
-        for key in owner_keys
+    is_of_units = all(
+        key in more[at].unit_rows for at, owner_keys in keys.items() for key in owner_keys
     )
     keys = {at: [*owner_keys, *moved.get(at, ())] for at, owner_keys in keys.items()}
     yield from replaced(
@@ -90,7 +88,7 @@ def _recomputed(between: Between, *, is_added: bool) -> Iterator[Step]:
         "recomputed",
         keys,
         is_added=is_added,
-        is_moved=bool(moved) and sends_only_gathers,
+        is_moved=bool(moved) and is_of_units,
         gathers_again=any(at[Phase.RECOMPUTE] and at[Phase.BACKWARD] for at in gathers),
         is_partly=any(key.phase is Phase.RECOMPUTE for key in less.row_keys()),
     )

@@ -49,7 +49,11 @@ def name_modules(owners: Collection[Owner], *, most: int = 3) -> str:
 
 def name_place(owners: Collection[Owner], phase: Phase | str) -> str:
     """Name modules and a phase: ``layers.{0..2} in forward``."""
-    return f"{name_modules(owners)} {_PLACES.get(phase, f'in {phase}')}"
+    return f"{name_modules(owners)} {_place(phase)}"
+
+
+def _place(phase: Phase | str) -> str:
+    return _PLACES.get(phase, f"in {phase}")
 
 
 def sentence(step: TrainingChange | Step) -> str:
@@ -194,7 +198,7 @@ def _of_replaced(step: Replaced) -> str:
             word, verb = _FULL[frozenset(key.what for key in keys if key.subject == "collective")]
             tensors = f"{word} {facts['roles'] or 'DTensors'} {verb}"
             tensors = f"{who}: {tensors}" if facts["roles"] else tensors
-            where = _PLACES.get(facts["phase"], f"in {facts['phase']}")
+            where = _place(facts["phase"])
             return f"{tensors} {where}: {_calls(step, is_change=True)}"
         case "unit sizes":
             return f"parameter sizes changed: {_sizes(facts['sizes'])} per gather"
@@ -246,6 +250,7 @@ def _of_replaced(step: Replaced) -> str:
 
 
 def _of_called(step: Replaced) -> str:
+    who = name_modules(step.owners)
     other_count = step.facts["other_units"]
     owners: defaultdict[int, list[Owner]] = defaultdict(list)
     for owner in step.owners:
@@ -256,11 +261,9 @@ def _of_called(step: Replaced) -> str:
             for owner, rows in step.was.items()
         }
         was = "/".join(map(str, sorted(counts)))
-        who = name_modules(step.owners)
         return f"{who} gathered {was} -> {other_count} times in forward, like the other units"
     if len(owners) == 1:
         (count,) = owners
-        who = name_modules(step.owners)
         return f"{who} gathered {_times(count)} in forward, other units {_times(other_count)}"
     units = [f"{name_modules(group)} {_times(count)}" for count, group in sorted(owners.items())]
     return f"gathered in forward: {', '.join(units)}; other units {_times(other_count)}"
@@ -315,11 +318,12 @@ def _calls(
         # If some calls have no size, the bytes of the others would look like the total.
         has_size = bool(volume.nbytes) and is_sized
         if is_change:
-            signs = ("-" if number < 0 else "+" for number in (volume.count, volume.nbytes))
-            signed = map("".join, zip(signs, (calls, size), strict=True))
-            return ", ".join(list(signed)[: 1 + has_size])
+            calls = f"{'-' if volume.count < 0 else '+'}{calls}"
+            size = f"{'-' if volume.nbytes < 0 else '+'}{size}"
         if not has_size:
             return calls
+        if is_change:
+            return f"{calls}, {size}"
         return f"{calls} of {size}" if abs(volume.count) == 1 else f"{calls}, {size} in total"
 
     everywhere = amounts.pop((), Volume())

@@ -265,6 +265,19 @@ IN_BACKWARD = {(BACKWARD, "all_gather"), (BACKWARD, "unshard")}
             ],
             "recomputation now repeats the forward collectives of a: 1 call of 64 B",
         ),
+        # Neither are activations that tensor parallelism gathers again.
+        (
+            [
+                *recomputed_unit(BACKWARD),
+                replace(row(FORWARD, "a", "all_gather", 64, "activations"), axis="tp"),
+            ],
+            [
+                *recomputed_unit(RECOMPUTE),
+                replace(row(FORWARD, "a", "all_gather", 64, "activations"), axis="tp"),
+                replace(row(RECOMPUTE, "a", "all_gather", 64, "activations"), axis="tp"),
+            ],
+            "recomputation now repeats the forward collectives of a: 1 call of 64 B",
+        ),
         # Gathered in both is repeated.
         (
             unit("a"),
