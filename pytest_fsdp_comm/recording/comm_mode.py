@@ -388,7 +388,7 @@ class CommMode(CommDebugAnswers):
 
         Raises:
             RecordingError: There is no such kind, phase, axis or owner, so the count would always
-            be 0; or nothing has been recorded yet.
+                be 0; or nothing has been recorded yet.
         """
         __tracebackhide__ = True  # so that pytest reports an error at the caller's line
         question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
