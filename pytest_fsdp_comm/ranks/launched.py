@@ -42,18 +42,19 @@ from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
 # a cluster read it from one file server at once.
 _MEET_TIMEOUT_S: Final = 300.0
 _ADDRESS: Final = "address"
-"""The key of rank 0's port and token in the launcher's store; it exists while ranks can join."""
+"""Key in the launcher's store under which rank 0 publishes its port and a token for joining."""
 _JOINS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.01
 # Long enough to tear down kept fixtures on a busy machine.
 _ENDS_TESTS_WITHIN_S: Final = 30.0
 
-# Note [Launched ranks]: every launched process collects the same tests, and is one rank for the
-# entire session. But rank 0's process supervises the ranks and reports to the user, so its child
-# runs rank 0. Each rank has two connections to rank 0's process, one for the rank and one for its
-# watchdog. A rank that fails destroys its process group, so that its peers fail instead of waiting.
-# If a rank hangs or dies, the session ends, because a launched process cannot be replaced.
+# Note [Launched ranks]: every launched process collects the same tests and serves as one rank for
+# the entire session. The exception is rank 0's process: it supervises all ranks and reports to the
+# user, so it starts a child process that serves as rank 0. Each rank opens two connections to rank
+# 0's process: one for its main thread and one for its watchdog. A rank that fails destroys its
+# process group, so that its peers fail instead of waiting. If a rank hangs or dies, the session
+# ends, because a launched process cannot be replaced.
 
 
 def join_session(
@@ -63,10 +64,10 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """Join the session. Rank 0 returns a function that picks a test's runner; other ranks exit."""
+    """On rank 0, return a function that picks a test's runner; on other ranks, do not return."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
-    # Undo this at the end, because the process may run another session later.
+    # The process may run another session later, so restore its environment at the end of this one.
     session.config.add_cleanup(environment.undo)
     tests = tuple(_planned(item) for item in session.items)
     for item in session.items:
@@ -109,7 +110,7 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
             cwd=config.invocation_params.dir,
             env=environment,
         )
-        process.returncode = 0  # otherwise Popen would warn; `_end_all` reaps the process
+        process.returncode = 0  # keeps Popen from warning; `_end_all` reaps the process
         return process.pid
     parent = os.getpid()
     pid = fork_quietly()
@@ -120,8 +121,9 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
 
 
 def _end_after_sigterm(session: pytest.Session) -> None:
-    # When a process fails, the launcher sends SIGTERM to all others. This process has to report, so
-    # it must not exit yet. The running test ends soon, because the launcher ends the other ranks.
+    # When a process fails, the launcher sends SIGTERM to all the others. This process still has to
+    # report the failure, so it must not exit yet. The launcher also ends the other ranks, so the
+    # running test ends soon.
     def note(*_: object) -> None:
         session.shouldfail = session.shouldfail or (
             "the launcher ended this run (SIGTERM): one of its processes failed, or the launcher "
@@ -155,11 +157,11 @@ def _planned(item: pytest.Item) -> str:
     )
 
 
-# These functions turn a launched process into a rank, which runs commands of rank 0's process.
+# The functions below turn a launched process into a rank that obeys rank 0's process.
 
 
 class _EndedError(Exception):
-    """This process has to end before the session does; the message says why."""
+    """Raised if this process has to exit before the session has ended; the message says why."""
 
 
 def become_rank(
@@ -203,14 +205,14 @@ def _run(
         items = session.items
         items[:] = [items[place] for place in command.order]
         if command.randomly_seed is not None:
-            # pytest-randomly chose a different seed in each process, so use that of rank 0.
+            # pytest-randomly chose a different seed in each process, so use rank 0's.
             session.config.option.randomly_seed = command.randomly_seed
         template = RankTemplate(session, extensions)
         watchdog = Watchdog(watchdog_channel, ends_process=True)
         command, spec = channel.receive(), None
         while isinstance(command, messages.RankSetSpec):
             spec = command
-            spec.directory.mkdir(parents=True, exist_ok=True)  # does not exist on other machines
+            spec.directory.mkdir(parents=True, exist_ok=True)  # rank 0's machine already has it
             command = template.run_set(spec, launched.rank, channel, watchdog, launched)
         run_exit_functions()
         run_finalizers()
@@ -268,10 +270,10 @@ class LaunchedRanks:
         self._channels: dict[int, Channel[messages.RankMessage]] = {}
         self._connections: dict[int, tuple[Connection, Connection]] = {}
         self._exited: dict[int, int | str] = {}
-        self._silence = Pipe()  # never readable: closed connections show that a rank has ended
+        self._silence = Pipe()  # for `fileno`; it never becomes readable, so supervisors poll
 
     def meet(self, tests: Sequence[str]) -> None:
-        """Wait until every rank has joined; all must have the same tests, in any order."""
+        """Wait until all ranks have joined; fail unless all collected the same tests."""
         launched, config = self._launched, self._session.config
         from torch.distributed import DistError  # noqa: PLC0415  # only needed with a launcher
 
@@ -301,7 +303,7 @@ class LaunchedRanks:
         has_seed = config.pluginmanager.has_plugin("randomly")
         seed = config.getoption("randomly_seed") if has_seed else None
         for rank, order in orders.items():
-            with contextlib.suppress(OSError):  # the rank is gone; the first test reports it
+            with contextlib.suppress(OSError):  # the rank is gone, as the first test will report
                 welcome = messages.Welcome(order=tuple(order or ()), randomly_seed=seed)
                 self._channels[rank].send(welcome)
         where = name_equal({rank: f"on {host}" for rank, host in self._hosts.items()})
@@ -310,7 +312,7 @@ class LaunchedRanks:
     def _await_all(self) -> dict[int, messages.Joined]:
         launched = self._launched
         token = secrets.token_hex(16)
-        # The key is a rank, and whether the connection belongs to the rank's watchdog.
+        # Keyed by rank, and by whether the connection belongs to the rank's watchdog.
         joined: dict[tuple[int, bool], tuple[Connection, messages.Joined]] = {}
         began_at = time.monotonic()
         is_dual = socket.has_dualstack_ipv6()
@@ -337,7 +339,7 @@ class LaunchedRanks:
                     )
                 with contextlib.suppress(TimeoutError):
                     self._accept(listener.accept()[0], token, joined)
-            # The same launch may run another session, which must not use this address.
+            # The launched processes may run another session, which must not join this one.
             self._store.delete_key(_ADDRESS)
         self._connections = {
             rank: (joined[rank, False][0], joined[rank, True][0])
@@ -378,14 +380,14 @@ class LaunchedRanks:
         if self.has_died:
             raise ServerDiedError
         for channel in self._channels.values():
-            with contextlib.suppress(OSError):  # the rank is gone; `exit_statuses` reports that
+            with contextlib.suppress(OSError):  # the rank is gone, as `exit_statuses` will report
                 channel.send(spec)
         return self._connections
 
     def end_ranks(
         self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
-        """End the session and all ranks, unless every rank has finished its test."""
+        """If a rank has not finished its test, end all ranks and the session; else do nothing."""
         lost = {*running}
         for rank in () if lost else unanswered:
             with contextlib.suppress(OSError, CodecError):
@@ -409,7 +411,8 @@ class LaunchedRanks:
         for channel in able:
             with contextlib.suppress(OSError):
                 channel.send(messages.EndSession())
-        # Let other processes exit first: if this one fails, the launcher kills those still running.
+        # Let the other processes exit first: if this one exits with a failure, the launcher kills
+        # all processes that are still running.
         while not all(channel.is_hung_up() for channel in able) and time.monotonic() < until:
             time.sleep(_PAUSE_S)
         pids, self.pids = self.pids, {}
@@ -457,10 +460,10 @@ _MOST_LISTED = 4
 
 
 def positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | None:
-    """Return, for each test of the leader, its index in `follower`; None if the tests differ."""
+    """Return the index in `follower` of each of the leader's tests; None if the tests differ."""
     if Counter(leader) != Counter(follower):
         return None
-    # With --keep-duplicates, the same test can be listed several times, so keep all its indices.
+    # With --keep-duplicates, a test can be listed several times, so collect all of its indices.
     indices: dict[str, deque[int]] = defaultdict(deque)
     for index, test in enumerate(follower):
         indices[test].append(index)
@@ -468,7 +471,7 @@ def positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | Non
 
 
 def describe_difference(leader: Sequence[str], follower: Sequence[str]) -> str:
-    """Describe how a rank's tests differ from the leader's, to be printed after the rank's name."""
+    """Describe how a rank's tests differ from the leader's; the text follows the rank's name."""
     missing, added = Counter(leader) - Counter(follower), Counter(follower) - Counter(leader)
     parts = []
     if missing:

@@ -24,26 +24,26 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
-# A separate thread reads the position, because the main thread may be stuck in a collective; it can
-# run because collectives release the GIL. torch's flight recorder lists the collectives in order.
-# Since torch 2.13 it is on by default for gloo and NCCL; it records neither point-to-point calls
-# nor calls on the fake backend. Positions are only printed, so if a private name of torch or pytest
-# has moved, that part of the position is left out and nothing fails.
+# The main thread may be stuck in a collective, so a separate thread reads the position; that thread
+# can run because collectives release the GIL. torch's flight recorder lists the collectives in
+# order. It is on by default for gloo and NCCL since torch 2.13, but records neither point-to-point
+# calls nor calls on the fake backend. Positions only serve to explain hangs, so if a private name
+# of torch or pytest has moved, that part of the position is left out instead of raising an error.
 
-# How many of the last collectives to report: enough to find the one that other ranks are stuck in.
+# How many recent collectives to report per group: enough to find one that other ranks are stuck in.
 _MOST_COLLECTIVES = 16
 
 _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
-"""Matches torch files, except those whose functions wait for data loaders, processes or files."""
+"""Matches torch's files, except those that wait for data loaders, processes or the disk."""
 _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
-"""Matches calls of methods that wait in C++ and so leave no torch frame on the Python stack."""
+"""Matches calls of methods that wait in C++, where the Python stack shows no frame of torch."""
 _LIMITED_WAIT: Final = re.compile(r"\bwait\([^)]")
 """Matches a call of ``Work.wait`` with a timeout."""
 _JOINS: Final = "rank/process_group.py:join_group"
 _UNSEEN = ("new_group", "split_group", "init_process_group", "monitored_barrier", "send", "recv")
-"""Functions that wait for other ranks, although the flight recorder does not record them."""
+"""Functions that wait for other ranks, but that the flight recorder does not record."""
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
@@ -100,13 +100,13 @@ def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
-    # `Channel.receive` calls into multiprocessing.connection, at most four frames deep.
+    # `Channel.receive` waits at most four calls deep in multiprocessing.connection.
     if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
-        # The rank is waiting for its next test; until then, pytest keeps the last exception in sys.
+        # The rank is waiting for its next test. Until that test begins, sys holds the exception.
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":
-            # Hook wrappers of plugins have the same name, but may have no `call` argument.
+            # Plugins' wrappers of this hook have the same name, but may lack the `call` argument.
             raised = getattr(getattr(frame.f_locals.get("call"), "excinfo", None), "value", None)
             if isinstance(raised, BaseException):
                 return raised
@@ -114,7 +114,7 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
 
 
 def _is_comparing(frame: FrameType) -> bool:
-    """Return whether a frame is part of comparing with a snapshot or explaining the diff."""
+    """Return whether a frame belongs to code that compares snapshots or explains a diff."""
     module: str = frame.f_globals.get("__name__", "")
     return (
         module.startswith(("pytest_fsdp_comm.snapshots.", "_pytest._io.saferepr"))
@@ -133,7 +133,7 @@ def _raising_frames(error: BaseException) -> list[StackFrame]:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the innermost user code in a traceback as ``path:line in function``; empty if none."""
+    """Return where user code raised an error, as ``path:line in function``; "" if unknown."""
     user = _innermost_user_frame(of_test(_raising_frames(error)))
     return user.site if user else ""
 
@@ -143,7 +143,7 @@ def _is_c10d(frame: FrameType) -> bool:
 
 
 def _is_unrecorded(frame: FrameType) -> bool:
-    """Return whether a call is waiting for other ranks in a way that the flight recorder misses."""
+    """Return whether a frame waits for other ranks without the flight recorder recording it."""
     code = frame.f_code
     return code is Exchange._await.__code__ or (_is_c10d(frame) and code.co_name in _UNSEEN)
 
@@ -180,8 +180,8 @@ def _groups(
 
     flights, _ = flown(since_ns)
     owners = owners_so_far()
-    # The main thread can be waiting for a collective that a native thread (autograd) called, but
-    # not for one that another Python thread called.
+    # The main thread can be waiting for a collective that one of autograd's native threads called,
+    # but not for one that another Python thread called.
     python_threads = {
         thread.ident
         for thread in threading.enumerate()
@@ -212,7 +212,7 @@ def _groups(
             )
         )
     ranks, axes = _ranks_and_axes()
-    # Include groups on which this rank has called nothing: other ranks may be waiting for it there.
+    # Include groups on which this rank has called nothing: its peers may be waiting for it there.
     return tuple(
         GroupPosition(
             name=name,
@@ -252,9 +252,9 @@ class Watchdog:
         self._ends_process = ends_process
         self._began_ns = time.time_ns()
         self._channel = channel
-        # Use `_thread`: with `threading`, tests would see the thread, and starting it would take
-        # 3 ms. Block all signals in the thread: SIGUSR1 dumps the stack of the thread that receives
-        # the signal, which has to be the main thread.
+        # Use `_thread`, because tests would see a thread of `threading`, which also takes 3 ms to
+        # start. Block all signals in the new thread: SIGUSR1 dumps the stack of the thread that
+        # receives it, which has to be the main thread.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             _thread.start_new_thread(self._answer, ())
@@ -269,9 +269,9 @@ class Watchdog:
             while (question := self._channel.receive()) is not None:
                 try:
                     position = read_position(self._began_ns, with_groups=question.with_groups)
-                except Exception:  # noqa: BLE001  # only the explanation suffers, not the verdict
+                except Exception:  # noqa: BLE001  # a hang is reported even without a position
                     position = Position(site="")
                 self._channel.send(PositionAnswer(number=question.number, position=position))
         if self._ends_process:
-            time.sleep(_LAST_S)  # let the main thread notice this, too, and print why
+            time.sleep(_LAST_S)  # gives the main thread time to print why this process ends
             os._exit(1)

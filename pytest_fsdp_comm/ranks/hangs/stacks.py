@@ -1,4 +1,4 @@
-"""Formats the stack of a rank, user code first; also parses stacks that `faulthandler` dumped."""
+"""Formats the stack of a rank, user code first, and parses stacks that `faulthandler` dumped."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pytest_fsdp_comm.text.words import show_path
 _PAUSE_S = 0.005
 _SETTLED = 10
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
-# Frames of pytest and its plugins are omitted, because they say nothing about the test.
+# Matches files of test runners. Their frames are omitted, because they say nothing about the test.
 _RUNNERS = re.compile(r"/(_pytest|pytest|pluggy|xdist|execnet)[/.]|/bin/[^/]+$|runpy(\.py|>)$")
-# Ranks run tests from this file. Frames outside it belong to whatever started pytest: omit them.
+# The file from which ranks run tests. Its callers only started the rank, so they are omitted.
 _ENTRY = f"{PACKAGE}ranks/rank/main.py"
 _HAS_FRAME = re.compile(r"^  File .*\n", re.MULTILINE)
 _LONGEST_CODE = 60
-# A deep recursion would fill the screen, so print only its innermost frames and where it began.
+# A deep recursion would fill the screen, so print only the two ends of a long stack.
 _INNERMOST_FRAMES: Final = 4
 _OUTERMOST_FRAMES: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackFrame:
-    """A function call that has not returned yet."""
+    """A frame of a call stack or of a traceback."""
 
     path: str
     line: int
@@ -54,7 +54,7 @@ def is_runner(path: str) -> bool:
 
 
 def of_test(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """Return the frames of a stack, innermost first, without those that started the rank."""
+    """Drop the outer frames of a stack (innermost first), which only started the rank."""
     return list(itertools.takewhile(lambda frame: frame.path != _ENTRY, frames))
 
 
@@ -81,7 +81,7 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
     called = [
         frame
         for frame in itertools.takewhile(lambda frame: not frame.is_users, frames)
-        # Without user code on the stack, the rank may hang in a test runner, so list its frames.
+        # Without user code on the stack, the rank may hang in the test runner, so do not skip it.
         if not frame.path.startswith("<") and not (users and is_runner(frame.path))
     ]
     lines += [f"inside {frame.name} ({frame.path}:{frame.line})" for frame in called[:1]]
@@ -89,15 +89,15 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
 
 
 def read_dump(path: Path, *, until: float) -> list[StackFrame]:
-    """Return the frames of `faulthandler`'s dump; wait for it until `until` (`time.monotonic`)."""
+    """Wait for a dump of `faulthandler`, at most until `until` (`time.monotonic`), and parse it."""
     text = ""
     unchanged = 0
     while True:
         previous = text
         text = path.read_text(errors="backslashreplace") if path.exists() else ""
         unchanged = unchanged + 1 if text and text == previous else 0
-        # faulthandler writes piece by piece, so wait until the file stops growing. A dump has no
-        # frame if a native thread got the signal, so do not wait for a frame forever.
+        # faulthandler writes piece by piece, so wait until the file stops growing. The dump has no
+        # frame if a native thread received the signal, so do not wait forever for one.
         is_complete = unchanged and (_HAS_FRAME.search(text) or unchanged > _SETTLED)
         if is_complete or time.monotonic() > until:
             return parse_dump(text)

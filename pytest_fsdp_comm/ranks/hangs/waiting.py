@@ -12,13 +12,12 @@ from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedC
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 from pytest_fsdp_comm.text.words import show_nbytes
 
-# The report has to fit on a screen, so ranks in the same state share a line. If there are still too
-# many lines, only the rarest states are listed, because the rank that all others are waiting for is
-# usually the only one in its state.
+# The report should fit on a screen, so ranks in the same state share a line. If there are still too
+# many lines, only the rarest states are listed: the rank that all others are waiting for is usually
+# the only one in its state.
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
-# Collectives whose inputs must have the same shape on all ranks; scatter, gather and all-to-all can
-# take different shapes.
+# Prefixes of collectives whose inputs must have the same shape on all ranks.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
 
 _PLURALS: Final = {
@@ -71,8 +70,8 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
     joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
     stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
     for group in _groups(positions):
-        # A position lists only the last collectives. So look for ranks whose last collective
-        # on the group has a lower number, not for ranks that do not list this collective.
+        # A position lists only the last collectives, so a rank may have called a collective that
+        # its position does not list. Compare the number of its last collective instead.
         last = {rank: max(group.calls.get(rank, {}), default=0) for rank in ended}
         for rank, by_seq in group.calls.items():
             for seq, call in by_seq.items():
@@ -84,7 +83,7 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
 
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
-    """Explain how the last calls of `failed` ranks differ from other ranks' calls, if they do."""
+    """Explain how the last calls of `failed` ranks differ from other ranks' calls; "" if equal."""
     for group in _groups(positions):
         calls = [call for rank in failed for call in group.calls.get(rank, {}).values()]
         for seq in sorted({call.seq for call in calls if call.is_last}):
@@ -112,7 +111,7 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
 
 
 def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by text, rarest first; merge the most common texts into `others` if too many."""
+    """Group ranks by text, rarest first; `others` replaces the commonest if there are too many."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
     if len(folded) <= _MOST_WAYS:
         return folded
@@ -122,7 +121,7 @@ def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]
 
 
 def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
-    """List stacks (empty if unknown), each under a title such as ``{ranks} {is} at:``."""
+    """Format the stack of each rank ("" if unknown) under a title such as ``{ranks} {is} at:``."""
     lines = []
     for ranks, stack in sorted(_rarest(stacks, "{} other places")):
         lines.append(_fill(title, ranks))
@@ -141,17 +140,17 @@ class _Stall:
     missing: frozenset[int]
     """The ranks that the waiting ranks are waiting for."""
     absent: Mapping[int, tuple[str, str]]
-    """For each rank that answers but is not waiting: whether it called the collective; its site."""
+    """For each rank that is not waiting here: whether it called the collective, and where it is."""
     difference: str
     """How the ranks' calls differ, if that blocks the collective; otherwise empty."""
     divergence: tuple[str, dict[int, str]]
-    """The first collective that ranks called for different modules, in words; then, for each rank,
-    its module."""
+    """The first collective that ranks called for different modules, in words, and the module for
+    which each rank called it."""
 
 
-# Ranks and what they are waiting for form a graph: each waiting rank points to the ranks that are
-# missing from its collective. Following these edges leads to the guilty ranks, which are not
-# waiting for anybody. If a rank reaches itself but no guilty rank, it is waiting in a circle.
+# Waiting ranks form a graph: each has an edge to every rank that is missing from its collective.
+# All paths end at the guilty ranks, which are not waiting for anybody, or they run in circles. A
+# rank that reaches itself but no guilty rank is part of such a circle.
 
 
 def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
@@ -184,8 +183,8 @@ def _cause(
 
 
 def _fill(template: str, ranks: Sequence[int]) -> str:
-    """Fill in a template such as ``{ranks} {waits} in #2`` with rank names and matching verbs."""
-    # Not str.format, which would fail on braces in paths and in lines of code.
+    """Fill in a template such as ``{ranks} {waits} in #2``: ``ranks 1, 3 wait in #2``."""
+    # Do not use str.format, because paths and lines of code can contain braces.
     for singular, plural in _PLURALS.items():
         template = template.replace(f"{{{singular}}}", singular if len(ranks) == 1 else plural)
     return template.replace("{ranks}", name_ranks(ranks))
@@ -244,8 +243,7 @@ def _groups(positions: _Positions) -> Iterator[_Group]:
 
 def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
     members = name_ranks(group.ranks) if group.ranks else "unknown ranks"
-    # Parallel groups of a mesh share a label on purpose, but overlapping groups need distinct
-    # labels.
+    # Parallel groups of a mesh deliberately share a label, but overlapping groups must not.
     overlapping = [other.ranks for other in namesakes if {*other.ranks} & {*group.ranks}]
     if overlapping.count(group.ranks) > 1:
         members = f"{members}, torch's {group.name}"
@@ -255,7 +253,7 @@ def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
 
 
 def _stalls(positions: _Positions) -> Iterator[_Stall]:
-    """Yield, for each group, the first collective that ranks are waiting in."""
+    """For each group that ranks are waiting on, yield the first collective they are waiting in."""
     for group in _groups(positions):
         waiting = {
             (call.seq, rank)
@@ -313,8 +311,8 @@ def _divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
     for seq in sorted(set().union(*group.calls.values())):
         owners = {rank: call.owner for rank, call in group.calls_of(seq).items() if call.owner}
         if seq < before and len({*owners.values()}) > 1:
-            # Positions list only the last calls. If the ranks agreed on no listed call before this
-            # one, they may have diverged earlier.
+            # Positions list only the last calls. Unless the ranks agree on an earlier listed call,
+            # they may have diverged before this one.
             earlier = "" if were_equal or seq == 1 else " or earlier"
             return f"ranks diverged at #{seq} of {group.label}{earlier}", owners
         were_equal |= len(owners) > 1
@@ -343,14 +341,14 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
     yield from dict.fromkeys(stall.difference for stall in stalls if stall.difference)
     absent = {rank: texts for stall in stalls for rank, texts in stall.absent.items()}
     did = {rank: text for rank, (text, _) in absent.items()}
-    # If a rank is waiting in a different collective, the line about that collective says where the
-    # rank is, so do not repeat the place here.
+    # Do not say where a rank is if it is waiting in a different collective: the line about that
+    # collective says so.
     at = {rank: "" if rank in reached else place for rank, (_, place) in absent.items()}
     yield from _folded({rank: f"{text}{at[rank]}" for rank, text in did.items()}, did)
 
 
 def _folded(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
-    """Yield a line per group of ranks with equal templates; shorten some if there are too many."""
+    """Yield one line for ranks with equal templates; if there are too many lines, use `short`."""
     for ranks, text in sorted(_rarest(full, "")):
         folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
         for same, template in folded:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """A rank of the current test: its number, settings, device and connections."""
+    """One rank during the current test: its number, settings, device and connections."""
 
     rank: int
     local_rank: int
@@ -36,17 +36,17 @@ _Payload = TypeVar("_Payload")
 
 
 class RankExtension(Protocol[_Payload]):
-    """Prepares ranks, and sends a value (payload) from each rank to the pytest process."""
+    """Prepares ranks, and sends a payload from each rank to the pytest process after a test."""
 
     @property
     def payload_type(self) -> type[_Payload]:
         """The type of the payload: a frozen dataclass that `text.codec` can parse."""
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Prepare for running ranks. Called once, in the fork server or in a spawned rank."""
+        """Prepare a process for running ranks; called once in the fork server or a spawned rank."""
 
     def rank_payload(self, item: pytest.Item) -> _Payload:
-        """Return the payload. Called in the rank, after pytest's protocol for the test."""
+        """Return the rank's payload; called in the rank, after pytest's protocol for the test."""
 
     def merge(
         self,
@@ -56,7 +56,7 @@ class RankExtension(Protocol[_Payload]):
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Use the payloads in the pytest process; return problems, each of which fails the test.
+        """Process all payloads in the pytest process; return problems, any of which fails the test.
 
         `payloads` has no entry for ranks that died. A skipped test has neither failed nor passed.
         """

@@ -23,7 +23,7 @@ _STANDARD = (0, 1, 2)
 
 
 def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
-    """Between tests, duplicate the user's descriptors 0 to 2; return no descriptors under xdist."""
+    """Duplicate the user's stdin, stdout and stderr; call it between tests. Empty under xdist."""
     if hasattr(config, "workerinput"):
         return ()
     manager: Any = config.pluginmanager.getplugin("capturemanager")
@@ -40,7 +40,7 @@ def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
-    """Take the terminal back after the block, even from a rank that died in a debugger."""
+    """After the block, return the terminal to pytest, even if a rank died in a debugger."""
     is_foreground = bool(terminal) and _foreground(terminal[0]) == os.getpgrp()
     try:
         yield
@@ -83,7 +83,7 @@ class RankTerminal:
             os.dup2(descriptor, target)
         self._stdin = sys.stdin
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # until `leave`
-        # If pytest is running in the background, it cannot pass the terminal on.
+        # A pytest that runs in the background does not have the terminal, so it cannot pass it on.
         if _foreground(0) == self._pytests_group:
             _pass_on(0, os.getpgrp())
 
@@ -100,10 +100,10 @@ class RankTerminal:
         sys.stdin = self._stdin
 
 
-# Note [Debugging a rank]: pytest creates every debugger in pytestPDB._init_pdb, and suspends its
-# capture, input included, while the debugger is running. So the debugged rank has a special
-# capture, which captures nothing, but connects the terminal while it is suspended. In other ranks,
-# _init_pdb creates a debugger that continues at once. See also Note [Private names of pytest].
+# Note [Debugging a rank]: pytest creates every debugger in pytestPDB._init_pdb. While a debugger is
+# running, pytest suspends its capture of output and input. So the debugged rank has a special
+# capture object: it captures nothing, but connects the rank to the terminal while it is suspended.
+# In other ranks, _init_pdb returns a debugger that continues at once.
 
 
 class _SuspendedCapture(MultiCapture[str]):
@@ -121,7 +121,7 @@ class _SuspendedCapture(MultiCapture[str]):
         # If pytest does not suspend input, it is only printing a line, which belongs in the logs.
         if in_:
             self._terminal.enter()
-            # Before it starts the debugger, pytest prints the failure with this writer.
+            # pytest prints the failure with this writer before it starts the debugger.
             self._reporter._tw = create_terminal_writer(self._config)
 
     def resume_capturing(self) -> None:
@@ -140,7 +140,7 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
         return
     manager._global_capturing = _SuspendedCapture(config, terminal)
     manager._global_capturing.start_capturing()
-    # If the method is "no", pytest does not resume the capture after a debugger.
+    # With the method "no", pytest would not resume the capture after a debugger.
     manager._method = "fd"
 
 

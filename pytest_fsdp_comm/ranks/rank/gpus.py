@@ -17,26 +17,27 @@ from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 # Asking the driver starts it, and a started driver does not survive a fork: torch raises an error
 # if the child uses CUDA. Only a forked child can tell whether the driver has been started (torch
 # 2.13). If the driver found no GPU, ranks do not need it, so they are forked anyway, and fail with
-# torch's error for a missing GPU (checked in 2.13 and 2.15). Private names:
-# tests/unit/ranks/test_gpus.py.
+# torch's error for a missing GPU (checked in 2.13 and 2.15). tests/unit/ranks/test_gpus.py tests
+# the private names used here.
 
 # The kernel drivers of NVIDIA and ROCm create these files, so without them there is no GPU.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-# A child exits with this status if CUDA is unusable there, and otherwise with its (smaller) answer.
+# Exit status of a forked child in which CUDA is unusable; otherwise, the child's answer (at most
+# `_MOST`) is its exit status.
 _UNUSABLE = 255
 _MOST = 254
 
 
 def visible_gpu_count() -> int:
     """Return the number of visible GPUs; 0 if no GPU driver is installed."""
-    # Importing torch takes seconds, so look for a driver first. Ask torch in a forked child: asking
-    # here could start the CUDA driver, which makes a later fork unsafe.
+    # Importing torch takes seconds, so look for a driver first. Then ask torch in a forked child,
+    # because asking it here could start the CUDA driver, which makes later forks unsafe.
     if not any(file.exists() for file in _DRIVER_FILES):
         return 0
     import torch  # noqa: PLC0415  # as above
 
     count = _answer_of_child(torch.cuda.device_count)
-    # If the CUDA driver has been started already, asking in this process does no further harm.
+    # If this process has started the CUDA driver already, asking torch here does no further harm.
     return torch.cuda.device_count() if count == _UNUSABLE else count
 
 
@@ -50,7 +51,8 @@ def is_driver_started(torch: Any) -> bool:
 @functools.cache
 def no_gpu_error(torch: Any) -> str:
     """Start the driver; return torch's error for a missing GPU, or "" if there is a GPU."""
-    # Cache the error for forked children, where torch would blame the fork. Do not ask NVML.
+    # The error is cached for forked children, where torch would blame the fork instead. Do not call
+    # device_count here, because it asks NVML instead of the driver.
     if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
         return ""
     try:
@@ -94,7 +96,7 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:
-    """Return how many GPUs a test can use, if every machine has as many as this one."""
+    """Return how many GPUs a test can use, assuming that all machines have equally many."""
     count = visible_gpu_count()
     return count if launched is None else count // launched.local_world_size * launched.world_size
 

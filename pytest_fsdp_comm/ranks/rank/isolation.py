@@ -16,8 +16,8 @@ from pytest_fsdp_comm import upstream
 # Note [Private names of pytest]: this module and `debugger` use private names of pytest 8.4 to 9.2.
 # tests/unit/ranks/test_isolation.py has a contract test for each.
 
-# Ranks unregister these plugins, because they write to the terminal, to files, to caches or to
-# xdist's channel, which only the parent may do.
+# Plugins that ranks unregister, because only the parent may write to the terminal, to report files,
+# to caches and to xdist's channel.
 _PARENTS_PLUGINS = (
     "terminalreporter",
     "lfplugin",
@@ -32,7 +32,7 @@ _PARENTS_PLUGINS = (
     # pytest-github-actions-annotate-failures 0.4 would annotate the reports of each rank.
     "annotate_errors",
     "annotate_warnings",
-    # pytest-forked runs each test in a separate process, but a rank already is a separate process.
+    # pytest-forked would fork the rank for each test, although the rank already is a new process.
     "pytest_forked",
 )
 _PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
@@ -47,7 +47,7 @@ class LogTerminal:
         self._tw = TerminalWriter(io.StringIO())
 
     def open(self, path: Path) -> None:
-        # Use a separate file, because a test may capture the rank's stdout with capfd.
+        # Do not write to the rank's stdout, because a test may capture that with capfd.
         self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
 
     # Drop the empty line and the title that pytest writes before live logs. They are not needed,
@@ -62,13 +62,13 @@ class LogTerminal:
 
 def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     """Disable pytest's capture in a rank, and use `basetemp` for its temporary directories."""
-    # A forked rank shares the temporary files into which its parent captures output, so stop using
-    # them: the rank writes to its logs instead.
+    # The parent captures output in temporary files, which a forked rank inherits. The rank must not
+    # write to them; it writes to its logs instead.
     manager = capture_manager(config)
     if manager is not None:
-        # Keep a reference: freeing unclosed files raises a warning, which -W error makes an error.
+        # Keep the files alive: freeing unclosed files would warn, and -W error makes that an error.
         config.stash[_PARENTS_CAPTURE] = manager._global_capturing
-        # Not stop_global_capturing(), which would print the output that the parent has captured.
+        # Do not call stop_global_capturing(): it would print what the parent has captured so far.
         manager._global_capturing = None
         manager._method = "no"
         manager.start_global_capturing()

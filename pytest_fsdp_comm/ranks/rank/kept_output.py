@@ -6,17 +6,18 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-# Ranks shorten long strings before they send them. Output goes straight to files, which survive a
-# crash; when a phase ends, only the first and last part of its output are read.
+# Ranks shorten long strings before they send them. They write output directly to log files, which
+# survive a crash; when a phase ends, only the first and last part of its output are read back.
 
 KEPT_NBYTES: Final = 256 << 10
-"""How many bytes or characters to keep at the start of a long text, and as many at its end."""
-# Longer than any line that replaces the middle, so that shortened text is not shortened again.
+"""How many bytes or characters of a long text to keep at its start, and how many at its end."""
+# Cut only more than this from a text. It is longer than the line that marks the cut, so that a
+# shortened text is not shortened again.
 _LONGEST_NOTE: Final = 256
 
 
 def shortened(text: str) -> str:
-    """Return the text, or its first and last part if it is too long."""
+    """Return the text; if it is too long, return only its first and last part."""
     left_out = len(text) - 2 * KEPT_NBYTES
     if left_out <= _LONGEST_NOTE:
         return text

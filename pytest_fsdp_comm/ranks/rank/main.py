@@ -1,4 +1,4 @@
-"""Runs one rank: pytest's protocol for each test, and the messages to the supervisor."""
+"""Runs one rank: executes pytest's protocol for each test, and answers the supervisor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankTemplate:
         *,
         random_state: object = None,
     ) -> None:
-        """Prepare this session for ranks; `random_state` is pytest's (None: do not restore it)."""
+        """Prepare the session; ranks set Python's `random` to `random_state`, unless it is None."""
         self._random_state = random_state
         self._session = session
         self._extensions = extensions
@@ -85,11 +85,11 @@ class RankTemplate:
         watchdog: Watchdog,
         launched: LaunchedRank | None = None,
     ) -> messages.RankCommand | None:
-        """Run the tests of a rank set; return the next command, None if pytest has hung up."""
+        """Run a rank set's tests; return the command that follows them, None if pytest hung up."""
         session = self._session
         processes.flush_streams()
         processes.redirect_output(spec, rank)
-        # pytest enabled faulthandler for the terminal, where a dump would garble the progress line.
+        # pytest made faulthandler dump to the terminal, where it would garble the progress line.
         faulthandler.enable(file=2)
         # The handler is C code with a separate stack, so it works even while other code holds the
         # GIL. It dumps only the thread that receives the signal, because dumping all threads while
@@ -111,7 +111,7 @@ class RankTemplate:
         else:
             debugger.debug_elsewhere(session.config)
         if self._random_state is not None:
-            # Python reseeds `random` in a forked child, so restore the state of the parent.
+            # Python reseeds `random` in a forked child, so restore the parent's state.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
         self._plugin.bind(channel, spec, rank, shares_random_states=self._random_state is not None)
         rank_pid = getpid()
@@ -127,8 +127,8 @@ class RankTemplate:
             session.config.stash[RANK_CONTEXT] = context
             item.stash[SETTINGS] = spec.settings  # may include ranks that the marker does not list
             payloads, escaped, session_exit = _run_item(item, nextitem, self._extensions)
-            # If the test forked a child, a plugin may have caught the exception that should end the
-            # child, so end it here.
+            # If this is a child that the test forked, a plugin may have caught the exception that
+            # should have ended it, so end it here.
             processes.end_forked_child(rank_pid, None)
             if next_test.is_none:
                 self._end_process(item)
@@ -141,8 +141,8 @@ class RankTemplate:
             )
             context.exchange.leave()
             if launched and (payloads is None or self._plugin.has_failed):
-                # Launched ranks are not killed after a failure, so leave the group: otherwise their
-                # peers would keep waiting for this rank.
+                # Launched ranks are not killed after a failure, so this rank has to leave the
+                # group; otherwise its peers would keep waiting for it.
                 self._plugin.leave_group()
             command = _ask_for_next(channel, ended)
             number += 1
@@ -157,7 +157,7 @@ class RankTemplate:
         return command
 
     def _end_process(self, item: pytest.Item) -> None:
-        """Run exit functions and finalizers now, because ranks end with os._exit or are killed."""
+        """Run exit functions and finalizers, because ranks end with os._exit or are killed."""
         self._plugin.run_exit_functions(item)
         processes.run_finalizers()
 
@@ -178,7 +178,7 @@ def _context(
 
     settings = spec.settings
     timeout_s = settings.timeout_s + process_group.BEYOND_DEADLINE_S
-    # Open two clients, because the process group may use its client from other threads.
+    # Open two clients of the store, because the process group may use its client in other threads.
     texts = TextStore(
         PrefixStore(f"test{number}", process_group.open_store(spec, launched, timeout_s=timeout_s))
     )
@@ -198,7 +198,7 @@ def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
 ) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
     """Run a test's protocol; return `payloads`, `escaped` and `session_exit` of `TestEnded`."""
-    # After an exception, the session can be in any state, so do not ask extensions for payloads.
+    # An exception can leave the session in any state, so do not ask extensions for payloads then.
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except pytest.exit.Exception as error:
@@ -216,14 +216,14 @@ def _run_item(
 
 
 def save_coverage() -> None:
-    """Save coverage data now, because a rank ends without running coverage's exit handler."""
+    """Save coverage's data, because a rank ends without running coverage's exit handler."""
     if (current := _coverage()) is not None:
-        # Save without stopping: restarting coverage 7.17 fails on modules of torch.
+        # Do not stop coverage: restarting it fails on modules of torch (coverage 7.17).
         current.save()
 
 
 def silence_coverage() -> None:
-    """Disable coverage's warnings that this process ran no code, because the tests run in ranks."""
+    """Disable coverage's warnings about missing data, because only ranks run tested code."""
     if (current := _coverage()) is not None:
         name = "run:disable_warnings"
         unmeasured = ["no-data-collected", "module-not-imported"]
@@ -252,7 +252,7 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
             "whose names depend on chance, time or the process cannot run on spawned ranks"
         )
     rank, *descriptors = map(int, os.environ.pop(RANK_VARIABLE).split())
-    # If a test starts pytest, that process must not become a rank, too.
+    # If a test starts pytest, the new process must not become a rank.
     del os.environ[SPEC_VARIABLE]
     os.environ[INSIDE_VARIABLE] = "1"
     template = RankTemplate(session, extensions)

@@ -38,7 +38,8 @@ _TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
 
 
 def _takes_output(when: str) -> Any:
-    # Make this the innermost wrapper, so that a child that the test forks ends here, not in hooks.
+    # Make this the innermost wrapper, so that a child that the test forks ends here, before it
+    # returns to the hooks of other plugins.
     @pytest.hookimpl(wrapper=True, trylast=True, specname=f"pytest_runtest_{when}")
     def hook(self: RankPlugin, item: pytest.Item) -> Generator[None, Any, Any]:
         __tracebackhide__ = True
@@ -65,7 +66,7 @@ def _takes_output(when: str) -> Any:
 
 
 class RankPlugin:
-    """The hooks of a rank. Created before the fork; `bind` connects them to a rank after it."""
+    """Implements a rank's pytest hooks; created before the fork, and bound to the rank after it."""
 
     _channel: Channel[RankCommand]
     _pid: int
@@ -80,7 +81,7 @@ class RankPlugin:
         self._has_failed_subtest = False
         self.has_failed = False
         """Whether a phase or subtest has failed since `bind`."""
-        # Contexts to enter before a test's first fixture, and to leave after its last teardown.
+        # Contexts that begin before a test's first fixture and end after its last teardown.
         self._simulation = contextlib.ExitStack()
         self._distinct: DistinctRanks | None = None
         self._answers: KeptAnswers | None = None
@@ -95,9 +96,9 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Connect the hooks to a rank; unless it shares random states, setup equalizes them."""
+        """Connect the hooks to a rank. Setup equalizes random states unless ranks share them."""
         self._shares_random_states = shares_random_states
-        # If later tests run on the same ranks, they start with the states of the first test.
+        # If ranks run several tests, each test starts with the random states of the first.
         self._keeps_random_states = spec.settings.scope == "module"
         self._group = None
         self._random_states = None
@@ -129,21 +130,22 @@ class RankPlugin:
             item.ihook.pytest_runtest_logreport(report=report)
 
     def end_tests(self, item: pytest.Item) -> None:
-        """Tear down fixtures kept for a test that will not run; report failures with `item`."""
-        # Pass None, as pytest does at the end of a session, to tear down all fixtures.
+        """Tear down all fixtures, because no other test will run; report failures for `item`."""
+        # pytest, too, passes None at the end of a session, to tear down all fixtures.
         self._report_failure(item, partial(item.session._setupstate.teardown_exact, None))  # noqa: SLF001
         self._report_failure(item, partial(processes.raise_lost_exceptions, item))
 
     def run_exit_functions(self, item: pytest.Item) -> None:
         """Run the functions that the rank registered with `atexit`; warn about their exceptions."""
-        # Bypass filters, which can make warnings errors: at exit, Python only prints exceptions.
+        # Bypass warning filters, which could turn the warnings into errors: Python itself only
+        # prints exceptions at exit.
         for text in processes.run_exit_functions():
             category, line = pytest.PytestUnraisableExceptionWarning, (item.location[1] or 0) + 1
             warning = warnings.WarningMessage(text, category, str(item.path), line)
             self.pytest_warning_recorded(warning, "runtest", item.nodeid, None)
 
     # pytest evaluates skip marks before this hook (tryfirst), so a skipped test creates no process
-    # group. It sets up fixtures after this hook, because plugins registered earlier run later.
+    # group. pytest sets up fixtures after this hook, because plugins registered later run earlier.
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         self._has_failed_subtest = False
@@ -183,7 +185,7 @@ class RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Attribute assumed values to the fixture that used them, because tests may share it."""
+        """Attribute assumed values to the fixture that used them, which several tests may share."""
         if self._answers is None or fixturedef.scope == "function":
             return (yield)
         with self._answers.by(fixturedef.argname):
@@ -195,11 +197,11 @@ class RankPlugin:
 
     def _leave_to_all(self) -> None:
         if ranks := self.further_ranks():
-            # Raise a skip, so that --pdb does not open and the comparison does not count as failed.
+            # Raise a skip: it neither opens a debugger under --pdb nor fails the comparison.
             raise pytest.skip.Exception(f"runs again, also on {name_ranks(ranks)}")
 
     def further_ranks(self) -> tuple[int, ...]:
-        """Return further ranks that the test has to run on, because their local shapes differ."""
+        """Return the ranks that the test must also run on, because their local shapes differ."""
         return () if self._distinct is None else tuple(sorted(self._distinct.further))
 
     def leave_group(self) -> None:
@@ -207,7 +209,7 @@ class RankPlugin:
         process_group.leave_group()
 
     def can_run_another_test(self) -> bool:
-        """Return whether the test left the rank's process group in place."""
+        """Return whether the test has neither destroyed nor replaced the rank's process group."""
         import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
         return self._group is None or self._group is dist.group.WORLD
@@ -242,13 +244,13 @@ class RankPlugin:
             captured.out, captured.err = (log.end_subtest() for log in self._logs)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send a phase's report immediately, because the rank may die in the next phase."""
+        """Send a phase's report at once, because the rank may die in the next phase."""
         self.has_failed |= report.failed
         if is_subtest(report):
             self._has_failed_subtest |= report.failed
         elif self._has_failed_subtest and report.passed:
-            # In the hook below, pytest 9 fails a test whose subtests failed. pytest's terminal
-            # reporter calls the hook, but a rank has no such reporter.
+            # In the hook below, pytest 9 fails a test whose subtests failed. Elsewhere, pytest's
+            # terminal reporter calls the hook, but a rank has no terminal reporter.
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         self._channel.send(
             PhaseReport(
@@ -273,8 +275,8 @@ class RankPlugin:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
-        # pytest passes old warnings to every new plugin. The pytest process has those already, so
-        # send only the warnings of tests.
+        # pytest replays earlier warnings to every new plugin. The pytest process has reported those
+        # already, so send only warnings that tests raised.
         if when == "runtest" and self._logs:
             self._channel.send(
                 WarningSeen(
@@ -295,13 +297,13 @@ def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str,
     texts = {name: shortened_texts(data[name]) for name in _TEXTS if name in data}
     pairs = data.get("user_properties", ())
     properties = [(name, _shortened_value(value)) for name, value in pairs]
-    # A report that a plugin created may lack the time.
+    # A report created by a plugin may lack the time at which the phase ended.
     stop = data.get("stop") or time.time()
     return {**data, **texts, "user_properties": properties, "stop": stop}
 
 
 def _shortened_value(value: object) -> object:
-    """Shorten a user property of any type, because JUnit XML contains it as text."""
+    """Shorten a user property; if it is not a string and its repr is too long, shorten the repr."""
     text = value if isinstance(value, str) else repr(value)
     short = shortened(text)
     return value if short == text else short
@@ -313,12 +315,12 @@ _SUBTEST_MODULES = ("_pytest.subtests", "pytest_subtests.plugin")
 
 
 def is_subtest(report: pytest.TestReport) -> bool:
-    """Return whether a report is that of a subtest; the test continues after a failed subtest."""
+    """Return whether a report describes a subtest; a test continues after a failed subtest."""
     return type(report).__name__.lower() == "subtestreport"
 
 
 def capture_subtests(capture: Callable[[Any], Any]) -> None:
-    """Capture the output of subtests with `capture`, which sets ``out`` and ``err`` at exit."""
+    """Make pytest capture the output of subtests with the context manager `capture`."""
     for name in _SUBTEST_MODULES:
         module: Any = sys.modules.get(name)
         if module is None:
@@ -340,7 +342,7 @@ def _capturing_output(
 
 
 class _Log:
-    """The log of a stream; keeps track of the parts that no report contains yet."""
+    """The log file of a stream; keeps track of the parts that no report contains yet."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -348,7 +350,7 @@ class _Log:
         self._nbytes_seen = 0
         self.nbytes_reported = 0
         """The size of the log when the last phase ended."""
-        # A stack of (start, end) ranges: those of the phase, then those of each nested subtest.
+        # Lists of (start, end) ranges: one list for the phase, then one for each nested subtest.
         self._parts: list[list[tuple[int, int]]] = [[]]
 
     def begin_subtest(self) -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.simulation.groups import RealGroups
 
 
-# A process group gets a longer timeout than the test, so that a hang ends with the supervisor's
-# report on all ranks, not with a timeout error on one rank.
+# How much longer the timeout of a process group is than that of the test. With a longer timeout, a
+# hang ends with the supervisor's report on all ranks, not with a timeout error on one rank.
 BEYOND_DEADLINE_S = 3600.0
 
 
@@ -55,7 +55,7 @@ def set_environment(
     gpus: Sequence[str] = (),
     launched: LaunchedRank | None = None,
 ) -> None:
-    """Set torchrun's variables, use one thread per rank, and make only `gpus` visible, if any."""
+    """Set torchrun's variables, limit torch to one thread, and hide all GPUs but `gpus`, if any."""
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     local_size = launched.local_world_size if launched else settings.world_size
@@ -66,7 +66,7 @@ def set_environment(
     if settings.simulation:
         os.environ |= simulated_variables(rank, settings.world_size)
     # By default, torch uses one thread per core in each process, so ranks would compete for the
-    # cores. Also, OpenMP's thread pool does not survive a fork; see `spawn`.
+    # cores. Besides, OpenMP's threads do not survive a fork; see `spawn`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Launchers other than torchrun may not say how many ranks run on this machine.
     is_sure = launched is None or launched.launcher == "torchrun"
@@ -90,7 +90,7 @@ def open_store(spec: RankSetSpec, launched: LaunchedRank | None, *, timeout_s: f
 
 
 def connect_store(launched: LaunchedRank, *, timeout_s: float, serves: bool = False) -> Any:
-    """Connect to the launcher's store, or serve it; raise DistError if that fails."""
+    """Connect to the launcher's store, or start it if `serves`; raise DistError on failure."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415  # as above
 
     store = TCPStore(
@@ -159,13 +159,13 @@ def join_group(context: RankContext) -> object:
         world_size=settings.world_size,
         timeout=dt.timedelta(seconds=settings.timeout_s + BEYOND_DEADLINE_S),
     )
-    # Wait for all ranks: if a rank exits right after init, ranks that are still connecting fail.
+    # Wait for all ranks, because ranks that are still connecting fail if a peer exits early.
     context.exchange.share("joined")
     return dist.group.WORLD
 
 
 def real_groups(context: RankContext) -> RealGroups | None:
-    """Connect a simulated rank to others along its real axes; return None if there are none."""
+    """Connect a simulated rank to its peers on real axes; return None if no axis is real."""
     real = context.settings.real
     if not real:
         return None
@@ -224,7 +224,7 @@ lasts until the test ends. Remove the calls of init_process_group() and destroy_
 
 
 def add_remedy(error: BaseException, item: pytest.Item) -> None:
-    """If torch raised an error about the default process group, add a note with a remedy."""
+    """Add a remedy to an error that torch raised about the default process group."""
     if not isinstance(error, ValueError):
         return
     text = str(error)
@@ -233,7 +233,7 @@ def add_remedy(error: BaseException, item: pytest.Item) -> None:
     if RANK_CONTEXT in item.config.stash:
         remedy = _MARKED if _TWICE in text or lacks_group else None
     elif lacks_group and SETTINGS not in item.stash and "RANK" not in os.environ:
-        # Only without RANK: under a launcher, unmarked tests may create process groups themselves.
+        # Under a launcher (RANK is set), unmarked tests may create process groups themselves.
         remedy = _UNMARKED
     if remedy and remedy not in getattr(error, "__notes__", ()):
         error.add_note(remedy)

@@ -33,7 +33,7 @@ _LONGEST_DIRECTORY = 85
 
 
 def fork_quietly() -> int:
-    """Call `os.fork` without Python 3.12's warning about running threads."""
+    """Call `os.fork`; suppress the warning of Python 3.12 and later about running threads."""
     # An xdist worker always has a second thread, but that thread holds no lock that a rank needs.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -53,7 +53,7 @@ def redirect_output(spec: RankSetSpec, rank: int) -> None:
         log = os.open(spec.log_path(rank, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, descriptor)
         os.close(log)
-        # Buffer only lines, because a crash would lose the larger buffers of default streams.
+        # Use line buffering, because a crash would lose the larger buffers of default streams.
         stream = open(  # noqa: SIM115  # lives as long as the process
             descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
         )
@@ -84,14 +84,15 @@ def put_sockets_below(directory: Path) -> None:
     # By default, each process creates a directory in TMPDIR, and leaves it there if killed.
     process: Any = multiprocessing.process.current_process()
     config = getattr(process, "_config", None)
-    # A private name (checked in Python 3.11 to 3.14). If it has moved, such directories remain.
+    # `_config` is private (checked in Python 3.11 to 3.14). If it has moved, those directories are
+    # created as before.
     if isinstance(config, dict) and len(str(directory)) <= _LONGEST_DIRECTORY:
         config["tempdir"] = str(directory)
 
 
 def run_finalizers() -> None:
-    """End managers, pools and daemonic children. Other children are killed with the rank."""
-    # Do what multiprocessing does at exit. The name is private (checked in Python 3.11 to 3.14).
+    """End managers, pools and daemonic children, as multiprocessing does at exit."""
+    # Other children are killed with the rank. `_run_finalizers` is private (Python 3.11 to 3.14).
     run: Any = getattr(multiprocessing.util, "_run_finalizers", None)
     if run is None:
         return
@@ -103,9 +104,9 @@ def run_finalizers() -> None:
     run()
 
 
-# A rank ends with os._exit, because a normal exit would run the exit functions of its parent. So
-# the following functions do what Python does at exit: they collect garbage, whose finalizers can
-# raise exceptions, and run the functions that were registered with atexit.
+# A rank ends with os._exit, because a normal exit would also run exit functions that belong to its
+# parent. So the functions below do what Python does at exit: they collect garbage, whose finalizers
+# can raise exceptions, and run the exit functions that were registered in the rank.
 
 # pytest's plugins that report exceptions from finalizers and threads after each phase.
 _EXCEPTION_PLUGINS = ("unraisableexception", "threadexception")
@@ -113,8 +114,8 @@ _EXCEPTION_PLUGINS = ("unraisableexception", "threadexception")
 
 def raise_lost_exceptions(item: pytest.Item) -> None:
     """Collect garbage, then let pytest report exceptions from finalizers and threads."""
-    # This takes only 0.2 ms after an empty test, and 1.3 ms after an FSDP2 step, because objects
-    # that are older than the rank are frozen.
+    # This takes only 0.2 ms after an empty test and 1.3 ms after an FSDP2 step, because the garbage
+    # collector skips objects that are older than the rank (`gc.freeze`).
     __tracebackhide__ = True
     gc.collect()
     for name in _EXCEPTION_PLUGINS:
@@ -128,12 +129,12 @@ def forget_exit_functions() -> None:
     for finalizer in weakref.finalize._select_for_exit():  # type: ignore[attr-defined]  # no public list
         finalizer.atexit = False
     atexit._clear()  # documented for tests only
-    # weakref.finalize registers this function only once, so register it again for the rank.
+    # weakref.finalize registers this function only once per process, so register it again here.
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # see above
 
 
 def run_exit_functions() -> list[str]:
-    """Run functions registered since `forget_exit_functions`; return tracebacks of exceptions."""
+    """Run exit functions registered since `forget_exit_functions`; return their tracebacks."""
     problems: list[str] = []
 
     def note(raised: sys.UnraisableHookArgs) -> None:
@@ -151,9 +152,9 @@ def run_exit_functions() -> list[str]:
 
 # Many tests create models and data from random numbers, which must be equal on all ranks. A fork
 # copies the random states of numpy and torch, but Python reseeds `random`, so `RankTemplate`
-# restores its state. Spawned and launched ranks do not inherit random states. They compare their
-# states, and use the same seed for each library whose states differ; if a user has seeded all ranks
-# equally, nothing changes. Kept ranks start each test with the random states of the first test.
+# restores its state. Spawned and launched ranks do not inherit random states, so they compare them,
+# and seed each library whose states differ with the same number. They do not touch libraries that
+# the user has seeded equally. Kept ranks start each test with the random states of the first test.
 
 _LARGEST_SEED = 2**32 - 1  # numpy's
 
@@ -189,7 +190,7 @@ def restore_states(states: Sequence[Any]) -> None:
 
 
 def equalize(exchange: Exchange) -> None:
-    """Make the random state of each library equal on all ranks; all ranks have to call this."""
+    """Make the random states of all ranks equal; every rank of the test has to call this."""
     # The repr of a tensor omits elements, so convert the tensor to a list.
     states = [state.tolist() if hasattr(state, "tolist") else state for state in read_states()]
     digests = " ".join(hashlib.sha256(repr(state).encode()).hexdigest() for state in states)
