@@ -18,8 +18,8 @@ from pytest_fsdp_comm.text.words import counted, show_path
 def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm accept``."""
     _, snapshot_dir = find_project(Path.cwd())
-    # Require an existing directory, because a user who runs this above the project would otherwise
-    # create files that no test reads.
+    # Do not create the directory: if the user runs this outside the project, no test would read the
+    # accepted files.
     if not snapshot_dir.is_dir():
         raise FsdpCommError(
             f"there is no snapshot directory {show_path(snapshot_dir)}; run this command in the "
@@ -47,8 +47,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
-    """Copy a file into the snapshot directory; return its old and new text."""
-    # Do not trust `received`, because a pull request can choose its names, contents and links.
+    """Copy a received file into the snapshot directory; return its old and new text."""
+    # Do not trust `received`: a pull request controls its file names, contents and links.
     target = snapshot_dir / file.relative_to(received)
     for path, below in ((file, received), (target, snapshot_dir)):
         if _is_link(path, below):

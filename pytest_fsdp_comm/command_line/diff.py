@@ -22,7 +22,7 @@ from pytest_fsdp_comm.snapshots.documents import SnapshotText, body
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
-# The path that git passes for a side on which the file does not exist.
+# The path that git passes instead of a file that does not exist on one side of the diff.
 _NOWHERE: Final = "/dev/null"
 # Number of arguments that git passes to the driver for a file that was not renamed.
 _GIT_ARGUMENTS: Final = 7
@@ -64,8 +64,8 @@ def run_diff(options: argparse.Namespace) -> int:
 def run_git_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm git-diff``, which git starts for each file as ``diff.<driver>.command``."""
     # git passes a path, then the file, hash and mode of the old side and of the new side. After a
-    # rename, it adds the new path and a header. For an unmerged file, it passes only the path. Any
-    # exit status but 0 aborts git itself, so print the lines of a broken file without explanation.
+    # rename, it adds the new path and a header. For an unmerged file, it passes only the path. If
+    # the exit status is not 0, git aborts, so print a broken file's lines without an explanation.
     arguments = options.arguments
     old_path = arguments[0]
     if len(arguments) < _GIT_ARGUMENTS:
@@ -93,7 +93,7 @@ def run_git_diff(options: argparse.Namespace) -> int:
 
 
 def _pairs_of(old: str, new: str) -> tuple[list[Pair], list[str]]:
-    """Pair two files (and their trees) or two directories' files; return pairs and problems."""
+    """Pair two files and their trees, or the files of two directories; also return errors."""
     are_directories = [Path(side).is_dir() for side in (old, new)]
     if all(are_directories):
         return _pairs_in_directories(old, new)
@@ -153,8 +153,8 @@ def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
 
 
 def print_explanations(pairs: Sequence[Pair], *, with_lines: bool = False) -> bool:
-    """Print an explanation of each difference; return whether compared content differs."""
-    # Group the comm and tree snapshots of a test, because they help to explain each other.
+    """Print an explanation of each difference; return whether any compared content differs."""
+    # Group the snapshots of each test, because its trees help to explain its communication.
     groups: defaultdict[object, list[Pair]] = defaultdict(list)
     for pair in pairs:
         groups[_test_of(pair)].append(pair)
@@ -183,7 +183,7 @@ def _test_of(pair: Pair) -> object:
 
 
 def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None, bool]:
-    """Explain how a pair differs (None if it does not); also return whether content differs."""
+    """Return an explanation (None if both texts are equal) and whether compared content differs."""
     name = pair.new_path
     if pair.old is None or pair.new is None:
         head = f"{name}: {'removed' if pair.new is None else 'added'}"
@@ -201,14 +201,14 @@ def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None,
     )
     text = difference.explanation
     scope = f" ({text.scope})" if text.scope else ""
-    # Files that differ can still compare as equal, for example after an update.
+    # Files may differ although everything that is compared is equal, for example after an update.
     changes = text.changes if text.body else (difference.text or "nothing that is compared",)
     is_change = bool(difference.changes or difference.text) or pair.is_rename
     return replace(text, head=f"{head}:{scope}", changes=changes, cures=()), is_change
 
 
 def _patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:
-    """Return a unified diff for ``git apply``; a text is None if its file does not exist."""
+    """Return a unified diff that ``git apply`` accepts; the text of a missing file is None."""
     return difflib.unified_diff(
         (old or "").splitlines(),
         (new or "").splitlines(),

@@ -21,9 +21,10 @@ from pytest_fsdp_comm.tree.profile import fold as fold_tree
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
-    """Read a snapshot, or convert a JSON recording (with call sites) or JSON tree to a snapshot.
+    """Read a snapshot, or convert a JSON recording or tree into a snapshot.
 
-    `where` is the name of the file in errors, by default its path.
+    The profile of a converted recording has call sites, which a snapshot omits. Errors refer to the
+    file as `where`, or by its path if `where` is empty.
     """
     where = where or str(path)
     if path.is_dir():
@@ -43,7 +44,7 @@ def read_document(path: Path, *, where: str = "") -> SnapshotText:
 
 def merge_recordings(recordings: Sequence[Recording]) -> CommProfile:
     """Merge the recordings of several ranks into one profile."""
-    # Fold identical recordings only once.
+    # Ranks often have identical recordings, so fold each distinct recording only once.
     distinct = {parts_of(recording): recording for recording in recordings}
     profiles = {parts: fold(recording) for parts, recording in distinct.items()}
     return merge(
@@ -53,7 +54,7 @@ def merge_recordings(recordings: Sequence[Recording]) -> CommProfile:
 
 
 def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
-    """Read a saved tree, or the recordings of one block, sorted by rank."""
+    """Read a saved tree, or the recordings that all ranks made of one block, sorted by rank."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -87,7 +88,7 @@ def describe_problem(problem: FsdpCommError) -> str:
 
 
 def summary_lines(profile: Profile) -> Iterator[str]:
-    """Summarize a snapshot in a few phrases."""
+    """Yield a few phrases that summarize a snapshot."""
     yield counted(profile.world_size, "rank")
     if isinstance(profile, CommProfile):
         for total in profile.totals():
@@ -105,17 +106,17 @@ def summary_lines(profile: Profile) -> Iterator[str]:
 
 
 def find_project(start: Path) -> tuple[Path, Path]:
-    """Return pytest's root directory and the snapshot directory for the absolute path `start`."""
+    """Return the root and snapshot directories that pytest uses if run in `start` (absolute)."""
     config = _read_settings(start)
     snapshot_dir = config.getini("fsdp_comm_snapshot_dir") or "snapshots"
     return config.rootpath, Path(os.path.normpath(config.rootpath / snapshot_dir))
 
 
 def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
-    """Return the directories and file patterns that ``pytest`` without arguments collects."""
+    """Return where ``pytest`` without arguments looks for tests: directories and file patterns."""
     config = _read_settings(start)
     root, names = config.rootpath, config.getini("testpaths")
-    paths = [root / path for name in names for path in glob.glob(name, root_dir=root)]  # noqa: PTH207  # like pytest, allow ".."
+    paths = [root / path for name in names for path in glob.glob(name, root_dir=root)]  # noqa: PTH207  # as in pytest, names may contain ".."
     paths = paths or [root / name for name in names if not glob.has_magic(name)]
     directories = [Path(os.path.normpath(path)) for path in paths if not path.is_file()]
     return directories or [root], config.getini("python_files")
@@ -133,7 +134,7 @@ class _ReadSettings:
 
 def _read_settings(start: Path) -> Any:
     """Return pytest's configuration for an absolute directory, which need not exist yet."""
-    import pytest  # noqa: PLC0415  # importing it takes longer than most commands run
+    import pytest  # noqa: PLC0415  # its import takes longer than most commands
 
     plugin = _ReadSettings()
     directory = next(path for path in (start, *start.parents) if path.is_dir())

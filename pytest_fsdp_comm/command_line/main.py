@@ -1,4 +1,4 @@
-"""The program ``fsdp-comm``: arguments, errors and exit statuses."""
+"""Entry point of ``fsdp-comm``: parse the arguments, run a command, and print errors."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from pytest_fsdp_comm.errors import FsdpCommError
 # Commands raise FsdpCommError, with a remedy, for every error that a user can cause. Only `main`
 # catches it, except in commands that continue with other files after an error in one file.
 #
-# Why argparse: git starts the program for every file in a diff, so it must start fast. argparse
-# adds 7 ms to the interpreter's startup, click 29 ms and typer 75 ms (CPU, Python 3.11).
+# The program must start fast, because git starts it once for every file in a diff. It therefore
+# uses argparse, which adds 7 ms to the interpreter's startup; click adds 29 ms, and typer 75 ms
+# (CPU, Python 3.11).
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with these arguments (default: the process's); return the exit status."""
+    """Run the program and return its exit status; `arguments` defaults to ``sys.argv[1:]``."""
     command_line = list(sys.argv[1:] if arguments is None else arguments)
-    # Make it possible to print file names that are not UTF-8, and any text under a C locale.
-    # Skip this for `record`, which must not change the script's streams, errors or exit status.
+    # Allow printing file names that are not UTF-8, and any text under a C locale. But `record` runs
+    # a script in this process, whose streams, errors and exit status must not change.
     runs_script = command_line[:1] == ["record"]
     for stream in (sys.stdout, sys.stderr) if not runs_script else ():
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # both are text streams
     options = _parser().parse_args(command_line)
-    # Start fast: import only the module of this command.
+    # Import only the module of this command, so that the program starts fast.
     name, _, function = options.run.partition(":")
     try:
         module = import_module(name if name.startswith(".") else f".{name}", __package__)
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not runs_script:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader closed the pipe, as `head` does. Prevent a second error when Python exits.
+        # The reader, for example `head`, closed the pipe. Redirect standard output, because Python
+        # would otherwise raise again when it flushes the stream at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:

@@ -75,7 +75,7 @@ def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
     yield f"mesh: {show_mesh(profile.mesh_axes)}"
     for peak in profile.peaks:
         on = f" on {name_ranks(peak.ranks)}" if peak.ranks else ""
-        # Print exact bytes, too, so that small changes show if git uses this output as textconv.
+        # Also print the exact bytes, so that with git's textconv, a diff shows any change.
         yield f"peak gathered: {show_nbytes(peak.nbytes)} ({peak.nbytes:_} B){on}"
     if not profile.sizes_activations:
         yield "sizes of activations: not compared"
@@ -113,11 +113,11 @@ def _totals(totals: Sequence[Total]) -> Iterator[Sequence[str]]:
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Align columns: numbers to the right, text to the left, without padding the last cells."""
+    """Align numbers to the right and text to the left; do not pad the last cell of a row."""
     table = [tuple(row) for row in rows]
     if not table:
         return
-    # The last cell of a row does not widen its column, because no cell follows it.
+    # Ignore the last cell of each row, which needs no padding because no cell follows it.
     widths = [
         max((len(row[column]) for row in table if column < len(row) - 1), default=0)
         for column in range(max(map(len, table)))
@@ -147,5 +147,5 @@ def _show_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:
         parameters = counted(len(sizes), "parameter")
         yield f"{counted(units, 'unit')}; {parameters} of {numel:_} elements, {nbytes}"
     yield ""
-    # Skip the first line, the last line, and the lines that are already summarized above.
+    # Skip the first and last lines, and those that the output above already summarizes.
     yield from (line for line in text.splitlines()[1:-1] if not line.startswith(_FRAME))

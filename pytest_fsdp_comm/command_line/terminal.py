@@ -11,17 +11,17 @@ from pytest_fsdp_comm.errors import printable
 SAME: Final = 0
 DIFFERENT: Final = 1
 FAILED: Final = 2
-"""Exit statuses with the same meaning as those of diff(1)."""
+"""Exit statuses, as in diff(1): there are no differences, some differences, or errors."""
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines on standard output, with control characters escaped."""
+    """Print lines to standard output, with control characters escaped."""
     for line in lines:
         print(printable(line, "\t"))  # noqa: T201  # the program's output
 
 
 def print_problems(problems: Iterable[str]) -> int:
-    """Print problems on standard error; return the exit status."""
+    """Print problems to standard error; return `FAILED` if there are any, otherwise `SAME`."""
     status = SAME
     for problem in problems:
         print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # errors go to standard error

@@ -88,7 +88,7 @@ def _start_of(ran: ScriptRun, recording: Path) -> Path:
 
 def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile) -> str:
     marks = [f"world_size={profile.world_size}"]
-    if profile.recorded_ranks:  # the recording is of one simulated rank
+    if profile.recorded_ranks:  # only one rank was simulated
         marks += ["simulate=True", f"ranks={[*profile.recorded_ranks]}"]
     host = [
         f'    monkeypatch.setenv("{variable}", "{value}")\n'

@@ -11,7 +11,7 @@ from typing import Final
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.words import shorten
 
-# The title of the section below pytest's explanation.
+# The title of the section that is added to pytest's failure report.
 SECTION: Final = "comparison"
 LIKELY: Final = "  likely: "
 NOTE: Final = "  note: "
@@ -19,13 +19,14 @@ CURE: Final = "  fix: "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
 READ: Final = "  then read the file, and commit it with the test"
-"""How lines begin that do not describe a change: causes, notes, cures and commands."""
+"""The beginnings of lines that describe no change: causes, notes, cures and commands."""
 
-# Outside CI, pytest truncates an explanation to 8 lines or 640 characters, but only if the excess
-# is larger than the notice about it: 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
+# The largest explanation that pytest prints in full. Outside CI, pytest truncates explanations to 8
+# lines or 640 characters, unless the notice about the truncation would be longer than the excess.
+# The notice has 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
 MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
-# Most lines about the cost: one for the total, one for its parts.
+# Number of lines about the cost in a short explanation: the total, and its parts.
 _MOST_COSTS: Final = 2
 # Lines are not shortened to fewer characters than this.
 _SHORTEST_LINE: Final = 80
@@ -48,7 +49,8 @@ class FailureText:
     changes: tuple[str, ...] = ()
     """All other changes, most important first."""
     summaries: tuple[str, ...] = ()
-    """One line per change with its likely cause: `training`, then other model-wide changes."""
+    """One line for each change in `training`, then for each other model-wide change, with its likely
+    cause."""
     sent: tuple[tuple[str, str], ...] = ()
     """For each change whose call site is known: ``path:line`` and the text of the change."""
     causes: tuple[str, ...] = ()
@@ -66,7 +68,7 @@ class FailureText:
 
     @classmethod
     def of_text(cls, text: str) -> FailureText:
-        """Use the message of an error that kept the values from being compared."""
+        """Return the text for an error that kept the values from being compared."""
         first, *further = text.splitlines()
         return cls(head=first, changes=tuple(further))
 
@@ -89,7 +91,7 @@ class FailureText:
         return (self.head, *self.body, *(f"{CURE}{cure}" for cure in self.cures))
 
     def within(self, scope: str, cure: str = "") -> FailureText:
-        """Return a copy that has `scope` in the first line, and the cure, if there is one."""
+        """Return a copy whose first line ends with `scope`, and which has `cure` unless it is empty."""
         return replace(
             self,
             head=f"{self.head}, {scope}",
@@ -161,7 +163,7 @@ def failure_lines(
 
 
 def _fitted(lines: Sequence[str], room: int) -> Sequence[str]:
-    """Shorten the longest lines until all fit into `room`; if they would get too short, do not."""
+    """Shorten the longest lines until all fit into `room`, unless they would become too short."""
     longest = max(map(len, lines), default=0)
     for most in range(longest, _SHORTEST_LINE - 1, -1):
         if sum(min(len(line), most) for line in lines) <= room:
@@ -187,7 +189,7 @@ def summary_lines(texts: Iterable[FailureText]) -> tuple[str, ...]:
 
 
 def _place(text: FailureText) -> bool:
-    """Return the sort key that puts recordings first, because their problems are worse."""
+    """Return the sort key that puts recordings before trees, because they matter more."""
     return text.compared == "fsdp_tree"
 
 
@@ -203,7 +205,7 @@ def _head(texts: Mapping[str, FailureText]) -> str:
 
 
 def _share_head(texts: Mapping[str, FailureText]) -> bool:
-    """Whether one first line can cover all comparisons, because each differs from a snapshot."""
+    """Whether all comparisons found a difference, so that one first line describes them all."""
     return all(text.compared for text in texts.values())
 
 

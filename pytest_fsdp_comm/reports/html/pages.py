@@ -43,7 +43,7 @@ from pytest_fsdp_comm.tree.profile import TreeProfile
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# Upper limits for one page. The page says how many elements it omits.
+# Size limits of a page. If it omits elements, it says how many.
 _MAX_CHARTS: Final = 4
 _MAX_SECTIONS: Final = 12
 _MAX_TESTS: Final = 1_500
@@ -52,18 +52,18 @@ _MAX_SECTION_ROWS: Final = 600  # for a tree on a page that also shows recording
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
 _MAX_HEADLINES: Final = 6
-# Matches several modules, as `fqn.name_owners` writes them.
+# Matches a list of several modules, as `fqn.name_owners` writes it.
 _NAMES: Final = r"[^\s,]+(?:, [^\s,]+)+(?: and \d+ more)?"
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
-# The deepest indented level; the style sheet has no classes for deeper levels.
+# Deeper levels are not indented further, because the style sheet has no classes for them.
 _MAX_DEPTH: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The result of a test, as the report shows it."""
+    """How the report shows the result of a comparison or a test."""
 
     rank: int
     """Sort key in the index, which lists the worst results first."""
@@ -107,9 +107,9 @@ class _TestRow:
     path: str
     headline: str
     site: str
-    """Where the new calls were issued; empty if unknown."""
+    """The line that issued the new calls; empty if unknown."""
     costs: list[CostRow]
-    """Total bytes, and the peak; empty if nothing was recorded."""
+    """The rows of the total bytes and of the peak; empty if nothing was recorded."""
 
 
 def render_pages(
@@ -165,7 +165,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
         sections=rendered,
         data=_data(rendered),
         left_out=len(sections) - len(rendered),
-        # Prefer the recorded world size, because a test without ranks may create a process group.
+        # Prefer the recorded world size: a test that runs in one process may create a group.
         world_size=max((section["world_size"] for section in rendered), default=0)
         or result.record.world_size,
     )
@@ -174,7 +174,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
 def _section(
     prefix: str, value: Compared, read: Callable[[str], CommProfile | TreeProfile]
 ) -> dict[str, Any]:
-    """Return the template's data for a value; element ids on the page begin with `prefix`."""
+    """Return the template's data about a value; the ids of its elements begin with `prefix`."""
 
     def profile(text: str) -> CommProfile | TreeProfile | None:
         try:
@@ -219,7 +219,7 @@ def tree_page(tree: ShardTree) -> str:
 
 
 def _tree_view(tree: ShardTree, most: int) -> dict[str, Any]:
-    """Return the template's data for a tree, with up to `most` rows."""
+    """Return the template's data about a tree, with up to `most` rows."""
     rows = list(tree_rows(tree))
     return {
         "title": tree.modules[0].class_name,
@@ -232,7 +232,7 @@ def _tree_view(tree: ShardTree, most: int) -> dict[str, Any]:
 
 
 def page_name(nodeid: str) -> str:
-    """Return the file name of a test's page, which is stable across runs and unique."""
+    """Return a file name for a test's page that is unique, and the same in every run."""
     path, _, name = nodeid.partition("::")
     module = path.rpartition("/")[2].removesuffix(".py")
     slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{module}-{name}")[:_MAX_SLUG].strip("-")
@@ -247,7 +247,7 @@ def _cut(text: str) -> str:
 
 
 def _with_change_first(line: str) -> str:
-    """If a line is long, move the module names to its end, or print only the first name."""
+    """Move the module names of a long line to its end, or keep only the first of them."""
     if len(line) <= _MAX_HEADLINE:
         return line
     if match := re.fullmatch(
@@ -264,9 +264,10 @@ def _with_change_first(line: str) -> str:
 
 def _data(sections: Sequence[dict[str, Any]]) -> str:
     """Return the JSON from which `report.js` draws timelines."""
-    # A step of 126 layers has thousands of entries, so the JSON has each distinct entry once, and a
-    # list of indices for each timeline. The script computes positions, intervals from unshard to
-    # reshard, and gathered bytes. Templates list the entries too, for browsers without scripts.
+    # One step of a 126-layer model has thousands of entries, so the JSON has each distinct entry only
+    # once, and a list of indices for each timeline. The script computes positions, intervals from
+    # unshard to reshard, and gathered bytes. The templates also list all entries, for browsers that
+    # do not run scripts.
     entries: dict[tuple[str | int | None, ...], int] = {}
 
     def place(entry: Entry) -> int:
@@ -303,7 +304,7 @@ def _render(template: str, **values: Any) -> str:
 
 @functools.cache
 def _environment() -> Environment:
-    from jinja2 import (  # noqa: PLC0415  # only to render a page
+    from jinja2 import (  # noqa: PLC0415  # needed only to render a page
         Environment,
         PackageLoader,
         StrictUndefined,
@@ -355,5 +356,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return the digest of a style sheet or script for the policy (see Note [Safe pages])."""
+    """Return a text's digest as the page's policy lists it (see Note [Safe pages])."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

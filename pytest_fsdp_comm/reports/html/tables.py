@@ -1,4 +1,4 @@
-"""Compute the tables of a page: rows before and after, their cost, and bytes by module."""
+"""Compute the tables of a page: rows before and after, their cost, and bytes per module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRow:
-    """The calls of one or more modules on both sides; a side without calls is empty."""
+    """The calls that one or more modules issued before and after; empty if there were none."""
 
     before: str
     after: str
@@ -52,7 +52,7 @@ def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
     for side, profile in ((1, new), (0, old)):
         for row in profile.rows:
             places[row.owner, row.key][side].append(_amount(row))
-    # Modules whose calls are equal both before and after share a row.
+    # Modules with the same calls before, and the same calls after, share a row.
     owners_of: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
     for (owner, key), (before, after) in places.items():
         owners_of[key, " / ".join(before), " / ".join(after)].append(owner)
@@ -140,12 +140,12 @@ class ModuleRow:
     is_part: bool
     """Whether the row shows only the module's direct calls, without those of its submodules."""
     cells: tuple[Cell | None, ...]
-    """One per column, including submodules; None if nothing is sent."""
+    """One cell per column, including the bytes of submodules; None if nothing is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTable:
-    """All modules that send something."""
+    """The bytes that each module sends, for each axis and phase."""
 
     columns: tuple[Column, ...]
     rows: tuple[ModuleRow, ...]

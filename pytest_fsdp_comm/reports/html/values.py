@@ -15,18 +15,18 @@ from pytest_fsdp_comm.tree.model import ShardTree
 Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
 Outcome = Literal["failed", "error", "passed", "skipped", "xfailed", "unfinished"]
 
-# Most entries of a rank's timeline. Two steps of a model with 126 layers have about 6,000.
+# Maximum number of entries in a timeline. Two steps of a model with 126 layers have about 6,000.
 MAX_ENTRIES: Final = 8_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A collective, unshard or reshard, regardless of its position; unknown strings are empty."""
+    """A collective, unshard or reshard, without its position; unknown strings are empty."""
 
     operation: str
     """``unshard``, ``reshard``, or the kind of a collective."""
     module: str | None
-    """The owner, or the module of the unit; None if there is no module."""
+    """The collective's owner, or the unit that is unsharded or resharded; None if unknown."""
     phase: str
     nbytes: int
     """The message size, or the bytes of the unit's parameters."""
@@ -44,9 +44,9 @@ class Timeline:
     order: tuple[int, ...]
     """The recorded sequence, as indices into `entries`."""
     peak: int
-    """The `events.Recording.peak_gathered_nbytes`; omitted entries count as well."""
+    """Peak gathered bytes of the entire recording, including omitted entries."""
     left_out: int = 0
-    """Number of entries that were omitted at the end."""
+    """Number of entries omitted at the end."""
 
 
 def timeline_of(recording: Recording) -> Timeline:
@@ -100,9 +100,9 @@ class Compared:
     """The snapshot's path, relative to pytest's root; empty if none was compared."""
     old: str = ""
     new: str = ""
-    """The recording or tree as the text of a snapshot; empty if it could not be written."""
+    """The recording or tree, written as a snapshot; empty if that was not possible."""
     text: FailureText | None = None
-    """The failure; None if the comparison passed."""
+    """The text of the failure; None if the comparison passed."""
     accept: str = ""
     headline: str = ""
     tree: ShardTree | None = None
