@@ -12,13 +12,13 @@ from pytest_fsdp_comm.comm.questions import Answer
 from pytest_fsdp_comm.text.fqn import NO_MODULE, NaturalKey, expand, fold_fqns, natural_key
 from pytest_fsdp_comm.tree.finding import Findings
 
-# Most lines of an explanation, so that it fits on one screen. Except in CI and with -vv, pytest
-# truncates it to 8 lines.
+# Maximum number of lines, so that an explanation fits on one screen. Except in CI and with -vv,
+# pytest truncates it to 8 lines.
 _MAX_LINES: Final = 20
 _MAX_SIZES: Final = 3
 _PHASES: Final = tuple(Phase)
 
-# Sorted pairs of the bytes of a call and the number of such calls.
+# Pairs of the size of a call in bytes and the number of calls of that size, sorted.
 _Sizes: TypeAlias = tuple[tuple[int, int], ...]
 # Sort key of owners: whether there is no module, then the first module's name.
 _Position: TypeAlias = "tuple[bool, NaturalKey]"
@@ -46,7 +46,7 @@ def explain_answer(operator: str, left: object, right: object) -> list[str]:
 
 
 def _grouped(events: Sequence[Collective]) -> list[str]:
-    """Write one line for each group of collectives that differ only in numbers in owner names."""
+    """Write one line for each group of collectives whose owners differ only in their numbers."""
     calls: defaultdict[tuple[Phase, str, str], defaultdict[str | None, list[int]]]
     calls = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -83,8 +83,8 @@ def _patterns(owners: Sequence[str | None]) -> Iterator[tuple[_Position, str]]:
         yield (True, natural_key("")), NO_MODULE
 
 
-# pytest 8.4 to 9.2 explains where each asserted value came from: " +  where 1 = f()". Lines with
-# deeper indentation explain a subexpression.
+# Matches a line in which pytest (8.4 to 9.2) explains where an asserted value came from, such as
+# " +  where 1 = f()". A line with deeper indentation explains a subexpression of the line above.
 _ORIGIN: Final = re.compile(r" \+( +)(?:where|and  ) (.*)")
 
 

@@ -105,7 +105,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield call site and text of each change; if none has a site, use the first row's site."""
+    """Yield the call site and text of each change; if no change has a site, use that of a row."""
     differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
     pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
@@ -120,7 +120,7 @@ def _sent(
             (calls, _with_lines([*summaries, headline(comparison.changes)][0], calls))
             for calls in new
         ]
-    # Missing calls have no call site, so use the site of other, new calls in backward, if any.
+    # Missing calls have no call site, so use the call site of new calls in backward, if any.
     backward = [change.new_calls for change in differing if change.phase is Phase.BACKWARD]
     first = [(calls, line) for calls in backward[:1] for line in summaries[:num_of_training]]
     for calls, text in (*first, *pairs):
@@ -128,7 +128,7 @@ def _sent(
 
 
 def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
-    """Return the code that issued the calls that a step adds."""
+    """Return the code that issued the calls that a change adds; empty if it is unknown."""
     if not isinstance(step, Replaced) or step.kind in WRITES:
         return NewCalls()
     return NewCalls.join(
@@ -149,7 +149,7 @@ def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
     calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
     if all(cause.text != NO_BACKWARD for cause in comparison.causes):
         return calls
-    # A line that issued more calls than were added also issued old calls.
+    # A line that issued more calls than were added must have issued old calls, too.
     return replace(calls, sites=tuple(site for site in calls.sites if site[1].calls.count <= more))
 
 
@@ -210,7 +210,7 @@ def _simple(before: Row | None, after: Row | None, times: str) -> str:
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _without(before, after), _without(after, before)
         if removed and added:
-            # The text of both sides includes the count, so drop it, unless some calls are equal.
+            # Both texts include the count, so drop it from `parts`, unless some calls are equal.
             is_all = was == now and set(before.calls).isdisjoint(after.calls)
             parts = [*parts[is_all:], f"{removed} -> {added}"]
         elif removed or added:
@@ -233,7 +233,7 @@ def _listed(amounts: Sequence[Row]) -> str:
     listed = []
     for amount in amounts:
         calls = f"x{amount.count}, {show_nbytes(amount.nbytes, amount.unsized)} in total,"
-        # Write out the calls if possible, because a sum hides facts that ranks differ in, as peers.
+        # List the calls if possible, because a sum hides how ranks differ, for example in peers.
         if len(amount.calls) == 1:
             calls = str(amount.calls[0])
         ranks = name_ranks(amount.ranks) if amount.ranks else "all ranks"
@@ -257,8 +257,8 @@ def _site(change: Change) -> str:
 
 def headline(changes: Sequence[Change | TreeChange]) -> str:
     """Summarize changes by the most important one: ``lm_head: +8 all_gather, 3 more``."""
-    # A change to the frame, such as the world size, comes first, then the most important row. A
-    # change is summed over all phases.
+    # A change to the frame, such as the world size, comes first, then the most important row. The
+    # phases of a change are combined.
     sent = [change for change in changes if isinstance(change, Change)]
     # If anything else changed, ignore unshards and reshards: each unshard repeats an all-gather.
     loud = [change for change in sent if change.subject != "reshard"] or sent
@@ -276,8 +276,8 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
 
 def headline_of_steps(comparison: Comparison) -> str:
     """Summarize a comparison by its first model-wide change; empty if `headline` is better."""
-    # `headline` is better if the explanation is not exact. For changes to only some modules, it
-    # says the same in fewer words, but it never names a different torch version as the cause.
+    # `headline` is better if the explanation is not exact. It is also shorter for a change to only
+    # some modules, but it cannot name a different torch version as the cause.
     is_exact = comparison.explanation is not None and comparison.explanation.is_exact
     if not comparison.reported or not (comparison.training or is_exact):
         return ""

@@ -1,4 +1,4 @@
-"""Write what a change of communication costs: bytes, calls and peak memory."""
+"""Describe the cost of a change in communication: bytes, calls and peak memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_RANKS_TEXT: Final = 24
 
 
 def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
-    """Return the total cost, then each kind's, largest first; empty if the cost is unchanged."""
+    """Describe the total cost, then the cost of each kind, largest first; empty if unchanged."""
     # Example: ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all,
     # peak gathered unchanged``.
     by_bytes = _changed(cost, lambda volume: volume.nbytes)
@@ -111,7 +111,7 @@ def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
 def _peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     before, after = cost.peak_before, cost.peak_after
     if before == after:
-        # Changed all-gathers often change the peak, so say if they did not.
+        # Changes in all-gathers often change the peak, so report if it is unchanged.
         has_gathers = before and any(part.kind == "all_gather" for part in changed)
         return ["peak gathered unchanged"] if has_gathers else []
     growth = f"{show_growth(before, after)} " if before else ""
@@ -145,7 +145,7 @@ def _growth(part: PartCost | Cost) -> str:
     if any(_unknown(part)):
         return "unknown"
     growth = show_growth(part.before.nbytes, part.after.nbytes)
-    # After "fewer", readers would expect fewer calls, but there are more.
+    # "<0.1 % fewer" would suggest that there are fewer calls, but there are more.
     is_more = growth.endswith("fewer") and part.after.count > part.before.count
     return "about as many" if is_more else growth
 
@@ -153,8 +153,8 @@ def _growth(part: PartCost | Cost) -> str:
 def _sides(part: PartCost | Cost) -> str:
     before, after = part.before, part.after
     sides = show_nbytes_change(before.nbytes, after.nbytes, _unknown(part))
-    # Print the number of calls if it grew and the bytes hide this: if they did not grow, or if the
-    # average call is now less than half as large.
+    # Also print the number of calls if it grew and the bytes do not show that: either they did not
+    # grow, or the average call is now less than half as large.
     is_split = after.count * before.nbytes > 2 * before.count * after.nbytes
     is_hidden = after.nbytes <= before.nbytes or (is_split and isinstance(part, PartCost))
     if is_hidden and after.count > before.count > 0:

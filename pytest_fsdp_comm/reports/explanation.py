@@ -49,8 +49,8 @@ class FailureText:
     changes: tuple[str, ...] = ()
     """All other changes, most important first."""
     summaries: tuple[str, ...] = ()
-    """One line for each change in `training`, then for each other model-wide change, with its likely
-    cause."""
+    """One line for each change in `training`, then for each other model-wide change; each line ends
+    with the likely cause."""
     sent: tuple[tuple[str, str], ...] = ()
     """For each change whose call site is known: ``path:line`` and the text of the change."""
     causes: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class FailureText:
         return (self.head, *self.body, *(f"{CURE}{cure}" for cure in self.cures))
 
     def within(self, scope: str, cure: str = "") -> FailureText:
-        """Return a copy whose first line ends with `scope`, and which has `cure` unless it is empty."""
+        """Return a copy whose first line ends with `scope`; also add `cure` if it is not empty."""
         return replace(
             self,
             head=f"{self.head}, {scope}",

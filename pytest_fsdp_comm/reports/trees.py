@@ -18,7 +18,7 @@ MAX_DEPTH: Final = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeRow:
-    """One module, or several equal siblings, with units and parameters."""
+    """A row about one module, or about several equal siblings, with its units and parameters."""
 
     name: str
     """Pattern of the names relative to the parent: ``{0..31}``; ``(root)`` for the root."""
@@ -33,13 +33,13 @@ class TreeRow:
 
     @property
     def has_parameter_rows(self) -> bool:
-        """Whether parameters need separate rows; a single one may share its module's row."""
+        """Whether parameters need separate rows; a single parameter may share the module's row."""
         return len(self.parameters) > 1 or bool(self.units and self.parameters)
 
 
 def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
     """Yield the rows of a tree, parents first, in registration order."""
-    # The children of None are the roots; there are several if pipeline stages are drawn together.
+    # `children[None]` lists the roots; there are several if pipeline stages are drawn together.
     children: defaultdict[int | None, list[int]] = defaultdict(list)
     for index, node in enumerate(tree.modules):
         children[node.parent].append(index)
@@ -80,11 +80,11 @@ def _content_numbers(
     parameters: Mapping[int, Sequence[ParameterNode]],
     units: dict[int, tuple[ShardUnit, ...]],
 ) -> list[int]:
-    """Number the modules so that those whose subtrees look the same have equal numbers."""
+    """Number the modules; modules whose subtrees look the same have the same number."""
     numbers: dict[Hashable, int] = {}
     content = [0] * len(tree.modules)
-    # Iterate in reverse, so that children are numbered before their parents. Then it is enough to
-    # compare the numbers of children instead of entire subtrees.
+    # Iterate in reverse, so that children are numbered before their parents. To compare modules, it
+    # is then enough to compare the numbers of their children, not their entire subtrees.
     for index in reversed(range(len(tree.modules))):
         node = tree.modules[index]
         below = tuple(
@@ -129,7 +129,7 @@ def policy_words(unit: ShardUnit) -> str:
     words = [f"{axis.name}={axis.size}" for axis in (unit.shard_axis,) if axis is not None]
     if unit.replicate_axis is not None:
         copies = f"{unit.replicate_axis.name}={unit.replicate_axis.size}"
-        # `mark` already says that an unsharded unit is replicated.
+        # For a unit without shards, `mark` already says that it is replicated.
         words.append(f"replicated {copies}" if unit.is_fully_sharded else copies)
     after = unit.reshard_after_forward
     if isinstance(after, bool):

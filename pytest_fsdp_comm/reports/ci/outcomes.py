@@ -46,7 +46,7 @@ class Comparisons:
         return self.accept.removesuffix(self.test)
 
     def change(self, nodeid: str) -> tuple[str, ...]:
-        """Return a key without amounts, files and lines, so that it is equal for equal changes."""
+        """Return a key that tests with the same change share: it has no amounts, files or lines."""
         module = re.escape(Path(nodeid.partition("::")[0]).name)
         lines = [line for line in self.explanation[1:] if not line.startswith((CURE, NOTE))]
         # The cost consists of amounts, so use its lines only if there are no others.
@@ -69,7 +69,7 @@ def has_other_amounts(tests: Iterable[Comparisons]) -> bool:
 
 
 def accept_all(tests: Sequence[Comparisons]) -> str:
-    """Join the accept commands of tests with the same change into one."""
+    """Return one command that accepts a change in all tests that have it."""
     return tests[0].command + " ".join(test.test for test in tests)
 
 
@@ -78,7 +78,7 @@ class Place:
     """A line of a file in the repository."""
 
     path: str
-    """Relative to the top of the checkout, with ``/``."""
+    """The path relative to the top of the checkout, with ``/`` as the separator."""
     line: int
 
 
@@ -88,11 +88,11 @@ class FailedTest:
 
     nodeid: str
     reason: str
-    """The headline, or the first line of the error; if the test hangs, the first few lines."""
+    """The headline, the first line of the error, or the first lines of the report about a hang."""
     place: Place | None
     """The line that failed; None if it is outside the checkout."""
     sent: tuple[tuple[Place, str], ...] = ()
-    """The changes in `comparisons.sent`, or where the test hangs; only lines in the checkout."""
+    """`comparisons.sent`, or the line where the test hangs, if the line is in the checkout."""
     comparisons: Comparisons = Comparisons()
     """Empty if the test failed before its first comparison, or for a different reason."""
 
@@ -102,7 +102,7 @@ class Outcomes:
     """The results of a session."""
 
     compared_tests: int
-    """Number of tests that compared something and passed, or that a comparison made fail."""
+    """Number of tests that passed after a comparison, or failed because of one."""
     compared_files: int
     failed: tuple[FailedTest, ...] = ()
     """In the order of pytest's reports."""
@@ -122,7 +122,7 @@ class Outcomes:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything to show to reviewers."""
+        """Whether there is anything to report to reviewers."""
         return bool(self.compared_tests or self.failed or self.unused)
 
 
@@ -149,7 +149,7 @@ class Origin:
         return f"{self.address}/blob/{quote(self.commit)}/{quote(place.path)}#L{place.line}"
 
     def place(self, path: Path, line: int, *, root: Path) -> Place | None:
-        """Find a line in the checkout, or below `root` if the checkout is unknown."""
+        """Return a line as a `Place`; None if it is outside the checkout (`root` if unknown)."""
         top = Path(self.top or root)
         # Resolve symlinks only if the unresolved path is not in the checkout.
         for at, below in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above
@@ -159,7 +159,7 @@ class Origin:
 
 
 def read_origin(environment: Mapping[str, str]) -> Origin:
-    """Read the commit from GitHub's or GitLab's variables; empty if a test started the session."""
+    """Read the commit from the variables of GitHub or GitLab, unless a test runs this session."""
     if "PYTEST_CURRENT_TEST" in environment:
         return Origin()
 

@@ -18,8 +18,8 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
 )
 from pytest_fsdp_comm.text.words import counted, cut, first_of, shorten, without_amounts
 
-# Limits that keep a summary small: GitHub drops all summaries of a step if together they exceed
-# 1 MiB.
+# Limits on the parts of a summary. GitHub drops all summaries of a step if they exceed 1 MiB
+# together.
 _MAX_ROWS: Final = 200
 _MAX_DETAILS: Final = 40
 _MAX_NAMES: Final = 3
@@ -37,7 +37,7 @@ _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
 )
 
-# Matches where browsers may break a long id, after one of these characters.
+# Matches the places, after one of these characters, where browsers may break a long id.
 _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
@@ -49,7 +49,7 @@ _ACCEPT: Final = (
 
 
 def render_summary(outcomes: Outcomes, origin: Origin) -> str:
-    """Write the summary of a session, within GitHub's size limit."""
+    """Return a session's summary as Markdown that fits within GitHub's size limit."""
     parts = [f"{_headline(outcomes)}\n\n"]
     if outcomes.ended_early:
         parts += [f"{plain(outcomes.ended_early)}\n\n"]
@@ -116,7 +116,7 @@ def _has_other_amounts(tests: Sequence[FailedTest]) -> bool:
 
 
 def _details(tests: Sequence[FailedTest]) -> str:
-    """Write one change, all tests that fail because of it, and a command that accepts it."""
+    """Write a section about a change: the tests that fail because of it, and how to accept it."""
     comparisons = tests[0].comparisons
     summary, names, lines = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.explanation
     if len(tests) > 1:
@@ -128,7 +128,7 @@ def _details(tests: Sequence[FailedTest]) -> str:
         lines = tuple(line.removeprefix("  ") for line in comparisons.explanation[1:])
         names += f"{_AMOUNTS}:\n\n" if _has_other_amounts(tests) else ""
     accept = accept_all([test.comparisons for test in tests])
-    # Omit a command that would have to be truncated, because it would accept something different.
+    # Omit a command that is too long: a truncated command would accept something else.
     is_complete = comparisons.accept and len(accept) < _MAX_DETAIL
     accept = f"\n\nTo accept it:\n\n{fenced(accept)}" if is_complete else ""
     # GitHub only renders Markdown inside HTML after a blank line.
@@ -157,7 +157,7 @@ def fenced(text: str) -> str:
 
 
 def annotate(outcomes: Outcomes) -> list[str]:
-    """Annotate each cause once, at its call site or, if that is unknown, at a failed assertion."""
+    """Return one annotation for each cause, at its call site or else at a failed assertion."""
     # Tests may differ in amounts, so keep only the first test's text for each cause.
     causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
     for test in outcomes.failed:

@@ -264,10 +264,10 @@ def _with_change_first(line: str) -> str:
 
 def _data(sections: Sequence[dict[str, Any]]) -> str:
     """Return the JSON from which `report.js` draws timelines."""
-    # One step of a 126-layer model has thousands of entries, so the JSON has each distinct entry only
+    # One step of a 126-layer model has thousands of entries, so the JSON has each distinct entry
     # once, and a list of indices for each timeline. The script computes positions, intervals from
-    # unshard to reshard, and gathered bytes. The templates also list all entries, for browsers that
-    # do not run scripts.
+    # unshard to reshard, and gathered bytes. The templates list the entries as well, for browsers
+    # that do not run scripts.
     entries: dict[tuple[str | int | None, ...], int] = {}
 
     def place(entry: Entry) -> int:
