@@ -105,7 +105,7 @@ def _collect_parameters(
 def _slots(
     visit: Visit, managers: dict[Slot, tuple[int, ReadParameter]]
 ) -> Iterator[tuple[Slot, Any]]:
-    """Yield slots and their tensors in registration order; None if only the unit has a tensor."""
+    """Yield each slot and its tensor in registration order; None if only the unit has a tensor."""
     unregistered: dict[int, list[str]] = {}
     for index, name in managers:
         if name not in visit.modules[index]._parameters:  # FSDP1 without use_orig_params removes it
@@ -128,8 +128,8 @@ def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> ReadP
             f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
         )
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
-    # FSDP2 marks the tensors that it shards (in torch 2.13, not in 2.7), so we can recognise the
-    # original of a tied parameter where the original is still registered.
+    # FSDP2 marks each tensor that it shards (in torch 2.13, not in 2.7). If another module still
+    # registers that tensor, the mark shows that the two parameters were tied.
     return describe(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
 
 
@@ -188,7 +188,7 @@ class WrapExpectation:
 
 
 def expect_units(model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
-    """Compare the units of `model`, or its parts, with those of an auto-wrap policy."""
+    """Compare the units of `model`, or of its parts, with those that a policy would create."""
     visit = visit_modules(model)
     tree = capture_tree(model)
     roots = {index for index, node in enumerate(visit.nodes) if node.parent is None}
@@ -225,7 +225,7 @@ def _chosen(
 
 
 def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
-    """Choose the modules that torch's ``fsdp.wrap._recursive_wrap`` would, without recursion."""
+    """Return the modules that torch's ``fsdp.wrap._recursive_wrap`` would wrap."""
     numels = [0] * len(visit.nodes)
     for parameter in parameters:
         numels[parameter.module] += parameter.numel
@@ -239,7 +239,7 @@ def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) ->
             entered[index] = None
     wrapped_inside = [0] * len(visit.nodes)
     chosen: set[int] = set()
-    # In reverse, so that each module is handled before its parent.
+    # Iterate in reverse, so that each module comes before its parent.
     for index in reversed(entered):
         unwrapped = numels[index] - wrapped_inside[index]
         module = visit.modules[index]

@@ -5,7 +5,7 @@
 # because triggering torch's lazy initialisation would change a later recording.
 
 # Private names of FSDP2, checked in torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py
-# fails if one moves.
+# fails if one of them is renamed.
 # FSDPModule: _get_fsdp_state; FSDPState: _modules, _is_root, _auto_reshard_after_forward,
 # _states_to_forward_prefetch, _states_to_backward_prefetch; FSDPParamGroup: fsdp_params,
 # mesh_info, post_forward_mesh_info, mp_policy, offload_policy, unshard_in_backward,
@@ -203,7 +203,7 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
 def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units of FSDP1, in registration order."""
     states = [layer for layer in visit.layers() if isinstance(layer[1], FullyShardedDataParallel)]
-    # If several wrappers surround a module, use the outermost for `above` of the modules below it.
+    # If a module has several wrappers, the outermost is `above` for the modules below it.
     wrappers = dict(reversed(states))
     units: list[ReadUnit] = []
     for index, wrapper in states:

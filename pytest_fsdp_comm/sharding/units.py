@@ -39,14 +39,14 @@ Slot = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """The modules of a model, with the indices of `pytest_fsdp_comm.tree.model.ShardTree`."""
+    """The modules of a model, with the indices that they have in a `ShardTree`."""
 
     nodes: tuple[ModuleNode, ...]
     modules: tuple[nn.Module, ...]
     wrappers: tuple[tuple[nn.Module, ...], ...]
     """The wrappers of each node, outermost first."""
     index_of: Mapping[int, int]
-    """The index of a module's node (never an alias), by the ``id`` of the module or wrapper."""
+    """Index of each module's node, which is never an alias; keyed by ``id(module or wrapper)``."""
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield each wrapper and module, outermost first, with its node's index; skip aliases."""
@@ -56,7 +56,7 @@ class Visit:
                     yield index, layer
 
     def slots(self, registrations: Iterable[tuple[nn.Module, str]]) -> tuple[Slot, ...]:
-        """Convert registrations to slots; leave out modules outside the tree."""
+        """Convert registrations to slots; skip modules outside the tree."""
         return tuple(
             (self.index_of[id(module)], name)
             for module, name in registrations
@@ -143,7 +143,7 @@ class AxisNames:
     """Name the axes of all meshes of one tree, and collect the axes that are used."""
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
-        """Learn all axes first, so that names do not depend on the order of their use."""
+        """Read the axes of all meshes now, so that names do not depend on the order of use."""
         self._groups = GroupNames()
         self._used: set[MeshAxis] = set()
         for mesh in meshes:
@@ -174,7 +174,7 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
     # outside the mesh; the other errors mean that the groups of the mesh were destroyed.
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         return dist.get_process_group_ranks(mesh.get_group(dim))
-    # Sort, because a group's ranks are in ascending order, whatever their order in the mesh.
+    # Sort the ranks: a group lists them in ascending order, whatever their order in the mesh.
     return sorted(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist())
 
 
@@ -222,29 +222,30 @@ def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadParameter:
-    """One original parameter, managed by a unit or not."""
+    """One original parameter, whether or not a unit manages it."""
 
     node: ParameterNode
     """Its module, name and unit are placeholders until `capture.py` replaces them."""
     slots: tuple[Slot, ...] = ()
     """Its slots, starting with the slot that its unit uses; empty if no unit manages it."""
     origin: object = None
-    """Equal for parameters that were one tensor before sharding; None if torch does not mark it."""
+    """Equal for parameters that were one tensor before sharding; None if torch does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadUnit:
-    """One unit, which refers to torch's objects where the tree has indices."""
+    """One unit, with references to torch's objects where the tree will have indices."""
 
     unit: ShardUnit
     """Its parameters and prefetched units are empty until `capture.py` sets them."""
     managed: tuple[ReadParameter, ...]
     state: object
-    """torch's object for the unit, as in the lists of prefetched units."""
+    """torch's object for the unit, to which the prefetch lists of other units refer."""
     forward_prefetch: tuple[object, ...] = ()
     backward_prefetch: tuple[object, ...] = ()
 
 
+# A unit that gathers nothing; the readers replace the fields that differ.
 UNGATHERED: Final = ShardUnit(
     kind="ddp",
     modules=(),

@@ -33,7 +33,7 @@ class SnapshotText(str):
 
     @classmethod
     def of(cls, profile: Profile, *, where: str) -> Self:
-        """Write a profile as text, and attach it, because the text omits some of its facts."""
+        """Write a profile as text, and attach the profile, because the text omits some facts."""
         if isinstance(profile, CommProfile):
             snapshot = cls(comm_text.format_profile(profile), where=where)
         else:
@@ -49,18 +49,18 @@ class SnapshotText(str):
 
 
 def has_further_ranks(old: Profile, new: Profile) -> bool:
-    """Whether an update would lose ranks, because only the old profile has them."""
+    """Whether only the old profile has some ranks, so that an update would lose them."""
     before, after = (set(side.recorded_ranks or range(side.world_size)) for side in (old, new))
     return not before <= after
 
 
 def body(text: str) -> str:
-    """Return a snapshot without its first line, which is not compared, as it names versions."""
+    """Return a snapshot without its first line, which names versions and is not compared."""
     return text.partition("\n")[2]
 
 
 def differs(old: SnapshotText, new: SnapshotText) -> bool:
-    """Return whether any compared fact differs, without explaining how."""
+    """Return whether any compared fact differs."""
     if body(old) == body(new):
         return False
     match old.profile, new.profile:
@@ -98,7 +98,7 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file, or raise OSError; readers see either the old or the new text, complete."""
+    """Replace a file's text, or raise OSError; readers never see a partly written file."""
     unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8", newline="\n")
@@ -107,7 +107,7 @@ def write_atomically(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-# Subdirectories of ``--comm-artifacts``, organized like the snapshot directory: one for what failed
-# tests recorded, one for the snapshots, if any, that they expected.
+# Subdirectories of ``--comm-artifacts``, organized like the snapshot directory: one has what failed
+# tests recorded, the other the snapshots that they expected (none if a snapshot is missing).
 RECEIVED: Final = "received"
 EXPECTED: Final = "expected"

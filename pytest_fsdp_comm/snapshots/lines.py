@@ -38,7 +38,7 @@ MAX_WORLD_SIZE: Final = 131_072
 
 END: Final = "end"
 INDENT: Final = "  "
-"""Precedes each line of a tree that only some ranks have."""
+"""Indents each line of a tree that only some ranks have."""
 RANKS: Final = "ranks "
 _WORLD_SIZE: Final = "world_size "
 _MESH: Final = "mesh "
@@ -48,7 +48,8 @@ REMEDY: Final = (
     "Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
     "again with --snapshot-update"
 )
-# If two lines share more leading characters than this, an error prints only half this many of them.
+# If two lines have a longer common prefix than this, an error prints only the end of the prefix,
+# half as long.
 _MAX_COMMON: Final = 60
 
 _HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|(.*))?")
@@ -130,7 +131,7 @@ class SnapshotLines:
         return self.lines[number - 1] if number <= len(self.lines) else ""
 
     def section(self, first: int, last: int) -> SnapshotLines:
-        """Return lines `first` to `last`, unindented, and the line above them, as a snapshot."""
+        """Return lines `first` to `last`, unindented, preceded by the line above as a header."""
         section = copy(self)
         section.lines = [line.removeprefix(INDENT) for line in self.lines[first - 2 : last]]
         section.before = self.before + first - 2
@@ -180,13 +181,13 @@ class World:
     """Number of the first line after those with world size, ranks and mesh."""
 
     def read_ranks(self, text: str) -> tuple[int, ...]:
-        """Parse a list of ranks; an empty text and an empty result mean all recorded ranks."""
+        """Parse a list of ranks; both `text` and the result are empty for all recorded ranks."""
         ranks = read_ranks(text, self.size) if text else ()
         return ranks_or_empty_if_all(ranks, len(self.ranks) or self.size)
 
 
 def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis]) -> list[str]:
-    """Return the lines below the header; the arguments are those of `World`'s fields."""
+    """Return the lines below the header, from which `read_world` reads a `World`."""
     return [
         f"{_WORLD_SIZE}{world_size}",
         *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
@@ -241,7 +242,7 @@ def with_ranks(content: str, ranks: str) -> str:
 
 
 def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Return one line for each content and name pattern, in natural order, with None last."""
+    """Return one line for each pattern of names with the same content, in natural order."""
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):

@@ -1,4 +1,4 @@
-"""Repeat rank 0's snapshot assertions in the pytest process, which alone writes files."""
+"""Repeat the lowest rank's snapshot assertions in the pytest process, which writes the files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from pytest_fsdp_comm.snapshots.extension import (
 )
 from pytest_fsdp_comm.text.words import show_path
 
-# Note [Replay]: one syrupy session must decide which files to write, count and remove. So the
-# session in a rank is read-only, and only records each assertion's extension and index. The rank
-# sends the serialized values to the pytest process, which repeats the assertions.
+# Note [Replay]: a single syrupy session must decide which files to write, count and remove.
+# Therefore, the sessions in the ranks are read-only; they only record the extension and index of
+# each assertion. Ranks send the serialized values to the pytest process, which repeats the
+# assertions of the lowest rank.
 # Only this module uses private names of syrupy 7.0: ``config._syrupy``,
 # ``SnapshotSession._assertions`` and ``_worker_reports``, and ``SnapshotAssertion._executions``;
 # tests/unit/snapshots/test_replay.py fails if one of them is renamed.
@@ -55,7 +56,7 @@ class RankAssertions:
 
     assertions: tuple[RankAssertion, ...]
     is_unused: bool
-    """Whether the test requested ``comm_snapshot`` and never compared it."""
+    """Whether the test requested ``comm_snapshot`` but never compared it."""
 
 
 class RankSnapshots:
@@ -103,7 +104,7 @@ class RankSnapshots:
                         is_bytes=is_bytes,
                     )
                 )
-        # Clear both, because the rank may go on to run another test.
+        # Clear both, because the rank may run another test next.
         _get(session, "_assertions").clear()
         self._recalls.clear()
         return RankAssertions(assertions=tuple(assertions), is_unused=end_comparisons(item))
@@ -116,7 +117,7 @@ class RankSnapshots:
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Repeat the lowest rank's assertions; return why the test fails, if no rank failed."""
+        """Repeat the lowest rank's assertions; return the problems that no rank has reported."""
         # Update only the snapshots of a test that passed on all ranks.
         if not payloads or (item.config.option.update_snapshots and not has_passed):
             return []
@@ -139,7 +140,7 @@ def compared_files(config: pytest.Config) -> list[str]:
 
 
 def end_test(item: pytest.Item, *, has_passed: bool) -> list[str]:
-    """Write the updates of a test without ranks; return why the test fails, if it does."""
+    """Write the updates of a test that runs in one process; return problems that fail it."""
     problems = settle_updates(item, has_passed=has_passed)
     return [*problems, UNUSED] if end_comparisons(item) and has_passed else problems
 
