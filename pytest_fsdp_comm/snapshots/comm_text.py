@@ -54,7 +54,7 @@ from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 # 4 ranks``. ``answered 1.0 to train:step (item)`` means that a simulated rank returned the assumed
 # value 1.0 to ``item`` in ``step`` of ``train``.
 
-# Marks a recording made with a torch that does not report which calls are asynchronous.
+# Marks a recording made with a torch version that does not report which calls are asynchronous.
 _ASYNC_UNKNOWN: Final = "async unknown"
 # Marks a recording that omits the bytes of calls that carry activations. Totals still count these
 # calls.

@@ -39,7 +39,7 @@ class Difference:
     changes: tuple[Change, ...] | tuple[TreeChange, ...] = ()
     """The changes; empty if the compared facts are equal or nothing was compared."""
     text: str = ""
-    """The model-wide change, or why nothing was compared; empty if `changes` need no summary."""
+    """Replaces the headline of `changes`: a model-wide change, or why nothing was compared."""
 
 
 def explain_profiles(
@@ -95,7 +95,7 @@ def headline_of_values(differences: Mapping[str, Difference]) -> str:
 
 
 def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
-    """Compare the first pair of trees among the compared values; return None without trees."""
+    """Return evidence from the first pair of trees; None if there are no trees to compare."""
     for old, new in pairs:
         match old, new:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
@@ -130,7 +130,7 @@ def _within_sizes(explanation: FailureText, was: CommProfile, now: CommProfile) 
 
 
 def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
-    """Compare the units that exist in both the snapshot's tree and the recorded tree."""
+    """Return what changed in the units that exist in both trees, as evidence for causes."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     units = frozenset(before) & frozenset(after)
     parameters = _parameters_of(units, old.parameters, new.parameters)

@@ -89,9 +89,9 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
 
 def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:
     """Explain a failed comparison whose assertion pytest did not rewrite."""
-    # pytest rewrites only test modules and registered modules, and none with --assert=plain. Nor
-    # can it explain a comparison whose result was first stored in a variable. An error with any
-    # other message is not about a comparison.
+    # pytest rewrites assertions only in test modules and registered modules, and in no module with
+    # --assert=plain. Nor does it explain a comparison whose result was first stored in a variable.
+    # An error with any other message is not about a comparison.
     bare = {"", "assert False", "False is not true"}
     if not isinstance(error, AssertionError) or str(error) not in bare:
         return
@@ -122,7 +122,7 @@ def explain_result(
 def _explain(
     assertion: CommSnapshot, results: Mapping[str, AssertionResult]
 ) -> dict[str, Difference]:
-    """Explain these results of the last comparison; all mappings are keyed by value name."""
+    """Explain `results` of the last comparison; all mappings are keyed by value name."""
     root = assertion.test_location.item.config.rootpath
     differences = {}
     for name, result in results.items():
@@ -153,7 +153,7 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Explain a value once per comparison; on ranks that do not explain, return the first line."""
+    """Explain a value's difference only once; ranks that do not explain get only its first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:
@@ -168,7 +168,7 @@ def _difference(
 
 
 def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
-    """Yield each file's diff; if there are several, below the name of the value and the path."""
+    """Yield the diff of each file; if there are several, first the value's name and the path."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
         if _compared_profiles(result):

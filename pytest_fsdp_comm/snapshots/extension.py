@@ -90,7 +90,7 @@ _REFUSED: Final = {
         "do not change what is sent, use comm_snapshot(allow_value_dependent=True)"
     ),
 }
-# Most gaps that the error lists. It then has at most 8 lines; pytest truncates longer messages.
+# Maximum number of gaps to list. The error then has at most 8 lines; pytest truncates longer ones.
 _MAX_GAPS: Final = 4
 
 
@@ -192,7 +192,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return isinstance(profile, CommProfile) and bool(profile.collectives)
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
-        """Return whether the compared facts match; an update of all ranks compares entire texts."""
+        """Return whether the compared facts match; an update of all ranks requires equal texts."""
         old: SnapshotText = snapshot_data
         if body(serialized_data) == body(old):
             return True
@@ -257,7 +257,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return True
 
     def discover_snapshots(self, **_: Any) -> SnapshotCollections:
-        """Return none: syrupy would delete unused files, which the module `unused` reports."""
+        """Hide all files from syrupy, which would delete unused ones; `unused` reports them."""
         return SnapshotCollections()
 
     def keep_artifacts(self, location: str, *, received: str | None, expected: str | None) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedComparison:
-    """The last failed comparison of a test that was explained."""
+    """The explanation of a test's last failed comparison."""
 
     first_line: str
     """The first line of the explanation, which pytest's failure report contains."""
@@ -38,24 +38,24 @@ COMPARED: Final = pytest.StashKey[dict[str, None]]()
 """Stash key of the files that a test has compared with ``comm_snapshot``, relative to pytest's root
 directory."""
 
-# The following are attributes of test reports, so that ranks and xdist workers send them along.
+# Names of attributes of test reports. Ranks and xdist workers send the attributes with the reports.
 # The headline of a failed comparison, if it is the crash message.
 _HEADLINE: Final = "comm_headline"
 # The first line of a failed comparison, which is identical on all ranks.
 DIFFERS: Final = "comm_differs"
 # Whether this rank explains the failed comparison; only one rank does.
 EXPLAINS: Final = "comm_explains"
-# If a test hangs, ``path:line`` of the rank that others are waiting for, or else of a waiting rank.
+# Where a test hangs, as ``path:line``: in the rank that others wait for, or else in a waiting rank.
 HANGS_AT: Final = "comm_hangs_at"
 # The test's `Comparisons` as JSON.
 _COMPARISONS: Final = "comm_comparisons"
 
-# Number of lines at the top of a hang report: that the test hangs, which rank waits for which, and
-# where.
+# Number of lines at the top of a hang report that say that the test hangs, which rank waits for
+# which, and where.
 _HANG_LINES: Final = 4
-# Most names to print of tests that have the same change.
+# Maximum number of tests to list below a change that they share.
 _MOST_TESTS: Final = 10
-# The test's properties in JUnit XML.
+# Names of the properties that the plugin adds to a test in JUnit XML.
 _PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_change", "comm_cost")
 
 
@@ -106,7 +106,7 @@ def _add_comparisons(
 ) -> None:
     if report.when != "call" or not item.stash.get(COMPARED, None):
         return
-    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons  # noqa: PLC0415  # after comparisons only
+    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons  # noqa: PLC0415  # few sessions need it
 
     compared = item.stash[COMPARED]
     files = tuple(compared)
@@ -141,12 +141,12 @@ def has_headline(report: object) -> bool:
 
 
 def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
-    """Print each change that made several tests fail, once, with a command to accept it."""
+    """Print each change that made several tests fail, with one command that accepts it for all."""
     failed = {report.nodeid: comparisons_of(report) for report in reporter.stats.get("failed", ())}
     differing = {nodeid: tests for nodeid, tests in failed.items() if tests and tests.headline}
     if not differing:
         return
-    from pytest_fsdp_comm.reports.ci.outcomes import (  # noqa: PLC0415  # on failure only
+    from pytest_fsdp_comm.reports.ci.outcomes import (  # noqa: PLC0415  # needed only after failures
         accept_all,
         group_changes,
         has_other_amounts,

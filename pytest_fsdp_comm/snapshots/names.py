@@ -13,8 +13,8 @@ SUFFIX: Final = ".comm"
 PART: Final = "\x1f"
 """Joins the parts of an assertion's name. No part contains this ASCII unit separator."""
 
-# Most bytes of a test and of an index in a file name. File systems limit a name to 255 bytes, and
-# variant, suffix and the longer names of temporary files need room as well.
+# Maximum bytes of a test's name and of an index in a file name. File systems limit a file name to
+# 255 bytes, and the variant, the suffix and the longer names of temporary files need room as well.
 _MAX_TEST: Final = 140
 _MAX_INDEX: Final = 60
 _DIGEST: Final = 16
@@ -25,7 +25,7 @@ ABOVE: Final = "%2E%2E"
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
-    """Return ``<test>.<variant>[.<index>]``; `PART` separates the index's parts; 0 is omitted."""
+    """Return ``<test>.<variant>[.<index>]``, without index 0; `PART` separates index parts."""
     name = f"{written_test(test_name)}.{variant}"
     label = str(index) if index != 0 else ""
     if not label:
@@ -63,7 +63,7 @@ def written_module(module: Path, root: Path) -> Path:
 
 
 def named_module(directory: Path, root: Path) -> Path:
-    """Return the test module whose directory, as in `written_module`, this is."""
+    """Return the test module for which `written_module` returns `directory`."""
     parts = (os.pardir if part == ABOVE else part for part in directory.parts)
     path = Path(os.path.normpath(root.joinpath(*parts)))
     # A test file that is not Python, such as a notebook, keeps its suffix in the directory's name.

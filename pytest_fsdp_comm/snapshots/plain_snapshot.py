@@ -10,7 +10,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# How deep to search nested containers; they are not searched fully, as they may contain themselves.
+# How deep to search nested containers. There is a limit, because they may contain themselves.
 _DEPTH: Final = 4
 
 # The refused classes, each with the expression that tests write for its instances.

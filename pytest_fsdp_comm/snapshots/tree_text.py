@@ -67,9 +67,9 @@ _PRECISION: Final[dict[str, Callable[[str], Any] | None]] = {
     **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), unescape),
     "cast_forward_inputs": lambda _: False,
 }
-# The function that reads the value of each fact of a unit, in the order in which snapshots write
-# the facts; None for a flag, which has no value. A fact is written as ``<word>=<value>``, unless it
-# has its default value.
+# The functions that read the values of a unit's facts, keyed by word, in the order in which
+# snapshots write the facts; None for a flag, which has no value. A snapshot has ``<word>=<value>``
+# for each fact that differs from its default.
 _UNIT_WORDS: Final[dict[str, Callable[[str], Any] | None]] = {
     "group": int,
     "root": None,
@@ -166,7 +166,7 @@ def _lines(profile: TreeProfile) -> list[str]:
 
 
 def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
-    """Return one tree's lines without its first line; `recorded` is only for the top level."""
+    """Return a tree's lines below the header; omit `recorded` if other ranks have another tree."""
     units = (
         line
         for group, units_of_group in sorted(facts.units.items())

@@ -41,9 +41,9 @@ _HEADER: Final = "# pytest-fsdp-comm "
 # The first comparison imports this module. Do not import it earlier, because the import takes
 # longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-# Stash key, on the config, of whether the session runs all tests of the modules that it collected.
+# Key in the config's stash: whether the session runs all tests of the modules that it collected.
 _IS_COMPLETE: Final = pytest.StashKey[bool]()
-# Key, in an xdist worker's output to its controller, of the collected tests and compared files.
+# Key of the collected tests and compared files in a worker's output to the xdist controller.
 _OUTPUT: Final = "fsdp_comm_collected"
 
 
@@ -65,7 +65,7 @@ class UnusedSnapshots:
         self._selected: set[str] = set()
         self._called: set[str] = set()
         self._unpassed: set[str] = set()
-        # Whether each phase and subtest of the running test has passed so far.
+        # For each completed phase and subtest of the running test: whether it passed.
         self._phases: list[bool] = []
         self._started_workers = 0
         self._worker_outputs: list[dict[str, Any]] = []
@@ -260,7 +260,8 @@ def _from(config: pytest.Config, path: Path) -> str:
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
     """Return a hint about an existing file that the user may have meant instead of `missing`.
 
-    It is empty if no file fits. `text` is the snapshot that would be written to `missing`.
+    The hint is empty if no file fits. `text` is the snapshot that an update would write to
+    `missing`.
     """
     # Suggest the test's file for a different world size, or a file of a test that no longer exists,
     # because that test was probably renamed.
@@ -292,7 +293,7 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
 
 
 def _is_gone(item: pytest.Item, path: Path, name: str) -> bool:
-    """Whether a file's test no longer exists; if not collected, guess from the module's text."""
+    """Whether a file's test is gone; guess from the module's text if it was not fully collected."""
     directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
     module = named_module(directory, item.config.rootpath)
     if module == item.path and item.config.stash.get(_IS_COMPLETE, False):

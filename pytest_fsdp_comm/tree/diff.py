@@ -44,15 +44,15 @@ class TreeChange:
 _NEW_ROOT: Final = "becomes a root"
 _NOT_MANAGED: Final = "no longer managed by a unit"
 _TRAINED: Final = " trained, but no unit manages it or reduces its gradients"
-# Changes that make training wrong: a parameter without a unit, or gradients that are reduced with
-# a different divisor or dtype.
+# Changes that start with these texts make training wrong: a parameter has no unit any more, or its
+# gradient is reduced with a different divisor or dtype.
 _TRAINING: Final = (_NOT_MANAGED, "gradient_divide_factor ", "reduce_dtype ")
 _Fact = TypeVar("_Fact")
 
 
 def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
-    """Return the changes from a snapshot to a captured tree; empty if they are equal."""
-    # If the trees of ranks differ, each change names the ranks that it affects.
+    """Return the changes from the snapshot to the captured trees; empty if they are equal."""
+    # If ranks have different trees, each change names the ranks that it affects.
     old = comparable(old, new)
     changes: list[TreeChange] = []
     if old.recorded_ranks != new.recorded_ranks:

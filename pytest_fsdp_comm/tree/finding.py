@@ -13,15 +13,16 @@ from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
 Level = Literal["error", "warning"]
 RuleLevel = Literal["error", "warning", "off"]
 
-# Findings are wrapped at this width, which a failed test method leaves in an 80-column report.
+# Findings are wrapped at this width, so that they fit into 80 columns in a failed test's report,
+# which indents them.
 _WIDTH: Final = 66
-# Reprs are shortened to this width, which `E assert not` leaves in an 80-column report.
+# Reprs are shortened to this width, so that they fit into 80 columns after `E assert not`.
 _MAX_REPR: Final = 61
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A certain or likely mistake in how a model is wrapped."""
+    """A mistake, or a likely mistake, in how a model is wrapped."""
 
     code: str
     """A short name, such as ``no-root-unit``."""
@@ -36,8 +37,8 @@ class Finding:
     """Its cost in bytes on each rank, in memory or in traffic per step (as `reason` says); None if
     unknown."""
     count: int = 1
-    """The number of cases that it combines, which differ only in names, as equal layers do.
-    `reason` describes one case; `nbytes` is summed over all cases."""
+    """The number of cases that it combines. They differ only in names, as equal layers do. `reason`
+    describes one case; `nbytes` is summed over all cases."""
 
     @property
     def cost(self) -> str:
@@ -67,7 +68,7 @@ class Findings(tuple[Finding, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        """Codes and modules: ``<1 finding: partly-wrapped in layers.{3..5}>``; ``()`` if empty."""
+        """Return ``<1 finding: partly-wrapped in layers.{3..5}>``, or ``()`` without findings."""
         if not self:
             return "()"
         listed = "; ".join(f"{finding.code} in {finding.where}" for finding in self)
@@ -96,11 +97,11 @@ class FindingSettings:
     levels: Mapping[str, RuleLevel] = field(default_factory=dict)
     """Levels that override the defaults of rules, keyed by code."""
     small_nbytes: int = 1 << 20
-    """The cost of a collective in bytes: its latency times the bandwidth of the link.
+    """The latency of a collective, as the number of bytes that the link could transfer meanwhile.
 
     A unit is too small if it gathers less than this, and less than a sixteenth of the largest unit.
     A change that adds collectives pays off if each of them saves more than this. 1 MiB is our
-    choice, not a measurement: 20 us at 50 GB/s. Measure with nccl-tests on your machines.
+    choice, not a measurement: 20 us at 50 GB/s. Measure it with nccl-tests on your machines.
     """
     large_nbytes: int = 4 << 30
     """A unit that gathers more than this is too large. We chose 4 GiB because prefetch gathers two

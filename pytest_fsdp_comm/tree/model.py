@@ -57,7 +57,7 @@ class ModuleNode:
     depth: int
     """The number of modules above it."""
     class_name: str
-    """The name of the user's class. Printed, never compared."""
+    """The name of the user's class. It is printed, but never compared."""
     wrappers: tuple[str, ...] = ()
     """Classes of the wrappers around it, outermost first; its FQN does not contain them."""
     alias_of: int | None = None
@@ -88,7 +88,7 @@ class ParameterNode:
     local_numel: int
     """The number of elements on this rank, without padding."""
     trainable: bool
-    """Whether it requires gradients."""
+    """Whether the parameter requires gradients."""
     device: str
     """The device type on this rank: ``cpu``, ``cuda``, ``meta``."""
     unit: int | None
@@ -107,7 +107,7 @@ class ParameterNode:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks store different parts of it."""
+        """Whether ranks store different parts of the parameter."""
         return any(placement.is_sharded for placement in self.placements)
 
 
@@ -136,17 +136,17 @@ class ShardUnit:
     parameters: tuple[int, ...]
     """Indices of the parameters, in the order in which collectives pack them."""
     is_root: bool
-    """Whether it is a root, or will be one once the whole model has run."""
+    """Whether the unit is a root, or will be one once the entire model has run."""
     shard_axis: MeshAxis | None
-    """The axis over which it is sharded; None without sharding."""
+    """The axis over which the unit is sharded; None if it is not sharded."""
     replicate_axis: MeshAxis | None
-    """The axis over which it is replicated; None without replication."""
+    """The axis over which the unit is replicated; None if it is not replicated."""
     reshard_after_forward: bool | int | None
     """Whether parameters are freed after forward, or the number of ranks over which they are then
-    resharded; None for a unit that gathers nothing. This is the value once the model has run."""
+    resharded; None for a unit that gathers nothing. The value applies once the model has run."""
     precision: Precision
     offload: bool
-    """Whether shards are in host memory."""
+    """Whether shards are stored in host memory."""
     forward_prefetch: tuple[int, ...] = ()
     """Indices of the units that the user prefetches explicitly; empty if torch decides."""
     backward_prefetch: tuple[int, ...] = ()
@@ -157,7 +157,7 @@ class ShardUnit:
     force_sum_reduction: bool = False
     """Whether collectives only sum gradients (``set_force_sum_reduction_for_comms``)."""
     unshard_in_backward: bool = True
-    """False if the user called ``set_unshard_in_backward(False)``."""
+    """Whether backward gathers parameters; see FSDP2's ``set_unshard_in_backward``."""
     prefetch: str = ""
     """FSDP1's policy: ``BACKWARD_PRE`` or ``BACKWARD_POST``, and ``FORWARD`` if enabled."""
     precision_overrides: tuple[str, ...] = ()
@@ -171,22 +171,22 @@ class ShardUnit:
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether FSDP gathers its parameters, or would if child units did not manage them."""
+        """Whether FSDP gathers its parameters, or would if child units did not manage them all."""
         return self.shard_axis is not None or (self.kind == "fsdp2" and not self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardTree:
-    """How a model is sharded, read on one rank."""
+    """How a model is sharded, as seen by one rank."""
 
     rank: int
-    """This rank; 0 without a process group. Not compared."""
+    """The rank that read the tree; 0 without a process group. It is not compared."""
     world_size: int
     """The size of the default group; 1 without a process group."""
     backend: str
-    """``gloo``, ``nccl``, ``fake``; empty without a process group. Printed, not compared."""
+    """``gloo``, ``nccl`` or ``fake``; empty without a process group. Printed but not compared."""
     torch_version: str
-    """The value of ``torch.__version__``. Printed, not compared."""
+    """The value of ``torch.__version__``. It is printed, but not compared."""
     mesh_axes: tuple[MeshAxis, ...]
     """The axes over which parameters are sharded or replicated, sorted by name."""
     modules: tuple[ModuleNode, ...]
@@ -199,7 +199,7 @@ class ShardTree:
     findings: tuple[Finding, ...] = ()
     """Wrapping mistakes, errors first."""
     notes: tuple[str, ...] = ()
-    """Remarks for the reader, e.g. that the model is on the meta device."""
+    """Remarks for users, for example that the model is on the meta device."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "findings", Findings(self.findings))
@@ -278,7 +278,7 @@ class ShardTree:
         return "\n".join([*self._outline(), *map(str, self.findings)])
 
     def __repr__(self) -> str:
-        """Return a single line, because pytest truncates longer ones."""
+        """Return a single line, because pytest truncates longer text."""
         return (
             f"<ShardTree of {self.modules[0].class_name}: {len(self.units)} units, "
             f"{len(self.parameters)} parameters>"

@@ -41,7 +41,7 @@ def policy_change(old: UnitFacts, new: UnitFacts) -> str:
 
 
 def lost_root(old: TreeFacts, new: TreeFacts) -> str:
-    """Return the likely cause if units below the root became roots; empty if none became one."""
+    """Return the likely cause if units below the root became roots; empty if none did."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     roots = new_roots(old, new)
     if "" not in before or not roots:
@@ -94,7 +94,7 @@ class TreeFacts:
     world_size: int
     mesh_axes: tuple[MeshAxis, ...]
     units: Mapping[int, Mapping[str, UnitFacts]]
-    """Units, keyed by number (1, or 2 and up for further units of the same modules), then name."""
+    """Units, keyed by number, then by name; the first unit of a module has the number 1."""
     parameters: Mapping[str, ParameterFacts]
     """Parameters, keyed by FQN."""
 
@@ -145,8 +145,8 @@ class TreeProfile:
     """The compared facts of all ranks of a test; its backend and torch version are for display."""
 
     trees: Mapping[tuple[int, ...], TreeFacts]
-    """Trees, keyed by the ranks that have the tree, ascending, or by ``()`` if all ranks have the
-    same tree. The tree of the lowest rank comes first."""
+    """Each distinct tree, keyed by the ranks that have it, in ascending order, or by ``()`` if all
+    ranks have the same tree. The tree of the lowest rank comes first."""
     recorded_ranks: tuple[int, ...] = ()
     """The ranks that were recorded, ascending; empty for all ranks."""
     backend: str = field(default="", compare=False)
@@ -162,7 +162,7 @@ class TreeProfile:
         return next(iter(self.trees.values())).world_size
 
     def restricted(self, ranks: Sequence[int]) -> TreeProfile:
-        """Return the profile of `ranks` only, which must be in ascending order."""
+        """Return the profile of only these ranks, which must be in ascending order."""
         subset = frozenset(ranks)
         trees = [
             (tuple(filter(subset.__contains__, having or ranks)), facts)
@@ -180,7 +180,7 @@ class TreeProfile:
 
 
 def comparable(old: TreeProfile, new: TreeProfile) -> TreeProfile:
-    """Restrict a snapshot of all ranks to the ranks that this run recorded (fake backend)."""
+    """Return `old`, restricted to the ranks of `new` if only `old` covers all ranks."""
     is_part = new.recorded_ranks and not old.recorded_ranks
     return old.restricted(new.recorded_ranks) if is_part else old
 
@@ -195,7 +195,7 @@ def fold(tree: ShardTree) -> TreeProfile:
 def merge(
     trees: Mapping[int, TreeFacts], *, backend: str = "", torch_version: str = ""
 ) -> TreeProfile:
-    """Merge the recorded ranks' trees, keyed by rank in ascending order; join equal trees."""
+    """Merge the trees of all recorded ranks, which are keyed by rank in ascending order."""
     # Ranks with equal trees may share an object, so compute the content once per object.
     distinct = {id(facts): facts for facts in trees.values()}
     contents = {key: _content(facts) for key, facts in distinct.items()}

@@ -107,7 +107,7 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
 @rule("wrapped-after-parent", "error", cure="wrap children before their parents")
 def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
     """Find units whose parameters an enclosing unit, wrapped earlier, already manages."""
-    # Ignore a unit without parameters if that is because its children are units.
+    # Ignore a unit that has no parameters because its children are units that manage them.
     tree = wrapping.tree
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     late: defaultdict[int, dict[int, None]] = defaultdict(dict)
@@ -272,9 +272,9 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
     """Find units too small for separate collectives, if the enclosing unit could include them."""
-    # Ignore a unit that cannot join the enclosing unit because that unit has a different mesh,
-    # precision, offload or divide factor, lacks a dtype, gathers more often, or would reduce frozen
-    # gradients.
+    # Ignore a unit that the enclosing unit cannot include: because its mesh, precision, offload or
+    # divide factor differs, or because the enclosing unit has no parameters of that dtype, gathers
+    # more often, or would have to reduce gradients of frozen parameters.
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):
             continue
@@ -382,7 +382,7 @@ def find(tree: ShardTree, settings: FindingSettings) -> tuple[Finding, ...]:
 
 
 def find_between_ranks(texts: Mapping[int, str], settings: FindingSettings) -> tuple[Finding, ...]:
-    """Report trees that differ between ranks; `tree_text.format_profile` writes the `texts`."""
+    """Find trees that differ between ranks; `texts` come from `tree_text.format_profile`."""
     return _apply(ranks_differ, texts, settings)
 
 
@@ -392,7 +392,7 @@ def _apply(declared: Rule, subject: object, settings: FindingSettings) -> tuple[
 
 
 def parse_settings(lines: Iterable[str]) -> FindingSettings:
-    """Read the lines of ini ``fsdp_comm_findings``; raise ValueError for an invalid line."""
+    """Read the ini option ``fsdp_comm_findings``; raise ValueError for an invalid line."""
     # A line sets a threshold, or the level of one code or of `all`; later lines win.
     codes = [declared.code for declared in RULES]
     levels: dict[str, RuleLevel] = {}

@@ -1,4 +1,4 @@
-"""The class `Rule`, and what rules derive from a tree: enclosing units, stacks and costs."""
+"""The class `Rule`, and facts about a tree that rules share: enclosing units, stacks, costs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALL_SHARE: Final = 16
 
 @dataclass(frozen=True)
 class Wrapping:
-    """A tree with its settings, and values computed once for several rules."""
+    """A tree, the settings for its findings, and values that several rules share."""
 
     tree: ShardTree
     settings: FindingSettings
@@ -45,7 +45,7 @@ class Wrapping:
 
     @cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks of a model: numbered siblings of one class that contain parameters."""
+        """The stacks of a model: groups of numbered siblings of one class that have parameters."""
         holding: set[int] = set()
         for parameter in self.tree.parameters:
             # Stop at the first module already added, because a model may be 100,000 modules deep.
@@ -106,7 +106,7 @@ class Wrapping:
         return by_module.values()
 
     def is_too_small(self, nbytes: int) -> bool:
-        """Whether a unit that gathers `nbytes` costs more latency than transfer time."""
+        """Whether a unit that gathers `nbytes` spends more time on latency than on transfer."""
         # A collective costs at least its latency. In that time, the link could carry
         # `FindingSettings.small_nbytes`. If all units of a model are small, do not report any.
         is_small = nbytes < self.settings.small_nbytes
@@ -183,5 +183,5 @@ class Rule(NamedTuple):
 def rule(
     code: str, level: Level, *, cure: str
 ) -> Callable[[Callable[[Any], Iterator[Case]]], Rule]:
-    """Turn a function that yields cases into a `Rule`."""
+    """Return a decorator that turns a function that yields cases into a `Rule`."""
     return lambda cases: Rule(code, level, cure, cases)
