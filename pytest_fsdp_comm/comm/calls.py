@@ -1,4 +1,4 @@
-"""Declare each compared field of a call once: how to compute it, and how snapshots write it."""
+"""Define the fields by which calls are compared, and how snapshots write these fields."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Final
 from pytest_fsdp_comm.comm.events import Collective, Source
 from pytest_fsdp_comm.text.fqn import write_word
 
-# To add a field to snapshots, declare it in `Calls`, with a default for snapshots that lack it. The
-# writer and the reader of snapshots use `CALL_WORDS`, and rows are compared by all fields.
+# To add a field to snapshots, declare it in `Calls` with `_word`; its default applies to snapshots
+# that lack the field. Nothing else has to change: the writer and the reader of snapshots use
+# `CALL_WORDS`, and rows are compared by all fields.
 
 _WORD: Final = "word"
 NOT_LAST: Final = " but not the last"
@@ -20,16 +21,16 @@ _COUNT: Final = r"[1-9][0-9]{0,5}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallWord:
-    """How to compute, write and read one field of `Calls`."""
+    """How one field of `Calls` is computed from a collective, written to snapshots, and read."""
 
     text: str
-    """The field's text in a snapshot, with ``{}`` for the value; default values are not written."""
+    """The field's text in a snapshot, with ``{}`` for the value; defaults are not written."""
     getter: Callable[[Collective], Any]
     value_pattern: str = ""
-    """Regular expression for the value; empty for a flag."""
+    """Regular expression that matches the value; empty for a flag, which has no value."""
     value_type: type = int
     is_timing: bool = False
-    """Whether the field describes when a call is issued, which depends on the order of units."""
+    """Whether the field describes when calls are issued, not what they send; see `UNTIMED`."""
 
     @property
     def name(self) -> str:
@@ -37,7 +38,7 @@ class CallWord:
 
     @property
     def pattern(self) -> str:
-        """Regular expression for the text; its group captures the value, or the entire flag."""
+        """Regular expression for `text`; its group captures the value, or a flag's entire text."""
         prefix, placeholder, _ = self.text.partition("{")
         escaped = re.escape(prefix)
         return f"{escaped}({self.value_pattern})" if placeholder else f"({escaped})"
@@ -53,8 +54,8 @@ def _word(default: Any, text: str, getter: Callable[[Collective], Any], **option
 
 
 def _peer_distance(event: Collective) -> int:
-    # Count the shorter way around the group, so that each pipeline stage sends to +1 and receives
-    # from -1, however many ranks there are.
+    # Take the shorter way around the group. Then each pipeline stage sends to +1 and receives from
+    # -1, whatever the size of the group.
     peer, size = event.peer or 0, event.group_size
     return peer - size if peer > size / 2 else peer
 
@@ -66,44 +67,44 @@ def _reduce_op_of_user(event: Collective) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Calls:
-    """One rank's calls that have the same value in every compared field."""
+    """Calls of one rank that are equal in every compared field, and how many there are."""
 
     nbytes: int = 0
     """Message size of each call, in bytes; 0 if `lacks_size`."""
     dtype: str = ""
-    """The `events.Collective.dtype`; empty for objects."""
+    """`events.Collective.dtype`; empty if the calls send pickled objects."""
     role: str = ""
-    """The `events.Collective.role`, or an empty string if it is None."""
+    """`events.Collective.role`, or an empty string if that is None."""
     is_object: bool = False
-    """Whether the calls carry pickled objects, whose size depends on values and paths."""
+    """Whether the calls send pickled objects, whose size varies with their contents."""
     is_unsized: bool = False
-    """Whether the calls carry activations whose size is not compared."""
+    """Whether the calls send activations and the size of activations is not compared."""
     ahead: int = _word(
         0, "ahead {}", lambda event: event.ahead or 0, value_pattern=_COUNT, is_timing=True
     )
-    """The `events.Collective.ahead`, or 0 if it is None."""
+    """`events.Collective.ahead`, or 0 if that is None."""
     is_async: bool = _word(
         default=False, text="async", getter=lambda event: event.is_async is True, is_timing=True
     )
-    """Whether the caller must wait for each call; False if torch does not report it."""
+    """Whether the calls are asynchronous (``async_op=True``); False if torch does not report it."""
     peer: int = _word(0, "peer {:+}", _peer_distance, value_pattern=f"[+-]{_COUNT}")
-    """Distance to the other rank of a send or receive within the group, the shorter way around: 1
-    is the next rank, -1 the previous rank. 0 for other kinds, and if unknown."""
+    """For sends and receives, the distance to the other rank, taking the shorter way around the
+    group: 1 is the next rank, -1 the previous one. 0 for other kinds, and if it is unknown."""
     root_rank: int = _word(
         -1,
         "root {}",
         lambda event: -1 if event.root_rank is None else event.root_rank,
         value_pattern=f"0|{_COUNT}",
     )
-    """The `events.Collective.root_rank`, or -1 if it is None."""
+    """`events.Collective.root_rank`, or -1 if that is None."""
     reduce_op: str = _word(
         "",
         "by {}",
         _reduce_op_of_user,
         value_pattern="avg|product|min|max|band|bor|bxor|premul_sum",
     )
-    """The `events.Collective.reduce_op` of calls from user code; empty for a sum. Always empty for
-    FSDP, DDP and DTensor, whose operation depends on the backend."""
+    """The reduction op of calls from user code, such as ``avg``; empty for a sum. Always empty for
+    calls of FSDP, DDP and DTensor, because their op depends on the backend."""
     backwards: str = _word(
         "",
         "in {}",
@@ -111,14 +112,14 @@ class Calls:
         value_pattern=rf"(?:the first|the last|{_COUNT}) of {_COUNT} backwards(?:{NOT_LAST})?",
         is_timing=True,
     )
-    """The backward passes in which these calls reduce gradients; empty if they do so in every pass
-    that computes these gradients. See Note [Comparable]."""
+    """The backward passes that issue these calls, such as ``the last of 4 backwards``. Empty if
+    every pass that computes the gradients also reduces them. See Note [Comparable]."""
     count: int = 0
-    """Number of calls; 0 in an object that only serves as a key for equal calls."""
+    """Number of calls; 0 in a `Calls` that only serves as a dictionary key."""
 
     @property
     def lacks_last(self) -> bool:
-        """Whether the gradients of the last backward pass are not reduced."""
+        """Whether the last backward pass issues none of these calls."""
         return self.backwards.startswith("the first") or self.backwards.endswith(NOT_LAST)
 
     @property
@@ -127,7 +128,7 @@ class Calls:
 
     @classmethod
     def of(cls, event: Collective, backwards: str = "") -> Calls:
-        """Return the compared fields of one call, with a count of 0."""
+        """Build the `Calls` for one collective, with a count of 0."""
         is_object = event.source is Source.OBJECT
         return cls(
             nbytes=0 if is_object else event.nbytes,
@@ -159,9 +160,9 @@ class Calls:
 CALL_WORDS: Final[dict[str, CallWord]] = {
     entry.name: entry.metadata[_WORD] for entry in fields(Calls) if _WORD in entry.metadata
 }
-"""How to write each field, keyed by field name, in the order that snapshots use."""
+"""The fields that snapshots write as words, keyed by name, in the order in which they appear."""
 _DEFAULTS: Final = {entry.name: entry.default for entry in fields(Calls)}
 UNTIMED: Final[dict[str, Any]] = {
     name: _DEFAULTS[name] for name, word in CALL_WORDS.items() if word.is_timing
 }
-"""Defaults of the timing fields. Reset the fields to them to ignore when calls are issued."""
+"""Defaults of the timing fields. Pass them to `replace_fields` to ignore when calls are issued."""

@@ -10,10 +10,10 @@ from typing import TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.profile import CommProfile
 
-# A cost is the cost for one rank, the one whose bytes change most. In a sum over ranks, more bytes
-# on one rank could hide fewer bytes on another. Ranks that appear in the same lists of ranks have
-# equal rows and peaks, so the cost is computed only for the first rank of each such group. Bytes
-# are message sizes, as in `events.Collective.nbytes`.
+# Report the cost for a single rank, the one whose bytes change most: in a sum over ranks, more
+# bytes on one rank could hide fewer bytes on another. Ranks that occur in exactly the same rank
+# lists have equal rows and peaks, so compute the cost only for the first rank of each such group.
+# Bytes are message sizes, as in `events.Collective.nbytes`.
 
 _Value = TypeVar("_Value")
 _Part: TypeAlias = tuple[str, str]  # axis and kind
@@ -21,7 +21,7 @@ _Part: TypeAlias = tuple[str, str]  # axis and kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
-    """The calls of one rank."""
+    """How many calls one rank issues, and their bytes."""
 
     count: int = 0
     """Number of calls of known size."""
@@ -39,10 +39,10 @@ class Volume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCost:
-    """How the calls over one axis change, for one kind or for all kinds."""
+    """The calls over one axis, of one kind or of all kinds, before and after a change."""
 
     kind: str = ""
-    """The `events.Collective.kind`; empty if the part covers all kinds."""
+    """A kind of collective, such as ``all_gather``; empty for all kinds."""
     axis: str
     before: Volume
     after: Volume
@@ -53,14 +53,14 @@ class Cost:
     """The cost of a change for the rank whose bytes change most."""
 
     ranks: tuple[int, ...] = ()
-    """The ranks with these calls, ascending; empty for all ranks that both sides recorded."""
+    """The ranks that have these calls, ascending; empty for all that both sides recorded."""
     collectives: tuple[PartCost, ...] = ()
-    """One entry for each axis and kind that either side uses, sorted."""
+    """One entry for each axis and kind that either side uses, sorted by axis, then kind."""
     peak_before: int = 0
-    """The most bytes of parameters that were gathered at the same time; 0 if none were gathered."""
+    """Peak bytes of gathered parameters; 0 if none were gathered."""
     peak_after: int = 0
     peak_ranks: tuple[int, ...] = ()
-    """The ranks with these peaks, ascending; empty for all ranks that both sides recorded."""
+    """The ranks that have these peaks, ascending; empty for all that both sides recorded."""
 
     @property
     def axes(self) -> tuple[PartCost, ...]:
@@ -85,7 +85,7 @@ class Cost:
 
 
 def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
-    """Compute the cost on the ranks that both sides recorded; empty if there are none."""
+    """Compute the cost for the ranks that both sides recorded; if there are none, it is empty."""
     groups = _groups_of_equal_ranks(old, new)
     if not groups:
         return Cost()
@@ -116,7 +116,7 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
 
 
 def _groups_of_equal_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
-    """Group ranks that both sides recorded by equal rows and peaks, keyed by lowest rank."""
+    """Group ranks with equal rows and peaks on both sides; keys are each group's lowest rank."""
     lists: set[tuple[int, ...]] = set()
     for profile in (old, new):
         lists.update(row.ranks for row in profile.collectives)
@@ -168,7 +168,7 @@ def _largest(
     groups: Mapping[int, Sequence[int]],
     weight: Callable[[_Value], tuple[int, ...]],
 ) -> tuple[_Value, tuple[int, ...]]:
-    """Return the value with the greatest weight, and its ranks; empty for all ranks."""
+    """Return the value with the greatest weight, and the ranks that have it; empty if all do."""
     largest = max(values.values(), key=weight)
     firsts = [rank for rank, value in values.items() if value == largest]
     ranks = sorted(itertools.chain.from_iterable(groups[rank] for rank in firsts))

@@ -39,12 +39,12 @@ _Rows: TypeAlias = tuple[Row, ...]
 
 @dataclass(frozen=True, slots=True)
 class NewCalls:
-    """The code that issued the calls missing from the snapshot."""
+    """The lines of code that issued calls which are missing from the snapshot."""
 
     sites: tuple[tuple[str | None, Site], ...] = ()
-    """Owner and site of each call that may be new."""
+    """The owner and the site of each line that may have issued new calls."""
     is_certain: bool = True
-    """Whether every site issued a new call; False if some may not have."""
+    """Whether each of these lines certainly issued a new call."""
 
     @classmethod
     def join(cls, parts: Iterable[NewCalls]) -> NewCalls:
@@ -55,23 +55,24 @@ class NewCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One difference, and all modules that show it."""
+    """One difference between two profiles, and all modules that have it."""
 
     subject: Subject | Literal["frame", "memory", "answer"]
     phase: Phase | None
-    """None if no row changed, but the frame (world size, activation sizes, recorded ranks, mesh),
-    the peak of gathered bytes, or an assumed value."""
+    """None if the difference is not in rows, but in the frame (world size, activation sizes,
+    recorded ranks, mesh), in the peak of gathered bytes, or in an assumed value."""
     owners: tuple[str | None, ...] = ()
     """FQNs in natural order; None for rows without a module."""
     what: str
-    """E.g. ``all_gather[dp]``, ``unshard``, ``(Shard(dim=0))->(Replicate())``, ``world_size``."""
+    """What differs, such as ``all_gather[dp]``, ``unshard``, ``(Shard(dim=0))->(Replicate())`` or
+    ``world_size``."""
     before: tuple[Row, ...] = ()
-    """The first owner's rows in the snapshot: several if ranks differ, empty if there were none."""
+    """The first owner's rows in the snapshot; several if ranks differ, empty if it had none."""
     after: tuple[Row, ...] = ()
-    """The first owner's rows in the recording: several if ranks differ, empty if there are none."""
+    """The first owner's rows in the recording; several if ranks differ, empty if it has none."""
     old_text: str = ""
     new_text: str = ""
-    """`old_text` and `new_text` are the values on both sides; empty if rows changed."""
+    """`old_text` and `new_text` are the old and the new value; both are empty if rows changed."""
     new_calls: NewCalls = NewCalls()
 
 
@@ -88,13 +89,13 @@ class Comparison:
     causes: tuple[Cause, ...] = ()
     """Likely causes, regressions first."""
     recorded: Mapping[Place, _Rows] = field(default_factory=dict)
-    """The recorded rows, with their sites."""
+    """The rows of the recording, with their sites, keyed by owner and row key."""
     training: tuple[TrainingChange | Step, ...] = ()
     """Changes that break training, worst first."""
     cost: Cost = field(default_factory=Cost)
 
     def new_calls(self, step: Replaced, owner: str | None, key: RowKey) -> NewCalls:
-        """Return the sites of the calls that a step adds to an owner's rows."""
+        """Find the code that issued the calls that a step adds to an owner's rows with this key."""
         rows = step.rows[owner]
         return _new_calls(
             owner,
@@ -106,9 +107,9 @@ class Comparison:
 
     @property
     def reported(self) -> tuple[TrainingChange | Step, ...]:
-        """Changes that break training, then regressions, other steps, and steps caused by torch."""
+        """Changes that break training, then regressions, other steps, and steps due to torch."""
         steps = () if self.explanation is None else self.explanation.steps
-        # Use the steps' identities as keys, because steps are not hashable.
+        # Use ids as keys, because steps are not hashable.
         order = {
             id(step): (not cause.is_of_regression, cause.is_of_torch)
             for cause in self.causes
@@ -123,7 +124,7 @@ class Comparison:
 
 
 def _is_reported(training: Iterable[TrainingChange | Step], change: Change) -> bool:
-    """Whether the changes that break training cover all rows of a remaining change."""
+    """Whether one change that breaks training covers all rows of a remaining change."""
     rows = (*change.before, *change.after)
     return any(
         isinstance(item, TrainingChange)
@@ -141,7 +142,7 @@ def _is_of_backward(step: Step) -> bool:
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
-    """Compare those parts of a snapshot and a recording that are `comparable`."""
+    """Compare two profiles, except for parts that are not `comparable`, and explain the diff."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     old, new = comparable(old, new)
@@ -206,7 +207,7 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
 
 
 def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:
-    """Describe both meshes; return empty strings if only axes that one side does not use differ."""
+    """Describe both meshes; return two empty strings if one merely uses more axes."""
     before, after = ({axis.name for axis in axes} for axes in (old, new))
     shared = before & after
     is_same = [axis for axis in old if axis.name in shared] == [
@@ -222,13 +223,13 @@ def _compare_rows(
 ) -> Iterable[Change]:
     before, after = _by_place(old), _by_place(new)
     groups: dict[tuple[object, ...], list[Change]] = {}
-    # In the order of the new profile; in each phase, removed rows come last, in their old order.
+    # Use the order of the new profile. In each phase, removed rows come last, in their old order.
     for owner, key in sorted({**after, **before}, key=lambda place: step_order(place[1])):
         was, now = before.get((owner, key), ()), after.get((owner, key), ())
         if was == now:
             continue
         if not (was and now):
-            # For new or removed rows, do not print how far ahead units were prefetched.
+            # Do not print prefetch distances of added or removed rows.
             was, now = (
                 tuple(replace(row, calls=replace_fields(row.calls, ahead=0)) for row in rows)
                 for rows in (was, now)
@@ -260,7 +261,7 @@ def _compare_rows(
 def _new_calls(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
-    """Find the sites of new calls by comparing fields, because snapshots store no sites."""
+    """Find the code that issued new calls: snapshots store no sites, so compare the fields."""
     sites: dict[Site, None] = {}
     is_certain = True
     for row in now:
@@ -285,7 +286,7 @@ def _new_calls(
                     if is_sender and _untimed(site.calls, call) == kind:
                         candidates.append(site)
                         counts[site.call_site] += site.calls.count
-                # A line that issued more calls than there are old ones issued at least one new one.
+                # If a line issued more of these calls than are old, at least one of them is new.
                 num_old = counts.total() - num_new
                 certain = {line for line, count in counts.items() if count > num_old}
                 is_certain &= bool(certain) or not candidates
@@ -295,7 +296,7 @@ def _new_calls(
 
 
 def _untimed(recorded: Calls, compared: Calls) -> Calls:
-    """Reset the timing and count of recorded calls, and their size if `compared` has none."""
+    """Reset the timing and count of recorded calls, and also their size if `compared` has none."""
     changes = {**UNTIMED, "count": 0}
     if compared.is_unsized:
         changes |= {"nbytes": 0, "is_unsized": True}

@@ -1,4 +1,4 @@
-"""Immutable events of one rank's recording."""
+"""Define the events that make up one rank's recording."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT_FQN: Final = ""
 
 
 class Phase(StrEnum):
-    """The part of a training step that issued a call."""
+    """The part of a training step in which a call was issued."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -21,7 +21,7 @@ class Phase(StrEnum):
     """A forward that activation checkpointing reruns during backward."""
     OPTIMIZER = "optimizer"
     OUTSIDE = "outside"
-    """Outside every module, backward and optimizer step: setup, gradient clipping, checkpoints."""
+    """Outside all modules, backwards and optimizer steps: setup, gradient clipping, checkpoints."""
 
 
 class Source(StrEnum):
@@ -36,15 +36,15 @@ class Source(StrEnum):
 
 
 class Role(StrEnum):
-    """The kind of data in a collective."""
+    """The kind of data that a collective sends."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
-    """Gradients of parameters, before or in the optimizer."""
+    """Gradients of parameters, whether sent before or during the optimizer step."""
     ACTIVATIONS = "activations"
-    """Tensors that a module's forward computes, and their gradients; sizes depend on the batch."""
+    """Tensors that a module's forward computes, and their gradients. Sizes depend on the batch."""
     UNUSED_PARAMETERS = "unused parameters"
-    """DDP's map of the parameters that a backward used (``find_unused_parameters=True``)."""
+    """DDP's map of the parameters that backward used (with ``find_unused_parameters=True``)."""
 
 
 COLLECTIVE_KINDS: Final = (
@@ -60,15 +60,15 @@ COLLECTIVE_KINDS: Final = (
     "recv",
     "barrier",
 )
-"""The kinds that have a name; any other operation is recorded as ``unknown:<op>``."""
+"""The supported kinds; any other operation is recorded as ``unknown:<op>``."""
 
 REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
-"""The kinds that carry gradients if FSDP or DDP sends them."""
+"""The kinds that reduce. FSDP and DDP use them to reduce gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One communication call, as this rank issued it."""
+    """One communication call that this rank issued."""
 
     index: int
     """Position in the recording, starting at 0."""
@@ -77,11 +77,12 @@ class Collective:
     op: str
     """The name in torch's dispatcher, such as ``c10d._allgather_base_``. Never compared."""
     owner: str | None
-    """FQN of the module whose parameters or activations are sent. Several modules of one unit or
-    one tied parameter are joined with ``+``. None if the call is attributed to no module."""
+    """FQN of the module whose parameters, gradients or activations are sent. If several modules
+    form one unit or share a tied parameter, their FQNs are joined with ``+``. None if the call is
+    attributed to no module."""
     issued_in: str | None
-    """FQN of the module that was running; None outside every module. If the call prefetches, this
-    is not the owner."""
+    """FQN of the module that was running; None outside all modules. For a prefetch, this is not the
+    owner."""
     phase: Phase
     axis: str
     """Name of the `MeshAxis`."""
@@ -97,12 +98,14 @@ class Collective:
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
     role: Role | None = None
-    """Parameters or gradients if FSDP or DDP sends them, or if the autograd graph or the storage
-    identifies them; otherwise activations if a module's forward or backward issued the call. None
-    for other calls, such as losses and norms, and for pickled objects."""
+    """Parameters or gradients if FSDP or DDP issued the call, or if the tensor's autograd graph or
+    storage identifies it as such. Otherwise, activations if the call was issued in a module's
+    forward or backward. None for all other calls, such as losses and norms, and for pickled
+    objects."""
     peer: int | None = None
     """For a send or receive, the distance to the other rank, wrapping around the group: 1 is the
-    next rank. None for other kinds, a receive from any rank, and a rank outside the group."""
+    next rank. None for other kinds, for a receive from any rank, and if the other rank is not in
+    the group."""
     root_rank: int | None = None
     """Group rank, starting at 0, of the rank that sends a broadcast or scatter, or receives a
     reduce or gather. None for other kinds, and if that rank is not in the group."""
@@ -111,13 +114,13 @@ class Collective:
     ``premul_sum``. None if this is not a reduction, or if torch does not report the op."""
     is_async: bool | None = None
     """Whether the caller must wait for the result (``async_op=True``). None if torch does not
-    report it: for functional collectives, sends and receives, and in older versions."""
+    report it: for functional collectives, sends and receives, and in older versions of torch."""
     ahead: int | None = None
     """`Reshard.ahead` of the unshard that issued this all-gather; None for other calls."""
     backward: int | None = None
-    """For a reduction of gradients in backward or outside, the number of the backward pass that
-    issued it, or of the last pass before it. Numbers start at 1 and count only passes that added to
-    these gradients. None for all other calls, and if there were fewer than two such passes."""
+    """For a reduction of gradients in the backward or outside phase, the number of the backward
+    pass that issued it, or of the last pass before it. Only passes that added to these gradients
+    are counted, starting at 1. None for other calls, and if there were fewer than two passes."""
     num_backwards: int | None = None
     """Number of backward passes that added to these gradients; None if `backward` is None."""
 
@@ -135,32 +138,32 @@ class Reshard:
     """An FSDP unit gathered its parameters (unshard) or freed them (reshard)."""
 
     index: int
-    """Place in the recording, from 0."""
+    """Position in the recording, starting at 0."""
     action: Literal["unshard", "reshard"]
     module: str | None
-    """FQN of the unit's module; several modules of one unit are joined with ``+``. None if no
-    recorded model contains the unit."""
+    """FQN of the unit's module. If a unit has several modules, their FQNs are joined with ``+``.
+    None if no recorded model contains the unit."""
     issued_in: str | None
-    """FQN of the module that was running; None outside every module."""
+    """FQN of the module that was running; None outside all modules."""
     phase: Phase
     nbytes: int
     """Bytes of the unit's unsharded parameters on this rank; 0 if unknown."""
     ahead: int | None = None
     """How many units ahead of its use an unshard was issued: 0 if the unit's forward or backward
     issues it, 1 if it is prefetched while the previous unit is in use. Equal on all ranks that run
-    the same units. None for a reshard, and for an unshard that was not used."""
+    the same units. None for a reshard, and if the unsharded parameters were not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redistribution:
-    """A DTensor changed its placements."""
+    """A DTensor was redistributed to other placements."""
 
     index: int
-    """Place in the recording, from 0."""
+    """Position in the recording, starting at 0."""
     owner: str | None
-    """FQN of the module whose activation or parameter changed; None if there is no such module."""
+    """FQN of the module whose activation or parameter was redistributed; None if there is none."""
     issued_in: str | None
-    """FQN of the module that was running; None outside every module."""
+    """FQN of the module that was running; None outside all modules."""
     phase: Phase
     source_placements: tuple[str, ...]
     """One placement per mesh axis, as torch prints it: ``("Shard(dim=0)", "Replicate()")``."""
@@ -181,20 +184,20 @@ class Gap:
 
     kind: Literal["unseen", "value_dependent", "idle_model"]
     """``unseen``: a call was recorded wrongly or not at all. ``value_dependent``: calls may
-    depend on values, which the fake group does not exchange. ``idle_model``: the model passed to
-    `comm_mode` did not run, and another model sent something."""
+    depend on values that the fake process group does not exchange. ``idle_model``: the model passed
+    to `comm_mode` did not run, but another model issued collectives."""
     text: str
-    """The reason, or the code that read a value; one line, without a full stop."""
+    """The reason in one line, without a full stop."""
     ranks: tuple[int, ...] = ()
     """The ranks with this gap, ascending; empty for all recorded ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Answer:
-    """An assumed value that a simulated rank returned for a value it cannot compute."""
+    """An assumed value: a simulated rank returned it in place of a value that it cannot compute."""
 
     site: str
-    """``module:function`` of the innermost user code. It has no line, as any edit may change it."""
+    """``module:function`` of the innermost user code, without a line, which any edit may change."""
     how: str
     """The operation that read the value, such as ``item`` or ``torch.cuda.device_count``."""
     value: str
@@ -212,8 +215,8 @@ class Recording:
     world_size: int
     """Number of ranks in the default group; 1 if there is no process group."""
     backend: str
-    """Such as ``gloo``, ``nccl`` or ``fake``; empty if there is no process group. Reported, never
-    compared."""
+    """Backend of the default group, such as ``gloo``, ``nccl`` or ``fake``; empty if there is no
+    process group. Reported, never compared."""
     torch_version: str
     """The value of ``torch.__version__``. Reported, never compared."""
     mesh_axes: tuple[MeshAxis, ...] = ()
@@ -224,16 +227,15 @@ class Recording:
     reshards: tuple[Reshard, ...] = ()
     redistributions: tuple[Redistribution, ...] = ()
     timings: tuple[tuple[str, float], ...] = ()
-    """Pairs of a category and the seconds that the host spent in its calls. The categories are
-    ``all_gather``, ``all_gather_object``, ``reduce``, ``resharding`` and ``all``. Reported, never
-    compared."""
+    """The seconds that the host spent in the calls of each category: ``all_gather``,
+    ``all_gather_object``, ``reduce``, ``resharding`` and ``all``. Reported, never compared."""
     notes: tuple[str, ...] = ()
     """Remarks for readers, e.g. that the model was unsharded when the block began."""
     peak_gathered_nbytes: int = 0
-    """The most bytes of FSDP parameters that were gathered on this rank at the same time, without
-    padding. A parameter counts from the issue of its unshard to its reshard. Includes parameters
-    gathered before the block, and the part that ``reshard_after_forward=<int>`` keeps."""
+    """Peak bytes of the FSDP parameters gathered on this rank, without padding. A parameter counts
+    from the moment when its unshard is issued until its reshard. Includes parameters gathered
+    before the block, and the part that ``reshard_after_forward=<int>`` keeps gathered."""
     gaps: tuple[Gap, ...] = ()
     """Known reasons why the recording is incomplete; the notes repeat them."""
     answers: tuple[Answer, ...] = ()
-    """Sorted, without duplicates; the notes repeat them. Empty on real ranks."""
+    """Assumed values, sorted and without duplicates; the notes repeat them. Empty on real ranks."""

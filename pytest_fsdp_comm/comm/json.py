@@ -28,7 +28,7 @@ class ScriptRun:
     first_step: int
     last_step: int
     local_world_size: int | None = None
-    """Ranks per simulated host; None without `--local-world-size`."""
+    """Number of ranks on each simulated host; None without `--local-world-size`."""
 
     @property
     def steps(self) -> str:
@@ -51,7 +51,7 @@ def dump_recordings(recordings: Sequence[Recording]) -> str:
 
 
 def join_recordings(texts: Mapping[int, str], run: ScriptRun | None = None) -> str:
-    """Join documents of single ranks, keyed by rank; write equal recordings only once."""
+    """Join single-rank documents, keyed by rank, into one that stores equal recordings once."""
     folded = fold_equal(texts)
     joined = _Recordings(
         recordings=tuple(
@@ -77,12 +77,12 @@ def load_recordings(text: str) -> tuple[Recording, ...]:
 
 
 def load_run(text: str) -> ScriptRun | None:
-    """Read which script ``fsdp-comm record`` recorded; return None for other recordings."""
+    """Return the script run that ``fsdp-comm record`` recorded; None for other recordings."""
     return load_document(_Recordings, _KIND, JSON_VERSION, text).run
 
 
 def parts_of(recording: Recording) -> tuple[int, ...]:
-    """Return a key that is equal for all ranks that `load_recordings` read from one entry."""
+    """Return a key that is equal for all ranks whose recording was read from the same entry."""
     # The key consists of object ids, so it is valid only while the recording is alive.
     names = {field.name for field in fields(recording)} - {"rank"}
     return tuple(id(getattr(recording, name)) for name in sorted(names))

@@ -15,19 +15,19 @@ class MeshAxis:
 
     name: str
     """The name in the device mesh (``"dp"``), ``"world"`` for the default group, or a description
-    of the shape that is equal on all ranks and in all runs. Recordings store `printable` names."""
+    of the layout, equal on all ranks and in all runs. Unprintable characters are escaped."""
     size: int
     """Number of ranks in each group."""
     dims: tuple[tuple[int, int], ...] = ()
-    """Size and stride of each dimension of a group, innermost first. ``((4, 1),)`` is ranks 0 to 3
-    or 4 to 7; ``((2, 1), (2, 8))`` is ranks 0, 1, 8, 9. All ranks have equal dims for a mesh axis.
-    Empty for a group of one rank, and for ranks that do not form such a pattern."""
+    """Size and stride of each dimension of a group, innermost first: ``((4, 1),)`` for ranks 0 to 3
+    or 4 to 7, ``((2, 1), (2, 8))`` for ranks 0, 1, 8 and 9. On a mesh axis, all groups have the
+    same dims. Empty for a group of one rank, and for ranks that do not form such a pattern."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each recorded group, if they do not form such a pattern; otherwise empty."""
+    """The ranks of each recorded group if they do not form such a pattern; otherwise empty."""
 
     @property
     def layout(self) -> str:
-        """Write size and strides: ``4 stride 1``, ``2x2 stride 8x1``, ``3 ranks 0,3,5``."""
+        """The layout as text: ``4 stride 1``, ``2x2 stride 8x1`` or ``3 ranks 0,3,5``."""
         if self.groups:
             return f"{self.size} ranks {' | '.join(map(write_ranks, self.groups))}"
         if not self.dims:

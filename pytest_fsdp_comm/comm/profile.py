@@ -27,15 +27,15 @@ from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
 
 Subject: TypeAlias = Literal["collective", "reshard", "redistribution"]
-"""What a row counts. Collectives issued by an unshard or redistribution have separate rows."""
+"""What a row counts. For example, an unshard and the all-gather that it issues are two rows."""
 SUBJECTS: Final[tuple[Subject, ...]] = get_args(Subject)
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 _SUBJECT_ORDER: Final = {subject: place for place, subject in enumerate(SUBJECTS)}
 _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
 
-# Matches the embedding's shape in `_MaskPartial` (torch 2.6 to 2.13). Rows omit it, because it is
-# not part of the placement.
+# Matches the shape of the embedding, which `_MaskPartial` prints (torch 2.6 to 2.13). Rows omit the
+# shape, because it is not part of the placement.
 _SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
 
 
@@ -48,15 +48,15 @@ class Site:
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown."""
     calls: Calls
-    """The row's collectives that this code issued."""
+    """Those collectives of the row that this line issued."""
     is_of_dtensor: bool = False
-    """Whether a redistribution of a DTensor issued them."""
+    """Whether they were issued to redistribute a DTensor."""
     is_of_backward: bool = False
     """Whether the line calls ``.backward()``; False for a line in a hook."""
 
 
 class RowKey(NamedTuple):
-    """The fields of `Row` that identify it, apart from owner and ranks."""
+    """The fields that identify a `Row`, except for its owner and ranks."""
 
     subject: Subject
     phase: Phase
@@ -82,12 +82,12 @@ class Row:
     axis: str = ""
     """Name of the mesh axis of a collective; empty for other subjects."""
     calls: tuple[Calls, ...]
-    """Sorted, without duplicates. Reshards and redistributions have only a count."""
+    """The calls, sorted, without duplicates. Reshards and redistributions set only the count."""
     ranks: tuple[int, ...] = ()
     """The ranks that issued these calls, ascending; empty for all ranks."""
     sites: tuple[Site, ...] = field(default=(), compare=False)
-    """The sites on the lowest of these ranks. Empty unless the calls are collectives, and always
-    empty in a profile that was read from a snapshot."""
+    """The lines that issued the calls on the lowest of these ranks. Empty if the calls are not
+    collectives, and in profiles that were read from a snapshot."""
 
     @property
     def key(self) -> RowKey:
@@ -110,10 +110,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredPeak:
-    """The most bytes of parameters that were gathered at the same time."""
+    """The peak of gathered parameters, and the ranks that reach it."""
 
     nbytes: int
-    """Bytes on one rank; at least 1."""
+    """Most bytes that were gathered at the same time on one rank; at least 1."""
     ranks: tuple[int, ...] = ()
     """The ranks with this peak, ascending; empty for all ranks."""
 
@@ -130,7 +130,7 @@ class Total:
     unsized: int
     """Number of collectives of unknown size; `count` includes them."""
     num_ranks: int
-    """How many ranks the sum covers: 1 if all ranks have the same rows, else all recorded ranks."""
+    """Number of ranks in the sums: 1 if all ranks have the same rows, else all recorded ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,19 +144,19 @@ class CommProfile:
     rows: tuple[Row, ...]
     """In the order of `sort_rows`."""
     peaks: tuple[GatheredPeak, ...] = ()
-    """In the order of their lowest ranks; empty if nothing was gathered."""
+    """Sorted by lowest rank; empty if nothing was gathered."""
     recorded_ranks: tuple[int, ...] = ()
     """The ranks that were recorded, ascending; empty for all ranks."""
     shows_async: bool = True
-    """The `events.Recording.shows_async`; if False, `Calls.is_async` is not compared."""
+    """Whether torch reports asynchronous calls; if not, `Calls.is_async` is not compared."""
     sizes_activations: bool = True
-    """Whether sizes of activations are compared; if False, `Calls.is_unsized` is set for them."""
+    """Whether sizes of activations are compared; if not, their `Calls.is_unsized` is True."""
     answers: tuple[Answer, ...] = ()
-    """The `events.Recording.answers` of all ranks."""
+    """The `events.Recording.answers` of all ranks, sorted and without duplicates."""
     backend: str = field(default="", compare=False)
     torch_version: str = field(default="", compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """The `events.Recording.notes` of all ranks."""
+    """The `events.Recording.notes` of all ranks, without duplicates."""
     gaps: tuple[Gap, ...] = field(default=(), compare=False)
     """The `events.Recording.gaps` of all ranks; empty in a profile read from a snapshot."""
 
@@ -169,7 +169,7 @@ class CommProfile:
         return len(self.recorded_ranks) or self.world_size
 
     def totals(self) -> tuple[Total, ...]:
-        """Sum each kind and axis over all phases and owners; sorted by kind."""
+        """Add up the calls of each kind and axis over all phases and owners, sorted by kind."""
         is_common = not any(row.ranks for row in self.collectives)
         num_ranks = 1 if is_common else self.num_ranks
         sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -208,9 +208,9 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
     events: defaultdict[tuple[Phase, str | None, str, str], list[Collective]] = defaultdict(list)
     for event in recording.collectives:
         events[event.phase, event.owner, event.kind, event.axis].append(event)
-    # In backward, FSDP, DDP and DTensors issue calls from the line with .backward(), and hooks from
-    # other lines. Hooks issue fewer calls, so the line with the most rows must be the one with
-    # .backward().
+    # In backward, FSDP, DDP and DTensors issue calls from the line that calls .backward(), hooks
+    # from other lines. Hooks issue fewer calls, so assume that the line with the most rows is the
+    # one that calls .backward().
     rows = Counter(
         line
         for (phase, *_), row_events in events.items()
@@ -249,7 +249,7 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
 
 
 def _backwards(total: int | None, places: Collection[int | None]) -> str:
-    """Describe which of `total` backward passes reduce gradients; empty if all do."""
+    """Describe which of `total` backward passes reduce gradients; return "" if all do."""
     if total is None or len(places) == total:
         return ""
     for name, place in (("last", total), ("first", 1)):
@@ -278,8 +278,8 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
     """Merge profiles in rank order; `ranks` overrides the ranks that the profiles record."""
     # The profile of a single process lists no ranks; its rank is 0.
     ranks = ranks or [(profile.recorded_ranks or (0,))[0] for profile in profiles]
-    # Of thousands of ranks, most have equal recordings, and readers return the same object for
-    # them. So group by identity: comparing the profiles would take longer than merging them.
+    # With thousands of ranks, most recordings are equal, and their ranks share one profile object.
+    # So group by identity: comparing the profiles would take longer than merging them.
     groups: dict[int, tuple[CommProfile, list[int]]] = {}
     for rank, profile in zip(ranks, profiles, strict=True):
         groups.setdefault(id(profile), (profile, []))[1].append(rank)
@@ -295,7 +295,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
     def merge_equal(
         values_of_groups: Iterable[Sequence[_WithRanks]], key: Callable[[_WithRanks], object]
     ) -> Iterator[_WithRanks]:
-        """Merge values with equal keys, in the order of their lowest ranks."""
+        """Merge values with equal keys; yield them in the order of their lowest ranks."""
         merged: dict[object, tuple[_WithRanks, list[int]]] = {}
         for place, values in enumerate(values_of_groups):
             for value in values:
@@ -318,7 +318,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
 
 
 def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
-    """Return the profile as if only these ranks, ascending, had been recorded."""
+    """Return the profile as if only `ranks`, which must be ascending, had been recorded."""
     chosen = frozenset(ranks)
     # Many rows share a list of ranks, so filter each list only once.
     lists: dict[tuple[int, ...], tuple[int, ...]] = {(): tuple(ranks)}
@@ -366,7 +366,7 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
 
 
 def _without_backwards(profile: CommProfile) -> CommProfile:
-    """Clear `Calls.backwards`, except for calls that are missing from the last backward."""
+    """Clear `Calls.backwards` of all calls except those that the last backward does not issue."""
 
     def reset(row: Row) -> Row:
         calls = (call if call.lacks_last else replace(call, backwards="") for call in row.calls)
@@ -378,7 +378,7 @@ def _without_backwards(profile: CommProfile) -> CommProfile:
 
 
 def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
-    """Return the profile with new rows; merge rows that differ only in their ranks."""
+    """Replace the rows of the profile, merging those that differ only in their ranks."""
     groups: dict[tuple[RowKey, str | None, tuple[Calls, ...]], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.key, row.owner, row.calls), []).append(row)
@@ -390,12 +390,12 @@ def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
     return replace(profile, rows=sort_rows(merged))
 
 
-# Note [Comparable]: a comparison ignores fields that only one side has.
-# - Ranks: if a simulation records only some of the snapshot's ranks, only those are compared.
-# - `is_async`: ignored if torch reported it for only one side.
-# - Sizes of activations: ignored if one side lacks them; that difference is reported as a change.
-# - `backwards`: follows from the counts and the number of micro-batches, so it is only printed,
-#   unless the last backward does not reduce its gradients.
+# Note [Comparable]: a comparison ignores
+# - ranks of the snapshot that a simulation of only some ranks did not record;
+# - `is_async`, if torch reported it for only one side;
+# - sizes of activations, if one side lacks them (this difference is reported as a change);
+# - `backwards`, unless the last backward does not reduce its gradients: otherwise, it follows from
+#   the counts and the number of micro-batches, so it is only printed.
 
 
 def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:

@@ -10,9 +10,9 @@ from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns, matcher
 
-# A name that no collective can have is an error. If it counted 0, a guard with a typo, such as
-# `counts(owner="layer.0") == 0`, would always pass. `comm_mode` therefore stores all module and
-# axis names, and errors list them.
+# A query for a name that no collective can have raises an error. If it returned 0, an assertion
+# with a typo, such as `counts(owner="layer.0") == 0`, would always pass. `comm_mode` therefore
+# stores all names of modules and axes, and errors list them.
 
 _MAX_LISTED: Final = 12
 _ELSEWHERE: Final = {
@@ -27,22 +27,22 @@ class Names:
     """The names that queries on one rank's recording may use."""
 
     modules: Mapping[str, str]
-    """Maps each module name, with wrappers included, to the FQN."""
+    """Maps each module's name, including the segments that wrappers add, to its FQN."""
     owners: frozenset[str]
     """FQNs of all modules and units, and all other owners of collectives."""
     axes: frozenset[str]
-    """Names of mesh axes and other process groups, whether used or not."""
+    """Names of all mesh axes and of all other process groups, even unused ones."""
     groups: Mapping[str, str]
-    """Maps the name of each process group of this rank to that of its axis in the recording."""
+    """Maps the name of each process group of this rank to the name of its axis in the recording."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Maps an axis to the name that the recording uses for its process group, if it differs."""
+    """Maps the name of an axis to the one that the recording uses for the same process group."""
     kinds: frozenset[str]
     """Kinds in the recording that are not in `COLLECTIVE_KINDS`."""
     has_model: bool
     """Whether a model was passed to `comm_mode`; otherwise `owners` has only modules that ran."""
 
     def with_axes(self, pairs: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
-        """Add axes; each pair holds the name of an axis and the name of its process group."""
+        """Add axes, as pairs of an axis's name and the name of its process group."""
         axes, renamed = set(self.axes), {}
         recorded_axes = {event.axis for event in recorded}
         for name, group in pairs:
@@ -78,7 +78,7 @@ class Question:
 
 
 class Answer(int):
-    """An int that also stores the collectives it counts; arithmetic returns plain numbers."""
+    """A result that also stores the collectives it counts; arithmetic returns plain numbers."""
 
     expression: str
     """The query, as a user would write it: ``counts('all_gather')``."""
@@ -105,7 +105,7 @@ class Answer(int):
 def select(
     question: Question, recorded: Sequence[Collective], names: Names
 ) -> tuple[Collective, ...]:
-    """Return the collectives that a question selects; raise if it uses an unknown name."""
+    """Return the collectives that a question selects; raise RecordingError for unknown names."""
     __tracebackhide__ = True
     _check("kind", question.kind, (*COLLECTIVE_KINDS, *sorted(names.kinds)))
     _check("phase", question.phase, tuple(Phase))
