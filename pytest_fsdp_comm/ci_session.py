@@ -46,8 +46,8 @@ class CiSession:
         self._annotator: Any = None
 
     def pytest_sessionstart(self) -> None:
-        """Take over from pytest-github-actions-annotate-failures (checked with version 0.4)."""
-        # `pytest_runtest_logreport` passes that plugin the failures that it should still annotate.
+        """Take over annotating from pytest-github-actions-annotate-failures (checked with 0.4)."""
+        # `pytest_runtest_logreport` passes that plugin the failures that we do not annotate.
         manager = self._config.pluginmanager
         if self.annotates and manager.has_plugin("annotate_errors"):
             self._annotator = manager.unregister(name="annotate_errors")
@@ -81,8 +81,8 @@ class CiSession:
         if self._annotator is not None and not (failed and failed.sent):
             self._annotator.pytest_runtest_logreport(report)
 
-    # Hook wrappers run even earlier. This order is needed, because one of them finds unused
-    # snapshots and can fail the session.
+    # Run before other plugins, but after the hook wrappers, one of which finds unused snapshots and
+    # can fail the session.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)

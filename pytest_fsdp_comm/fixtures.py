@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.comm_mode import CommMode
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 
-# Modules that a fixture imports when a test first requests it.
+# The module that each of these fixtures imports when a test first requests it.
 _IMPORTED: Final = {
     "comm_mode": "pytest_fsdp_comm.recording.comm_mode",
     "fsdp_tree": "pytest_fsdp_comm.fsdp_tree",
@@ -69,7 +69,7 @@ class MakeDeviceMesh:
         __tracebackhide__ = True  # show the caller's line
         from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
 
-        # Allow tests without the marker that create a process group or run under a launcher.
+        # Allow a test without the marker if it has a process group or runs under a launcher.
         if not (self._dist_info.backend or has_group() or "RANK" in os.environ):
             test = os.environ.get("PYTEST_CURRENT_TEST", "this test").partition(" (")[0]
             size = math.prod(axes.values()) if min(axes.values(), default=0) > 0 else 2

@@ -34,7 +34,7 @@ class TreeFactory:
         gather: Callable[[str], list[str]] = lambda text: [text],
         ranks: Sequence[int] = (),
     ) -> None:
-        """Store settings; `gather` exchanges strings between `ranks` (all ranks if empty)."""
+        """Create a factory; `gather` exchanges strings between `ranks` (all ranks if empty)."""
         self._findings = findings or FindingSettings()
         self._gather = gather
         self._ranks = ranks
@@ -90,7 +90,7 @@ class TreeFactory:
         return expect_units(model, policy)
 
     def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
-        """Print a tree in columns, to standard output by default."""
+        """Print a tree in columns, by default to standard output."""
         __tracebackhide__ = True  # show the caller's line
         _check_tree(tree, "fsdp_tree.show", "fsdp_tree.show(fsdp_tree(model))")
         (file or sys.stdout).write(render_tree(tree) + "\n")

@@ -1,4 +1,4 @@
-"""Exchange strings and values between ranks, optimized for ranks that send equal ones."""
+"""Exchange strings and values between ranks, at little cost if all ranks send the same."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Exchange:
         self._rounds = 0
         self._pid = os.getpid()
         self.before: Callable[[], None] = lambda: None
-        """Called before each comparison."""
+        """A callback that runs before each comparison."""
 
     def __call__(self, text: str) -> list[str]:
         """Send this rank's string, and return those of all ranks; equal strings are one object."""
@@ -83,7 +83,7 @@ class Exchange:
         )
         own_digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         digests = self.share(str(self._rounds), own_digest, complaint)
-        # The lowest rank with each distinct string sends it to the ranks whose string differs.
+        # For each distinct string, the lowest rank that has it sends it to the ranks that do not.
         senders = dict(zip(reversed(digests), reversed(self._ranks), strict=True))
         texts = {own_digest: text}
         if len(senders) > 1 and senders[own_digest] == self._rank:
@@ -139,10 +139,10 @@ def gather_values(gather: Callable[[str], list[str]], label: str, value: _Value)
 
 
 # Most ranks write equal texts, so each distinct text is stored once, in a file named after its
-# digest, and the empty file `rank7.<digest>` says that rank 7 wrote it. The rank that collects the
-# texts only has to list one directory and read a few files. When rank 0 starts, it removes the
-# files of an earlier run. If another rank has already written a file by then, the file is lost, and
-# `collect` reports that the rank's recording is missing.
+# digest, and the empty file `rank7.<digest>` records that rank 7 wrote it. The rank that collects
+# the texts only has to list one directory and read a few files. When rank 0 starts, it removes the
+# files of an earlier run. If another rank has already written its file by then, the file is lost,
+# and `collect` reports that the rank's recording is missing.
 
 
 class RankFiles:
@@ -156,7 +156,7 @@ class RankFiles:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def publish(self, rank: int, text: str) -> None:
-        """Write what one rank recorded."""
+        """Write the text of one rank, for the rank that calls `collect`."""
         self._directory.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         file = self._directory / digest

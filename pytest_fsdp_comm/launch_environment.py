@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 # Set by a pytest process that a launcher started. If one of its tests starts pytest again, the new
-# process inherits the launcher's variables; this variable tells it that it is not a rank itself.
+# process inherits the launcher's variables, but this variable tells it that it is not a rank.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
 # Set for rank 0 under a launcher if pytest cannot fork that rank and starts a new process instead.
 OWN_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_OWN_RANK"
@@ -18,8 +18,8 @@ SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
 # The variables for rank, world size and local rank that launchers set: Open MPI's mpirun, mpirun of
-# MPICH and Intel MPI, and srun. For srun, the world size is SLURM_STEP_NUM_TASKS, because only srun
-# sets it; a batch script or an salloc shell, which is a single process, has the other two as well.
+# MPICH and Intel MPI, and srun. For srun, read the world size from SLURM_STEP_NUM_TASKS, which only
+# srun sets; a batch script or salloc shell, a single process, has the other two as well.
 _OTHER_LAUNCHERS: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -55,7 +55,7 @@ class LaunchedRank:
 
 
 def simulated_variables(rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
-    """Return what torchrun sets on hosts with `local_size` ranks (default 8) and without GPUs."""
+    """Return the variables that torchrun sets on hosts with `local_size` ranks and no GPUs."""
     local_size = local_size or _HOST_SIZE
     local_rank = rank % local_size
     on_host = min(local_size, size - rank + local_rank)  # the last host can have fewer ranks

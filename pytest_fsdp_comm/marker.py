@@ -109,7 +109,7 @@ def with_further_ranks(
 def _simulation(simulate: bool | int | str | None, world_size: int) -> Simulation:
     if simulate == "strict":
         return "strict"
-    # True equals 1, so it simulates every world size.
+    # True counts as 1, so it simulates every world size.
     return "answering" if isinstance(simulate, int) and 1 <= simulate <= world_size else ""
 
 
@@ -145,7 +145,7 @@ def may_record(item: pytest.Item) -> bool:
 
 
 def snapshot_variant(item: pytest.Item) -> str:
-    """Return the world size as in snapshot names, ``ws4``; ``ws1`` if the test has no ranks."""
+    """Return the part of snapshot names for the world size: ``ws4``, or ``ws1`` without ranks."""
     settings = item.stash.get(SETTINGS, None)
     return f"ws{settings.world_size if settings else 1}"
 
@@ -204,7 +204,7 @@ def _parse_world_sizes(values: Sequence[object]) -> tuple[int, ...]:
 def resolve_items(
     session: pytest.Session, items: list[pytest.Item], *, count_gpus: Callable[[], int]
 ) -> None:
-    """Store the settings of distributed items on their stashes; `refuse` if a marker is wrong."""
+    """Store the settings of each distributed item on its stash; a wrong marker ends the session."""
     problems: dict[str, None] = {}
     for item in items:
         mark = item.get_closest_marker(MARKER_NAME)

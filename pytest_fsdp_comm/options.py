@@ -121,7 +121,7 @@ def _parse_findings(lines: Sequence[str]) -> FindingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """Session-wide settings from the command line and the ini file; `DECLARED` describes them."""
+    """The settings of a session, from the command line and ini file; `DECLARED` describes them."""
 
     launched: LaunchedRank | None = None
     """This process's rank if a launcher started it; None if pytest starts the ranks."""
@@ -152,7 +152,7 @@ class Setting(NamedTuple):
     text: str = ""
     """Help text of the option and the ini value, for ``--help`` and docs/reference/options.md."""
     default: str = ""
-    """Help text for a default that `SessionOptions` stores as None."""
+    """Help text for the default, where `SessionOptions` stores None."""
     flag: str = ""
     """The option with its metavar, ``--comm-report=DIR``; empty if there is none."""
     ini: Literal["", "string", "linelist"] = ""
@@ -175,14 +175,14 @@ class Setting(NamedTuple):
 
     @property
     def default_text(self) -> str:
-        """The default that the help text mentions; empty if it mentions none."""
+        """The default as text, for the help text; empty if the help text mentions none."""
         value = _DEFAULTS.get(self.name)
         return self.default or ("" if value is None else f"{value}".removesuffix(".0"))
 
 
-# The single list of settings: options, ini values and marker arguments are registered and parsed
-# from it, and docs/settings_table.py writes docs/reference/options.md from it. ``pytest --markers``
-# lists arguments in this order.
+# The only list of settings: we register and parse options, ini values and marker arguments from it,
+# and docs/settings_table.py writes docs/reference/options.md from it. ``pytest --markers`` lists
+# arguments in this order.
 DECLARED: Final = (
     Setting(
         "world_size",
@@ -310,7 +310,7 @@ DECLARED: Final = (
         ini="linelist",
     ),
 )
-# The marker's arguments by name, in the order of its signature.
+# The marker's arguments, keyed by name, in the order of the marker's signature.
 MARKER_ARGUMENTS: Final = {setting.name: setting for setting in DECLARED if setting.argument}
 PATH_OPTIONS: Final = tuple(setting.option for setting in DECLARED if setting.is_path)
 
@@ -353,7 +353,7 @@ class DistributedSettings:
     device: Device | None
     """The device that the marker sets; None if the backend decides."""
     simulation: Simulation = ""
-    """Empty if ranks are not simulated; ``strict`` raises where ``answering`` assumes a value."""
+    """Empty without ``simulate``; ``strict`` raises where ``answering`` assumes a value."""
     simulation_splits: tuple[float, ...] | None = None
     """Each expert's share of the tokens; empty if equal, None if not declared."""
     real: tuple[RealAxis, ...] = ()
@@ -362,7 +362,7 @@ class DistributedSettings:
     """Whether the simulation also runs ranks whose local shapes differ from those of `ranks`."""
 
 
-# Item stash key for how to run the test on ranks; missing if the test is not distributed.
+# Item stash key for the resolved settings of a test; missing if the test is not distributed.
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
 # Item stash key for pytest-timeout's limit; set only if the limit applies to the complete test.
 PLUGIN_TIMEOUT_S: Final = pytest.StashKey[float]()

@@ -78,7 +78,7 @@ class _WithoutSyrupy:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Print the defaults for tests whose marker sets nothing."""
+    """Return the defaults that apply to tests whose marker does not set them."""
     return options.describe(config.stash[options.OPTIONS])
 
 
@@ -194,7 +194,7 @@ class _Protocol:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """Let the supervisor of the ranks apply pytest-timeout's limit to a distributed test."""
+    """Leave it to the supervisor of the ranks to apply pytest-timeout's limit."""
     # A timer in this process would include the wait for free rank slots, and end the session. A
     # timer in a rank cannot interrupt a collective, because a collective waits in C++.
     if options.SETTINGS not in item.stash:

@@ -22,8 +22,8 @@ from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_
 if TYPE_CHECKING:
     from pytest_fsdp_comm.recorded_script import RecordedScript
 
-# The script must run exactly as it does without this program. Therefore torch is imported only when
-# the script imports it, only the script writes to standard output, and the script's errors end the
+# The script must run exactly as it does without this program. So torch is imported only when the
+# script imports it, only the script writes to standard output, and the script's errors end the
 # process as usual. Ranks exchange their recordings as files.
 
 # How long to wait for gloo's threads to free the collectives of the backward pass. Freeing a

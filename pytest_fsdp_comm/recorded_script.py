@@ -32,7 +32,7 @@ _STDERR: Final = 2
 
 
 class RecordedScript:
-    """Records steps of this rank; one rank writes the files with the recordings of all ranks."""
+    """Records steps on this rank; one rank writes the recordings of all ranks to files."""
 
     def __init__(self, run: ScriptRun, out: Path) -> None:
         check_steps(run.first_step, run.last_step)
@@ -110,8 +110,8 @@ class RecordedScript:
         return [self._tree]
 
     def _print(self, text: str) -> None:
-        # Write to standard error, because standard output belongs to the script. Do not buffer: a
-        # launcher can end this process, and Python's buffer can hold half a line of the script.
+        # Write to standard error: standard output belongs to the script. Bypass Python's buffer,
+        # which may hold half a line of the script and is lost if a launcher ends this process.
         with contextlib.suppress(OSError):
             os.write(_STDERR, f"fsdp-comm: {text}\n".encode(errors="backslashreplace"))
 

@@ -42,10 +42,10 @@ from pytest_fsdp_comm.tree.model import ShardTree
 # Name of the plugin that writes the report; ranks unregister it.
 SESSION_PLUGIN: Final = "fsdp-comm-report"
 
-# Name of the report attribute in which an xdist worker sends a test's record to the controller.
+# Name of the report attribute that carries a test's record from an xdist worker to the controller.
 _RECORD: Final = "comm_record"
 
-# The page of a test shows at most this many characters from the end of its failure.
+# The page of a test shows at most this many characters of a failure, from its end.
 _MAX_PROBLEM: Final = 8_000
 _MAX_MESSAGE: Final = 300
 # The report contains at most this many comparisons per test, so that a test that compares in a loop
@@ -83,7 +83,7 @@ class Notes:
 
     def __init__(self) -> None:
         self._compared: list[Compared] = []
-        # The recordings whose timelines are in `_compared`.
+        # The recordings whose timelines `_compared` already contains.
         self._recordings: list[Recording] = []
         self._records: dict[str, Record] = {}
 

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
-# A module that uses a private name says so in a docstring or a comment. A contract test covers each
-# private name, and if the name no longer exists, one of the errors below is raised.
+# A module that uses a private name of another package says so in a docstring or a comment. A
+# contract test covers each name. If one no longer exists, an error from this module is raised.
 
-# The versions in which the private names were checked.
+# The versions of each package in which its private names were checked.
 VERSIONS_READ: Final = {
     "pytest": "8.4 to 9.2",
     "pytest-rerunfailures": "16.7",

@@ -1,16 +1,16 @@
-"""Track this process's running recordings, and which of them record a given thread's calls."""
+"""Track the running recordings, and decide which of them record a call on a given thread."""
 
-# The process has one set of kernels and patches for all recordings, because recordings that overlap
-# would lose events if each had a set. At each call, a kernel or patch looks up the recordings that
-# the thread has entered. The recordings are stored in torch's thread-local state, because the
-# autograd engine copies that state to its device threads, where a threading.local would be empty.
+# All recordings share one set of kernels and patches; if each had a set, overlapping recordings
+# would lose events. On each call, a kernel or patch looks up the recordings that its thread has
+# entered. We store them in torch's thread-local state, because the autograd engine copies that
+# state to its device threads, where a threading.local would be empty.
 
 # Note [Whose call]
-# A recording records the collectives of all threads. But if a thread has not entered the recording,
-# its collectives are attributed to no module, because the recording knows only the units and graphs
-# of the thread that entered it. If a thread starts while recordings run, only those recordings
-# record its calls. If it communicates in a later block, that block's recording has a gap that names
-# the thread.
+# A recording includes the collectives of all threads. Those of a thread that has not entered the
+# recording have no owner, because the recording knows only the units and autograd graphs of the
+# thread that entered it. A thread that starts while recordings are running is recorded only by
+# them. If it communicates in a later block, that block's recording gets a gap that names the
+# thread.
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Recorder(Protocol):
 
 _KEY: Final = "pytest_fsdp_comm.recordings"
 _STARTED_IN: Final = "_fsdp_comm_recordings"
-"""A thread's attribute that stores the numbers of the recordings running when it started."""
+"""Attribute of a thread: the numbers of the recordings that were running when it started."""
 
 _lock = threading.Lock()
 _recorders: tuple[Recorder, ...] = ()
@@ -76,7 +76,8 @@ _is_stashed: Callable[[str], bool] = look_up("torch._C", "_is_key_in_tls")
 _stashed: Callable[[str], tuple[Recorder, ...]] = look_up("torch._C", "_get_obj_in_tls")
 _stash: Callable[[str, tuple[Recorder, ...]], None] = look_up("torch._C", "_stash_obj_in_tls")
 
-# torch's thread-local state by thread id, copied because a step reads it a thousand times.
+# The recordings in torch's thread-local state, keyed by thread id. We keep this copy because a step
+# reads it about a thousand times.
 _entered: Final[dict[int, tuple[Recorder, ...]]] = {}
 
 
@@ -86,7 +87,7 @@ def is_any() -> bool:
 
 
 def owners_so_far() -> dict[tuple[str, int], str]:
-    """Return the owners known to the latest recording; empty if there is none."""
+    """Return `Recorder.owners_so_far` of the newest recording; empty if none is running."""
     return _recorders[-1].owners_so_far() if _recorders else {}
 
 
@@ -109,8 +110,8 @@ def _enter(recorders: tuple[Recorder, ...]) -> None:
 
 @contextlib.contextmanager
 def under_way(recorder: Recorder) -> Iterator[None]:
-    """Activate a recording in this thread and process while the block runs."""
-    global _recorders  # noqa: PLW0603  # kernels and patches serve all of the process
+    """While the block runs, list a recording as running, and as entered by this thread."""
+    global _recorders  # noqa: PLW0603  # the whole process shares kernels and patches
     with _lock:
         _recorders = (*_recorders, recorder)
     # Drop recordings that another thread has ended: torch's state may still list them.
@@ -122,17 +123,17 @@ def under_way(recorder: Recorder) -> Iterator[None]:
         remaining = tuple(active for active in _entered.get(thread, ()) if active is not recorder)
         if thread == threading.get_ident():
             _enter(remaining)
-        else:  # another thread may resume a generator or tear a fixture down
+        else:  # the block of a generator or a fixture may end on another thread
             _entered[thread] = remaining
         with _lock:
             _recorders = tuple(active for active in _recorders if active is not recorder)
 
 
 def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
-    """Return which recordings record this call, and which only add a gap. See Note [Whose call]."""
+    """Return which recordings record this call, and which get a gap. See Note [Whose call]."""
     if entered():
         return _recorders, ()
-    # Do not call threading.current_thread(), which registers each C++ thread that calls it.
+    # Do not call threading.current_thread(): on a C++ thread, it would register a dummy thread.
     ident = threading.get_ident()
     thread = next((entry for entry in threading.enumerate() if entry.ident == ident), None)
     started_in = getattr(thread, _STARTED_IN, None)
@@ -143,5 +144,5 @@ def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
 
 
 def note_start(thread: threading.Thread) -> None:
-    """Store on a starting thread which recordings are running."""
+    """Store the numbers of the running recordings on a thread that is about to start."""
     vars(thread)[_STARTED_IN] = frozenset(recorder.number for recorder in _recorders)

@@ -1,11 +1,11 @@
 """Implement the methods of torch's CommDebugMode on top of a recording."""
 
 # Note [Answers of CommDebugMode]
-# We fill an instance of torch's class with recorded data, so that torch writes tables, JSON and the
-# tracker, but we never enter it. Once entered, it counts with global module hooks. They raise an
-# IndexError if a module runs twice and a KeyError if a backward runs without its forward,
-# attribute prefetched gathers to the running module, list views that they create themselves, and
-# keep the model alive.
+# We fill an instance of torch's class with recorded data and let it write the tables and the JSON,
+# but we never enter it. An entered instance counts with global module hooks. These hooks raise an
+# IndexError if a module runs twice and a KeyError if a backward runs without its forward, attribute
+# prefetched gathers to the running module, record the views that they create themselves, and keep
+# the model alive.
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn, has_forward
 
 GLOBAL: Final = "Global"
-"""CommDebugMode's name for the total, and for operations outside all modules."""
+"""The key under which CommDebugMode lists totals, and operations outside all modules."""
 
 Placements = tuple[Any, ...] | None
 """The placements of a DTensor; None for a plain tensor."""
@@ -45,16 +45,17 @@ class TracedModule:
 
     module: weakref.ref[nn.Module]
     module_type: str
-    """Its class, as CommDebugMode writes it."""
+    """Its class, in CommDebugMode's notation."""
     placements: dict[str, Placements]
-    """Placements of its direct parameters by name; `settle` updates those of gathered units."""
+    """Placements of its direct parameters, keyed by name. Those of gathered parameters are None
+    until `settle` reads them."""
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when it was first called, outermost first."""
     name: str = GLOBAL
-    """CommDebugMode's name, set when the block ends: the class of its root, and its FQN there."""
+    """Its name in CommDebugMode: the class of the root, then the FQN below it. `settle` sets it."""
 
     def settle(self, keys: Mapping[int, str]) -> None:
-        """Set the name from `keys`, and read the placements of parameters that were gathered."""
+        """Set the name from `keys`, and fill in the placements of parameters that were gathered."""
         module = self.module()
         if module is not None:
             self.name = keys.get(id(module), type(module).__name__)
@@ -70,8 +71,8 @@ class TracedModule:
         now = _parameters(self.module())
         if not now.keys() >= self.placements.keys():
             raise _model_is_gone()
-        # `.data` is an operation: hide it from the recording and the test's dispatch modes. Checked
-        # in torch 2.6 to 2.15.
+        # Reading `.data` dispatches an operation: hide it from the recording and the test's modes.
+        # Checked in torch 2.6 to 2.15.
         with upstream.look_up("torch.utils._python_dispatch", "_disable_current_modes")():
             return {name: now[name].data for name in self.placements}
 
@@ -84,10 +85,11 @@ def _traced(module: nn.Module) -> TracedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTrace:
-    """The operations that a block ran, and the modules in whose forward it ran them."""
+    """The modules and operations that a block ran, under CommDebugMode's names."""
 
     modules: Callable[[], tuple[TracedModule, ...]]
-    """In the order of their first operations, callers first; without tracing, all that can run."""
+    """Returns the modules that ran operations in forward, in the order of their first operations,
+    callers first; without tracing, all modules that have a ``forward``."""
     keys: Callable[[str], tuple[str, ...]]
     """Maps an owner's FQN to CommDebugMode's names for the owner and its enclosing modules."""
     operations: Sequence[tuple[str, dict[str, Any]]] | None = None
@@ -95,7 +97,7 @@ class ModuleTrace:
 
 
 class ModuleTracer:
-    """Record the operations of a block."""
+    """Record which operations a block dispatches, and in which modules."""
 
     def __init__(self, backward: BackwardMap, units: UnitWatch) -> None:
         self._backward = backward
@@ -143,7 +145,7 @@ class ModuleTracer:
         issuer = self._units.issuer
         if issuer:
             return self._note_module(issuer[0])
-        # Avoid a slow search of the model: the previous operation computed this gradient.
+        # The last operation computed this gradient, so return its module; a search would be slow.
         if self._backward.adds_gradient() and self._operations:
             traced, operation = self._operations[-1]
             if operation["is_bw"]:
@@ -177,7 +179,7 @@ class ModuleTracer:
 
 
 def untraced(roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
-    """Return the trace of a block without a `ModuleTracer`."""
+    """Return the trace of a block that ran without a `ModuleTracer`: modules, but no operations."""
     return ModuleTrace(
         # Build the list lazily: every block has a trace, but few tests read it.
         modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
@@ -211,7 +213,7 @@ def _placements(parameter: Any) -> Placements:
 
 
 def _parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:
-    # Not getattr(), which could run a property of user code.
+    # Do not use getattr(), which could run a property of the user's class.
     return {} if module is None else dict(module.named_parameters(recurse=False))
 
 
@@ -245,7 +247,7 @@ def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
 
     def keys_of(owner: str) -> Iterator[str]:
         keys, callable_ = named()
-        # A unit may consist of several modules.
+        # A unit of several modules has their FQNs, joined with ``+``.
         for fqn in [owner] if owner in keys else owner.split("+"):
             if fqn in keys:
                 yield from (outer for outer in _around(keys[fqn]) if outer in callable_)
@@ -261,7 +263,7 @@ def _around(key: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBlock:
-    """The results of a block."""
+    """The results of a block, without references that keep its model alive."""
 
     recording: Recording
     names: Names
@@ -276,14 +278,14 @@ ModuleCounts = dict[str, dict[str, defaultdict[Any, int]]]
 class CommDebugAnswers(ABC):
     """The methods that `CommMode` shares with CommDebugMode. All results are copies.
 
-    Inside a block, results cover the recording so far; after it, the last block.
+    Inside a block, the results cover the block so far; outside, the last block.
     """
 
     @abstractmethod
     def _current_block(self) -> RecordedBlock: ...
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """Count collectives of each operation, e.g. ``torch.ops.c10d._allgather_base_``.
+        """Return the number of collectives per operation, e.g. ``torch.ops.c10d._allgather_base_``.
 
         As in CommDebugMode, operations of ``_c10d_functional`` are counted under their names in
         ``c10d_functional``. Point-to-point calls, barriers and in-place variants count too. An
@@ -302,11 +304,12 @@ class CommDebugAnswers(ABC):
         return len(self._current_block().recording.collectives)
 
     def get_comm_module_counts(self) -> ModuleCounts:
-        """Count collectives, keyed by module, then ``forward`` or ``backward``, then operation.
+        """Return counts of collectives, keyed by module, direction and operation.
 
-        A module's counts include those of the modules in it. Names begin with the class of the
-        root; ``Global`` has the total. Collectives of a recomputation count as backward, those
-        of the optimizer and outside all phases as forward.
+        The direction is ``forward`` or ``backward``. A module's counts include those of the modules
+        in it. Names begin with the class of the root; ``Global`` has the totals. Collectives in
+        recomputation count as backward; collectives of the optimizer, and those outside all phases,
+        count as forward.
         """
         block = self._current_block()
         counts: ModuleCounts = {GLOBAL: _no_counts()}
@@ -324,10 +327,10 @@ class CommDebugAnswers(ABC):
 
     @property
     def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
-        """The operations that each module ran, in order; ``Global`` is for those outside modules.
+        """The operations that each module ran, in order; those outside modules are in ``Global``.
 
         Raises:
-            RecordingError: Operations were not traced.
+            RecordingError: The block did not trace operations.
         """
         operations = self._current_block().trace.operations
         if operations is None:
@@ -371,7 +374,7 @@ class CommDebugAnswers(ABC):
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """Return a table, with colours, of the counts and operations of each module.
+        """Return a table of each module's counts and operations, with colours for a terminal.
 
         Args:
             noise_level: 0 for the counts of collectives; 1 adds the modules' classes, sharded
@@ -379,7 +382,7 @@ class CommDebugAnswers(ABC):
                 such as views; 3 adds the trivial ones.
 
         Raises:
-            RecordingError: The level is not 0 and operations were not traced.
+            RecordingError: The level is not 0, and the block did not trace operations.
         """
         table: str = self._answering(noise_level).generate_comm_debug_tracing_table(noise_level)
         return table
@@ -397,7 +400,7 @@ class CommDebugAnswers(ABC):
         self._answering(noise_level).generate_json_dump(file_name, noise_level)
 
     def _answering(self, noise_level: int = 0) -> Any:
-        """Fill an instance of torch's class. See Note [Answers of CommDebugMode]."""
+        """Fill and return an instance of torch's class. See Note [Answers of CommDebugMode]."""
         from torch.distributed.tensor.debug import CommDebugMode  # noqa: PLC0415  # for few tests
 
         mode = CommDebugMode()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -417,7 +420,7 @@ class CommDebugAnswers(ABC):
                 modules[module.name]["parameters"] = sharded
             parents[module.name] = {*callers, module.name}
             called.setdefault(callers[-1], []).append(module.name)
-        # Add the modules whose backward ran in the block, but not their forward.
+        # Add the modules whose backward, but not forward, ran in the block.
         for name in (*mode.comm_module_counts, *mode.comm_module_operation_counts):
             if name not in modules:
                 above = name.rpartition(".")[0]
@@ -428,7 +431,7 @@ class CommDebugAnswers(ABC):
         tracker = mode.advanced_module_tracker
         tracker.module_helper_dict, tracker.module_parents_dict = modules, parents
         tracker.parent_dict, tracker.sharding_dict = called, self.get_sharding_info()
-        with contextlib.suppress(RecordingError):  # if the model no longer exists, omit them
+        with contextlib.suppress(RecordingError):  # omit them if the model no longer exists
             tracker.module_parameters_dict = self.get_parameter_info()
         return mode
 

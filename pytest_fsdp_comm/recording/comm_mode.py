@@ -1,4 +1,4 @@
-"""The value of the fixture ``comm_mode``."""
+"""The fixture ``comm_mode``: record blocks, then query, compare and save the recordings."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class CommMode(CommDebugAnswers):
     """Record the communication of a block of code.
 
     In ``with comm_mode(model):``, FQNs are relative to ``model``; in ``with comm_mode:``, to the
-    outermost module that ran. If several outermost modules ran, FQNs in the second begin with
-    ``@2``, in the third with ``@3`` and so on, in the order in which they first ran. If none ran,
-    FQNs are relative to the root of an earlier block, or else to the FSDP root. Collectives of
-    other threads have no owner. The recording stays available until the next block starts.
+    outermost module that ran. If there were several, FQNs below the second begin with ``@2``, below
+    the third with ``@3`` and so on, in the order in which the modules first ran. If none ran, FQNs
+    are relative to the root of an earlier block, or else to the FSDP root. Collectives of other
+    threads have no owner. The recording stays available until the next block starts.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class CommMode(CommDebugAnswers):
         """Create a recorder; entering it starts a recording.
 
         Args:
-            gather: Exchanges strings between the ranks of the test; the default is for one process.
+            gather: Sends this rank's string to the other ranks, and returns the strings of all
+                ranks; the default is for a single process.
             ranks: The ranks of the test, ascending; empty if this process is the only one.
             show: Formats the profile for ``str``; without it, ``str`` returns the ``repr``.
             trace_operations: Whether blocks trace operations by default. Tracing is slow.
@@ -75,7 +76,8 @@ class CommMode(CommDebugAnswers):
         self._estimate: Callable[[], Estimate] | None = None
         # Whether the last recording has been read, and how many earlier ones were never read.
         self._is_read, self._unread_blocks = True, 0
-        # All blocks of a test share these: a later block may refer to modules of an earlier one.
+        # All blocks of a test share these, because a backward in a later block may run through
+        # modules of an earlier one.
         self._backward = BackwardMap()
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
@@ -86,11 +88,11 @@ class CommMode(CommDebugAnswers):
         trace_operations: bool | None = None,
         estimate: optim.Optimizer | bool = False,
     ) -> Self:
-        """For the next block, set the module that FQNs are relative to.
+        """Set the model that FQNs in the next block are relative to.
 
         Args:
             model: Any module; usually the FSDP root. Pass a list for the parts of one model that
-                this rank runs, such as the stages of a pipeline: FQNs are then relative to the
+                this rank runs, such as the stages of a pipeline: FQNs are then relative to their
                 part, and the root of each part is ``(root)``.
             trace_operations: Whether the block also records which operations run in which modules,
                 for the tables and JSON of CommDebugMode. None for the default, which is False for
@@ -159,7 +161,7 @@ class CommMode(CommDebugAnswers):
             watching.__exit__(kind, value, traceback)
         finally:
             if self._estimate is not None:
-                # Store only the values: the function refers to model and optimizer.
+                # Keep only the values, because the function would keep model and optimizer alive.
                 self._estimate = functools.partial(replace, self._estimate())
             self._block = recorder.finish()
             self._roots = self._block.roots or self._roots
@@ -198,7 +200,7 @@ class CommMode(CommDebugAnswers):
 
     @property
     def recording(self) -> Recording:
-        """This rank's recording: of the running block so far, or of the last block.
+        """This rank's recording of the running block so far, or of the last block.
 
         Raises:
             RecordingError: No block has begun yet.
@@ -218,7 +220,7 @@ class CommMode(CommDebugAnswers):
 
     @property
     def models(self) -> list[nn.Module]:
-        """The modules with parameters that the last block's FQNs are relative to."""
+        """The roots of the last block's FQNs, except roots without parameters."""
         references = self._block.roots if self._block else ()
         roots = [root for root in (reference() for reference in references) if root is not None]
         return [root for root in roots if any(True for _ in root.parameters())]
@@ -235,17 +237,17 @@ class CommMode(CommDebugAnswers):
 
     @property
     def redistributions(self) -> tuple[Redistribution, ...]:
-        """The redistributions of DTensors that communicated, in order."""
+        """The DTensor redistributions that communicated, in order."""
         return self.recording.redistributions
 
     @property
     def peak_gathered_nbytes(self) -> int:
-        """The most bytes of FSDP parameters that were gathered on this rank at once."""
+        """The largest number of bytes of FSDP parameters that this rank had gathered at once."""
         return self.recording.peak_gathered_nbytes
 
     @property
     def estimate(self) -> Estimate:
-        """This rank's estimated peak memory and operations; never compared with a snapshot.
+        """The estimated peak memory and operations of this rank; never compared with a snapshot.
 
         Raises:
             RecordingError: The last block was entered without ``estimate=``.
@@ -259,16 +261,16 @@ class CommMode(CommDebugAnswers):
 
     @property
     def timings(self) -> dict[str, float]:
-        """Host seconds by category; reported, never compared."""
+        """Host seconds, keyed by category; reported, but never compared."""
         return dict(self.recording.timings)
 
     @property
     def profile(self) -> CommProfile:
-        """The counts and bytes of this rank."""
+        """This rank's recording, folded into rows of counts and bytes."""
         return fold(self.recording)
 
     def merged_profile(self) -> CommProfile:
-        """The counts and bytes of all ranks. Every rank must call it.
+        """Return the rows of all ranks, merged. Every rank must call this.
 
         Raises:
             RecordingError: The block is still running; it ran without a process group; or earlier
@@ -294,16 +296,16 @@ class CommMode(CommDebugAnswers):
                 "@pytest.mark.distributed(world_size=...), or call "
                 "torch.distributed.init_process_group() before the block"
             )
-        # Drop the rank's number, so that ranks whose recordings are equal exchange equal strings.
+        # Drop the rank's number, so that ranks with identical recordings exchange equal strings.
         nameless = replace(self.profile, recorded_ranks=())
         profiles = gather_values(self._gather, "comm_mode", nameless)
         return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the last block's recordings of all ranks to one file. Every rank must call it.
+        """Write all ranks' recordings of the last block to one file. Every rank must call this.
 
         Args:
-            path: A ``.json`` file, for ``fsdp-comm show`` and ``diff``. One process writes it.
+            path: A ``.json`` file, for ``fsdp-comm show`` and ``diff``. Only one rank writes it.
 
         Raises:
             FsdpCommError: The path does not end with ``.json``.
@@ -331,14 +333,14 @@ class CommMode(CommDebugAnswers):
     ) -> Iterator[None]:
         """Record a block of a launched program on all ranks, outside any test, and save it.
 
-        Every rank must enter it. The ranks exchange files in the folder of `path`, without using
-        the program's process groups, and rank 0 writes `path` on a separate thread. An error of
-        the recorder becomes a warning, and does not stop the program.
+        Every rank must enter the block. The ranks exchange files in the folder of `path`, without
+        using the program's process groups, and rank 0 writes `path` on a separate thread. An error
+        in the recorder becomes a warning and does not stop the program.
 
         Args:
             model: The same as for ``comm_mode(model)``.
             path: A ``.json`` file on a file system that all machines share. Its format is that of
-                `save`, without host seconds; recordings that are identical are stored once.
+                `save`, without host seconds; identical recordings are stored once.
             timeout_s: How long rank 0 waits for the other ranks after the block.
         """
         is_recording = False
@@ -357,7 +359,7 @@ class CommMode(CommDebugAnswers):
                 self.__exit__(type(error), error, None)
             raise
         with _warned(f"did not write {path}"):
-            # Where warnings are errors, a gap raises; write the recording nevertheless.
+            # Write the recording even if it has a gap and warnings are errors.
             with _warned("has gaps", UnseenCollectivesWarning):
                 self.__exit__(None, None, None)
             if is_recording:
@@ -374,16 +376,16 @@ class CommMode(CommDebugAnswers):
         owner: str | None = None,
         axis: str | None = None,
     ) -> int:
-        """Number of collectives on this rank that match.
+        """Return the number of matching collectives on this rank.
 
-        The result is an int; if an assertion on it fails, pytest prints the counted collectives.
+        It is an int; if an assertion on it fails, pytest prints the collectives that were counted.
 
         Args:
             kind: E.g. ``"all_gather"``; None for all.
             phase: E.g. ``"backward"``; None for all.
             owner: FQN of the owner, ``""`` for the root, or a pattern as in snapshots:
-                ``"layers.{0..3}"``, ``"(root)"``, ``"(no-module)"``; also ``"layers.*"``, where
-                ``*`` matches one segment or a part of one. None for all.
+                ``"layers.{0..3}"``, ``"(root)"``, ``"(no-module)"``. In ``"layers.*"``, ``*``
+                matches one segment or a part of one. None for all.
             axis: Name of the mesh axis; None for all.
 
         Raises:
@@ -402,7 +404,7 @@ class CommMode(CommDebugAnswers):
         owner: str | None = None,
         axis: str | None = None,
     ) -> int:
-        """Bytes of the collectives on this rank that match; arguments and errors as in `counts`."""
+        """Return the bytes of matching collectives on this rank; see `counts` for the arguments."""
         __tracebackhide__ = True
         question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
         return self._answer("nbytes", question, lambda events: sum(e.nbytes for e in events))
@@ -444,4 +446,4 @@ def _warned(problem: str, kind: type[Exception] = Exception) -> Iterator[None]:
         try:
             warnings.warn(text, UnseenCollectivesWarning, stacklevel=3)
         except UnseenCollectivesWarning:
-            print(text, file=sys.stderr)  # noqa: T201  # there is no other way
+            print(text, file=sys.stderr)  # noqa: T201  # a warning would raise

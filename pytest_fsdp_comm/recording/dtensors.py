@@ -26,7 +26,7 @@ class Dispatch(IntEnum):
     NONE = 0
     """It runs the operation like a plain tensor."""
     OPAQUE = 1
-    """It leaves the operation to other code, whose operations dispatch modes may not see."""
+    """It implements the operation in code that dispatch modes may not see."""
     WRAPPER = 2
     """It runs the operation on inner tensors, where modes see it, as DTensor does."""
 
@@ -41,7 +41,7 @@ def dispatch_of(cls: type) -> Dispatch:
 
 
 def is_dtensor_class(cls: type) -> bool:
-    """Whether a class is DTensor and not a subclass; CommDebugMode checks the same."""
+    """Whether a class is DTensor itself, not a subclass; CommDebugMode checks the same."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported: see `_stand_ins`
     return module is not None and cls is module.DTensor
 
@@ -73,8 +73,8 @@ def _can_be_taken_apart(cls: type) -> bool:
 
 
 def _stand_ins() -> tuple[type, ...]:
-    """Return torch's fake tensor classes, whose operations fail outside their mode."""
-    # Look in sys.modules: if a module is not imported, none of its tensors exist.
+    """Return the classes with which torch traces code; their operations fail outside their mode."""
+    # Look in sys.modules: until a module is imported, there are no tensors of its class.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
 
@@ -84,14 +84,14 @@ class RedistributionWatch:
 
     def __init__(self, groups: GroupNames) -> None:
         self._groups = groups
-        # Identify a redistribution by torch's list of its steps, and store the current step. (A
-        # frame's address may be reused.) Equal redistributions share the list, but each starts at
-        # the first step.
+        # torch's list of steps identifies a redistribution (a frame's address may be reused). Equal
+        # redistributions share the list, so we store the step too: a new one starts at the first
+        # step.
         self.last: tuple[Any, int] | None = None
-        """The redistribution that issued the last collective, if any."""
+        """The redistribution that issued the last collective, and its step; None if none did."""
 
     def note_collective(self, variables: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return a redistribution's fields at its first collective, None at later ones."""
+        """Return the fields of a `Redistribution` at its first collective, else None."""
         # `variables` are the locals of torch's redistribute_local_tensor.
         try:
             # Checked in torch 2.6, 2.9, 2.11 and 2.13.

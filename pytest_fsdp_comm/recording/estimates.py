@@ -17,7 +17,8 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
 
 _USE = "an estimate relies on"
-# The names that torch's tracker uses for the parts of each field (checked in torch 2.13).
+# For each field of `Estimate`, the kinds of memory that it sums up, as torch's tracker names them
+# (checked in torch 2.13).
 _TRACKED = {
     "parameters_nbytes": ("Sharded Param", "Buffer"),
     "gradients_nbytes": ("Sharded Grad", "Unsharded Grad", "Reduce Scatter"),
@@ -29,9 +30,9 @@ _TRACKED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A rank's peak memory, computed by torch's ``FSDPMemTracker``, and its operations.
+    """A rank's operations, and its peak memory as computed by torch's ``FSDPMemTracker``.
 
-    Only tensors are counted, without the allocator's rounding.
+    Only the memory of tensors counts, without the allocator's rounding.
     """
 
     parameters_nbytes: int

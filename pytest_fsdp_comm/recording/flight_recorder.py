@@ -1,19 +1,19 @@
-"""Compare a recording with torch's flight recorder, to detect collectives that it missed."""
+"""Compare a recording with torch's flight recorder, to find collectives that were not recorded."""
 
 # Note [Flight recorder]
 # torch's flight recorder lists the collectives that a backend ran, on all threads. It has no
 # point-to-point calls, no monitored_barrier, and nothing from the fake group. NCCL has a separate
-# flight recorder in CUDA builds. Checked in torch 2.13, which added the thread to the entries
-# (version 2.10 of the trace); we ignore entries without a thread. The buffer has 2,000 entries, or
-# TORCH_FR_BUFFER_SIZE (0 disables it). A dump takes 10 us per entry, and always includes all.
+# flight recorder in CUDA builds. Since torch 2.13 (version 2.10 of the trace), entries contain
+# their thread; we ignore older traces. The buffer has room for TORCH_FR_BUFFER_SIZE entries (2,000
+# by default; 0 disables the recorder). A dump includes all entries, and takes 10 us for each.
 
 # Note [The witness]
 # The recording watches the dispatcher; the flight recorder watches the backend. A collective that
 # only the flight recorder lists is a gap. A collective that only the recording lists is not a gap,
 # because the flight recorder lacks some backends and kinds. gloo's entries are compared one by one.
-# NCCL merges calls into other entries, so its entries only reveal threads that were not recorded at
-# all. Among equal collectives, we match those of recorded threads first, so that the collectives of
-# other threads are reported.
+# NCCL merges several calls into one entry, so its entries can only reveal threads that were not
+# recorded at all. Among equal collectives, we match those of recorded threads first, so that the
+# unmatched ones are those of other threads.
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ _SCALAR_TYPES: Final = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-"""ATen's names of dtypes, mapped to torch's. Dtypes not listed differ only in case."""
+"""Maps ATen's dtype names to torch's. Names that are not listed differ only in case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """One collective in the flight recorder."""
+    """A collective that the flight recorder lists."""
 
     backend: str
     group: str
     """Name of the process group; empty under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     description: str
     seq: int
-    """Its number among the group's collectives, starting at 1; equal on all ranks of the group."""
+    """Its sequence number in the group, starting at 1; the same on all ranks of the group."""
     kind: str
     """The kind that the backend ran; gloo runs a reduce-scatter as ``all_reduce``."""
     sent: tuple[tuple[str, int], ...]
@@ -80,7 +80,7 @@ class Flight:
 
 def flown(since_ns: int) -> tuple[list[Flight], int]:
     """Return this process's collectives since `since_ns` (a ``time.time_ns()``), in order."""
-    # The second value is the number of entries in the buffer if it may have dropped some, else 0.
+    # Also return the number of entries in the buffer if it may have dropped older ones, else 0.
     collectives: list[Flight] = []
     num_stored = 0
     for dump in _DUMPS:
@@ -108,7 +108,7 @@ def _entries(name: str) -> list[dict[str, Any]]:
 
 
 def flights(entries: Iterable[dict[str, Any]]) -> list[Flight]:
-    """Convert the entries of a dump of either backend, except point-to-point calls."""
+    """Convert the entries of a gloo or NCCL dump; skip point-to-point calls."""
     return [_flight(entry) for entry in entries if not entry["is_p2p"]]
 
 
@@ -138,14 +138,14 @@ def _tensors(sizes: list[list[int]], dtypes: list[str]) -> tuple[tuple[str, int]
 
 
 _RUN_AS: Final = {"reduce_scatter": "all_reduce", "sparse_all_reduce": "all_reduce"}
-"""Kinds that gloo lists under a different name."""
+"""Maps a kind to the kind that gloo lists for it, where the two differ."""
 
 _SENT_AS: Final = {"complex64": "float32", "complex128": "float64"}
-"""gloo sends a complex number as two real numbers."""
+"""Maps a dtype to the one that gloo sends: a complex number is sent as two real numbers."""
 
 
 class _Sent(NamedTuple):
-    """The properties of a collective that both the recording and the flight recorder list."""
+    """The properties by which we match recorded collectives with those of the flight recorder."""
 
     kind: str
     dtypes: frozenset[str]
@@ -179,7 +179,7 @@ class Witness:
     def numbered(
         self, recorded: Iterable[Pending[Collective]]
     ) -> dict[tuple[str, int], Pending[Collective]]:
-        """Return each group's calls until its first mismatch, keyed by group and number."""
+        """Return each group's calls until its first mismatch, keyed by group and `Flight.seq`."""
         issued: defaultdict[str | None, list[tuple[_Sent, Pending[Collective]]]] = defaultdict(list)
         for call in recorded:
             if _kind(call):
@@ -224,7 +224,7 @@ class Witness:
             )
 
     def _compare(self, issued: Iterable[Pending[Collective]], flights: Iterable[Flight]) -> None:
-        """Add to `_unseen` those of one group's flights that match no recorded collective."""
+        """Add one group's flights to `_unseen`, except those that match a recorded collective."""
         unmatched: defaultdict[_Sent, list[Flight]] = defaultdict(list)
         for flight in flights:
             unmatched[_sent(flight)].append(flight)
@@ -245,7 +245,7 @@ class Witness:
                 self._unseen.append(flight)
 
     def gaps(self, axes: Callable[[], Mapping[str, str]]) -> tuple[Gap, ...]:
-        """Return the gaps; `axes` maps the names of process groups to those of their axes."""
+        """Return the gaps; `axes` returns the names of axes, keyed by process group name."""
         if not self._unseen:
             return ()
         names = axes()

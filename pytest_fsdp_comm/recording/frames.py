@@ -22,19 +22,19 @@ _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 @functools.cache
 def torch_files() -> str:
-    """Return the path prefix of torch's files."""
+    """Return the path prefix of torch's files; without torch, a prefix that matches no file."""
     spec = importlib.util.find_spec("torch")  # does not import it
     return f"{Path(spec.origin).parent}/" if spec and spec.origin else "\0"
 
 
 @functools.cache
 def whose(path: str) -> Whose:
-    """Return who wrote a source file: this package, torch, a library or the user."""
+    """Return who wrote a source file, judging by its path."""
     if path.startswith(PACKAGE):
         return "ours"
     if path.startswith(torch_files()):
         return "torch"
-    # Without a virtual environment, packages are installed below the standard library.
+    # Check this before the standard library: without a virtual environment, packages are below it.
     if any(directory in path for directory in _SITE_PACKAGES):
         return "library"
     return "stdlib" if path.startswith((_STDLIB, "<")) else "user"
@@ -68,7 +68,7 @@ def find_caller() -> FrameType | None:
 
 
 def find_call_site() -> str:
-    """Return ``path:line`` of `find_caller`; empty if there is none."""
+    """Return the current line of `find_caller`'s frame as ``path:line``; empty without a frame."""
     return call_site_of(find_caller())
 
 

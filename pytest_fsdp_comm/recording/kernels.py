@@ -7,18 +7,19 @@
 # from C++, such as those of DDP's reducer. A functional collective calls a c10d collective
 # internally, which we do not record again. Nor do we record calls that torch.compile only traces.
 # The kernels are registered at the first recording and never removed, because torch would remove a
-# kernel even if a thread is about to call it. While nothing is recorded, they only pass calls on.
-# We do not register through torch.library, because torch.library would then reject the kernels of
+# kernel even while a thread is about to call it. While nothing is recorded, the kernels only pass
+# calls on. We do not register them through torch.library, which would then reject the kernels of
 # other libraries.
 # Another library's kernel shadows ours: if it is registered during a block, the recording has a
 # gap. If it was registered before, or torch lacks the private functions, a dispatch mode records
 # the calls of the block's thread instead. Private names of torch were checked in 2.6 to 2.15.
 
 # Note [Subclasses pass through]
-# A mode sees an operation before a tensor subclass does, and never sees the operations that the
-# subclass calls for it. So the mode returns NotImplemented for DTensor and other wrapper classes;
-# the operations that they call on their inner tensors reach the mode again. The mode returns
-# NotImplemented for opaque subclasses too, except for collectives, which it records directly.
+# A dispatch mode receives an operation before the tensor subclass does. If the mode runs the
+# operation, it does not see the operations that the subclass calls in turn. So for DTensor and
+# other wrapper classes, the mode returns NotImplemented, and then receives the operations on their
+# inner tensors. It also returns NotImplemented for opaque subclasses, except for collectives, which
+# it records directly.
 
 from __future__ import annotations
 
@@ -54,11 +55,11 @@ set_compiler: Callable[[Any], Any] = upstream.look_up(
 """Set the compiler for this thread's frames (None: no compiler); return the previous one."""
 
 _libraries: Final[list[Any]] = []
-"""The libraries that own our kernels; torch removes the kernels when they are freed."""
+"""torch's library objects for our kernels; when one is freed, torch removes its kernel."""
 _calls: Final[dict[str, Call]] = {}
 """The operations for which we registered a kernel, keyed by dispatcher name."""
 _checked: tuple[int, ...] = ()
-"""The result of `_registrations` at the last check."""
+"""The result of `_registrations` when `register_collectives` last succeeded."""
 
 
 class _Thread(threading.local):
@@ -70,7 +71,7 @@ _thread = _Thread()
 
 
 def register_collectives() -> str:
-    """Register kernels for all collectives; if that fails, return why a dispatch mode is needed."""
+    """Register kernels for all collectives; return why that is impossible, or an empty string."""
     global _checked  # noqa: PLW0603  # the whole process shares the kernels
     missing = [name for name in _USED if not hasattr(torch._C, name)]
     if missing:
@@ -156,7 +157,7 @@ def gaps() -> Iterator[Gap]:
 
 @functools.cache
 def register_value_reads() -> None:
-    """For simulated ranks, register kernels that report operations which read tensor values."""
+    """For simulated ranks, register kernels that report each operation that reads tensor values."""
     # Older versions of torch lack some of these operations.
     for name in frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names()):
         func = _overload(name)
@@ -164,7 +165,7 @@ def register_value_reads() -> None:
 
 
 def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
-    """Register a kernel that passes calls on, during a recording through `run`."""
+    """Register a kernel that calls `run` during a recording, and otherwise passes calls on."""
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
     # Call the function behind `func.redispatch`, to save a frame (the same in torch 2.7 to 2.15).
     handle = getattr(func, "_handle", None)
@@ -182,14 +183,14 @@ def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
 
     namespace, _, short = name.partition("::")
     library: Any = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
-    library.impl(short, _KEY, kernel, True)  # noqa: FBT003  # with the key set
+    library.impl(short, _KEY, kernel, True)  # noqa: FBT003  # with_keyset=True
     _libraries.append(library)
 
 
 def run_recorded(
     call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
 ) -> Any:
-    """Run a collective, and record it in the recordings of this thread."""
+    """Run a collective, and record it in every recording that includes this thread."""
     __tracebackhide__ = True
     if _thread.is_inside:
         return run()
@@ -221,12 +222,12 @@ def _run_read(
 
 
 def _is_traced() -> bool:
-    """Whether the compiler, not the test, made a call on tensors without memory."""
+    """Whether the compiler is tracing, so that a call on meta tensors is not one of the test's."""
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Watch all operations of this thread below autograd. See Note [Subclasses pass through]."""
+    """Trace this thread's operations and record `calls`. See Note [Subclasses pass through]."""
 
     # Without this, a higher-order operator in the block raises.
     supports_higher_order_operators = True

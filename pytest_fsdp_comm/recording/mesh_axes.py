@@ -22,18 +22,18 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 WORLD = "world"
-"""The name of the default group, unless it is an axis of a mesh."""
+"""The axis name of the default group if no mesh names it."""
 
 
 class GroupNames:
-    """Collect the axes of a recording's process groups. See Note [Names come last]."""
+    """Name a recording's process groups after mesh axes. See Note [Names come last]."""
 
     def __init__(self) -> None:
         # The axis of each group in a mesh, keyed by torch's name for the group.
         self._axes: dict[str, str] = {}
         # The group's description and its ranks in the default group, keyed by the same name.
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._wholes: dict[str, str] = {}  # for a post-forward group: the unit's shard group
+        self._wholes: dict[str, str] = {}  # maps a post-forward group to the unit's shard group
         self._foreign_axes: set[str] = set()  # axes of meshes that this rank is not in
         # Keyed by id. The values keep meshes alive, because a slice of a mesh is often temporary,
         # and a new mesh could reuse its id.
@@ -41,8 +41,8 @@ class GroupNames:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """When the block ends, undo its changes, except for new groups."""
-        # New groups stay, because another thread may have used one during the block.
+        """Undo the block's changes to this object when the block ends, but keep new groups."""
+        # Keep new groups, because another thread may have used one during the block.
         saved = {name: copy.copy(value) for name, value in vars(self).items()}
         del saved["_groups"]
         try:
@@ -65,8 +65,8 @@ class GroupNames:
 
     def learn_parameters(self, modules: Iterable[nn.Module]) -> None:
         """Learn the meshes of the modules' DTensor parameters."""
-        # Compiled code calls collectives without their mesh, and a mesh over all ranks uses the
-        # default group, whose description names no axis. Parameters refer to their mesh.
+        # Compiled code passes no meshes to collectives, and a mesh over all ranks uses the default
+        # group, whose description names no axis. But parameters refer to their mesh.
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         if tensors is None:
             return
@@ -98,13 +98,13 @@ class GroupNames:
         return axis_of(self._axes.get(key) or _name_of(description, ranks), ranks)
 
     def is_shape(self, key: str) -> bool:
-        """Whether a group's axis is named after its shape; other groups may share the name."""
+        """Whether a group is named after its shape, a name that other groups may share."""
         description, _ = self._groups[key]
         return not (self._axes.get(key) or self._wholes.get(key) or _described(description))
 
     def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
-        """Return the axis of each group; different axes that share a name get a suffix."""
-        # Compute them from ranks, not from the mesh's layout: for a mesh made from a transposed
+        """Return the axis of each group, with a suffix if different axes have the same name."""
+        # Compute axes from ranks, not from the mesh's layout: for a mesh made from a transposed
         # tensor, torch 2.13 reports strides that its groups do not have.
         by_key = {key: self.axis(key) for key in dict.fromkeys(keys)}
         layouts: defaultdict[str, set[MeshAxis]] = defaultdict(set)
@@ -148,9 +148,9 @@ def existing_axes() -> Iterator[tuple[str, str]]:
 
 
 def axes_of_groups() -> dict[str, tuple[str, bool]]:
-    """Map the names of this rank's groups to their axes and to `GroupNames.is_shape`."""
+    """Return each group's axis name and `GroupNames.is_shape`, keyed by torch's group name."""
     names = GroupNames()
-    # Sort, because a group keeps its first name, and gc lists meshes in any order.
+    # Sort, because a group keeps its first name, and gc lists meshes in no fixed order.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
     # The class is private: if torch has moved it, no units are found.
@@ -162,14 +162,14 @@ def axes_of_groups() -> dict[str, tuple[str, bool]]:
 
 
 def _existing_meshes() -> Iterator[DeviceMesh]:
-    # A mesh that is still being built has no names yet.
+    # Require the names, because a mesh that is still being built has none yet.
     return _existing("torch.distributed.device_mesh", "DeviceMesh", with_attribute="mesh_dim_names")
 
 
 def _existing(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
     """Yield all objects of a class, if its module is loaded."""
-    # torch has no list of them. Searching all objects is slow, so call this only for errors and for
-    # tests that hang.
+    # torch keeps no list of its meshes and units. Searching all objects is slow, so do it only for
+    # errors and for tests that hang.
     cls = getattr(sys.modules.get(module), name, None)
     if cls is None:
         return
@@ -216,7 +216,7 @@ def _described(description: str) -> str:
 
 
 def _distinction(axis: MeshAxis) -> str:
-    """Return a suffix for axes that share a name; if possible, the same on all ranks."""
+    """Return the suffix for an axis that shares its name; if possible, the same on all ranks."""
     if axis.groups:
         return f"ranks{write_ranks(axis.groups[0])}"
     return f"size{axis.layout.replace(' ', '.').replace('stride.', 'stride')}"

@@ -1,4 +1,4 @@
-"""Tables of the operations that communicate: their kinds, directions and sizes."""
+"""Tables of the operations that communicate: the kind of each, and the tensors that it sends."""
 
 # The tables list dispatched operations, not functions of torch.distributed, because functions come
 # and go: dist.all_gather_single is new in torch 2.13, but it still calls c10d._allgather_base_.
@@ -42,10 +42,10 @@ class Place(Enum):
 NOWHERE: Final = Place.NOWHERE
 
 BATCH: Final = "batch"
-"""The kind of an operation that runs a list of ``isend`` and ``irecv``, one message each."""
+"""The kind of an operation that runs a list of ``isend`` and ``irecv`` calls; each is recorded."""
 
 TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "all")
-"""The categories of host seconds."""
+"""The categories of a recording's host seconds; a call may count in several of them."""
 
 _SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
 
@@ -182,7 +182,7 @@ def group_of(bound: Mapping[Any, Any]) -> dist.ProcessGroup | None:
 
 
 def shows_async() -> bool:
-    """Whether operations of this torch have a flag for asynchronous calls."""
+    """Whether c10d operations of this torch version take a flag for asynchronous calls."""
     arguments = torch.ops.c10d.allreduce_.default._schema.arguments
     # torch up to 2.13 uses one of these names.
     return not {"async_op", "asyncOp"}.isdisjoint(argument.name for argument in arguments)
@@ -202,7 +202,7 @@ def tensors_in(value: Any) -> list[Any]:
 def messages(
     operation: Operation, group: dist.ProcessGroup | None, bound: Mapping[Any, Any], result: Any
 ) -> list[dict[str, Any]]:
-    """Return a call's messages as fields of `comm.events.Collective`: one, or those of a batch."""
+    """Return the `Collective` fields of each message of a call; only a batch has several."""
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
         calls = [(_FUNCTIONAL[name], number, tensor) for name, number, tensor in batched]
@@ -240,8 +240,8 @@ def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[st
 
 
 def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
-    # torch's functional sends and broadcasts pass a global rank where a group rank is expected; it
-    # may be too large for a smaller group.
+    # torch's functional sends and broadcasts pass a global rank where a group rank is expected; the
+    # global rank may be too large for the group.
     if group is None or number is None or not 0 <= number < group.size():
         return None
     return number
@@ -258,7 +258,7 @@ def reduce_op(argument: Any) -> str | None:
         return None
     if isinstance(argument, str):  # functional collectives pass the name
         return argument.lower()
-    # c10d gets a boxed object whose only method, which some torch versions hide, returns a number.
+    # c10d passes a boxed object. Its only method, hidden in some torch versions, returns a number.
     number = getattr(argument, "op", None)
     return None if number is None else str(dist.ReduceOp.RedOpType(number()).name).lower()
 
@@ -285,9 +285,9 @@ def timing_categories(kind: str, source: Source) -> tuple[str, ...]:
     return ("all", "reduce") if kind in REDUCING else ("all",)
 
 
-# These are the operations that torch 2.13 tags data_dependent_output or dynamic_output_shape,
-# without those composed of other operations. Conversions to sparse tensors are covered, because
-# they call nonzero, or masked_select in torch 2.7.
+# torch 2.13 tags these operations data_dependent_output or dynamic_output_shape. Operations with
+# these tags that are composed of others are not listed. Conversions to sparse tensors are covered,
+# because they call nonzero, or masked_select in torch 2.7.
 VALUE_READS: Final = tuple(
     f"aten::{name}"
     for name in (

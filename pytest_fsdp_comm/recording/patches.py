@@ -1,8 +1,8 @@
 """Patch torch's classes and modules while recordings run; no other module patches them."""
 
 # Note [Patches]: We replace the attributes when the first recording of the process begins, and
-# restore them when the last recording ends. Each replacement looks up the current recordings
-# (`active.entered`), so code may still call a replacement after the block.
+# restore them when the last recording ends. Code may still call a replacement after that: each call
+# looks up the current recordings (`active.entered`), and finds none.
 # While the compiler is tracing, all originals are restored; otherwise it would have to recompile
 # after the block. We make the compiler skip frames of this package around compiled code.
 # `nn.Module.__call__` is replaced because global module hooks would switch torch.compile off and
@@ -11,7 +11,8 @@
 # DDP's communication hooks may chain collectives with Future.then, as PowerSGD does. Depending on a
 # race, the callback runs at once, or later on a thread of the backend. In both cases we record its
 # collectives and attribute them to the code that registered the callback.
-# Functions captured before the block, such as the hooks of a graph, are not watched.
+# Code that captured a function before the block, such as the hooks of an autograd graph, calls the
+# original, so we do not see these calls.
 # Checked in torch 2.6 to 2.15.
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Attribute = tuple[Any, str, Any]
 """A class or module, the name of an attribute, and its replacement."""
 
 _INPUTS: Final = slice(3, 4)
-"""The position of the engine's `inputs`: the tensors whose gradients it computes."""
+"""Position, after `outputs`, of the engine's `inputs`: the tensors whose gradients it computes."""
 _INHERITED: Final = object()
 _lock = threading.RLock()
 _num_users = 0
@@ -86,7 +87,7 @@ def _take(patches: Sequence[_Patch]) -> None:
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Report events to the recordings of their thread while the block runs. See Note [Patches]."""
+    """Patch torch while the block runs, so that recordings see its events. See Note [Patches]."""
     global _num_users  # noqa: PLW0603  # the whole process shares the patches
     with _lock:
         if not _num_users:
@@ -230,7 +231,7 @@ def _post_forward(original: Any) -> Any:
 def _watched(name: str, around: Around, original: Any) -> Any:
     def watched(unit: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        # Watch a call only once: if a library wrapped an earlier replacement, it gets here twice.
+        # Watch a call only once: it gets here twice if a library wrapped an earlier replacement.
         call = name, id(unit)
         watches = [recorder.units for recorder in entered() if call not in recorder.units.running]
         if not watches:
@@ -282,7 +283,7 @@ def _start(original: Any) -> Any:
 
 
 def _reading(original: Any) -> Any:
-    """Wrap a method that reads values but calls no operation that has our kernel."""
+    """Wrap a method that reads tensor values without calling an operation that has our kernel."""
     name = original.__name__
 
     def read(*args: Any, **kwargs: Any) -> Any:

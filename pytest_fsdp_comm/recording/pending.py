@@ -3,8 +3,8 @@
 # Note [Names come last]
 # Modules and groups get their names when the recording ends, or when a test queries it in the
 # block. The mesh that names a group, the root that FQNs are relative to, and the DDP replica that a
-# bucket serves may all become known after the event. The prefetch distance of a gather is known
-# once its unit is used. Until then, an event refers to module objects and to the key of its group.
+# bucket serves may become known only after the event. The prefetch distance of a gather is known
+# only once its unit is used. Until then, an event refers to modules and to its group's key.
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ IN_MODULES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 
 @dataclass(slots=True)
 class Pending(Generic[Event]):
-    """An event whose call has returned. See Note [Names come last]."""
+    """An event whose module and group have no names yet. See Note [Names come last]."""
 
     record: type[Event]
     index: int
@@ -54,17 +54,17 @@ class Pending(Generic[Event]):
     group: str | None = None
     """The key of a collective's group in `GroupNames`; None if its arguments name no group."""
     parts: tuple[tuple[str, int], ...] = ()
-    """The result of `operations.parts_sent`."""
+    """The dtype and bytes of each tensor if gloo sends the tensors one by one; else empty."""
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
-        """Create the event, with names. `axes` maps keys of groups to axes."""
+        """Return the finished event, with names; `axes` maps group keys to axes."""
         call, record = self.attribution, self.record
         values = {**self.fields, "index": self.index, "phase": call.phase}
         values["issued_in"] = names.issued_in(call)
         values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
-        # The prefetch distance applies to the gather alone; before it, an extension (float8) may
-        # send collectives of other kinds.
+        # Only the all-gather has a prefetch distance; before it, an extension (float8) may send
+        # collectives of other kinds.
         gather = call.gather if record is Reshard or kind == "all_gather" else None
         if record is Reshard or record is Collective:
             values["ahead"] = gather and gather.ahead
@@ -82,7 +82,7 @@ class Pending(Generic[Event]):
 
 
 class OwnerNames:
-    """When a recording ends, name the modules of attributions. See Note [Names come last]."""
+    """Give the modules of attributions their FQNs. See Note [Names come last]."""
 
     def __init__(
         self, roots: Sequence[nn.Module], backwards: Sequence[Collection[int]], *, are_parts: bool
@@ -103,7 +103,7 @@ class OwnerNames:
         return self.modules.joined(attribution.owner)
 
     def issued_in(self, attribution: Attribution) -> str | None:
-        """Return the FQN of the module that was running; None if it has no FQN, or none was."""
+        """Return the running module's FQN; None if no module was running, or it has no FQN."""
         running = attribution.issued_in
         return self.modules.fqn(running[0]) if running else None
 
@@ -114,7 +114,7 @@ class OwnerNames:
         return tuple((around or [*replicas.values()] or self._roots)[:1])
 
     def place_of_backward(self, call: Attribution, after: int) -> tuple[int | None, int | None]:
-        """Return the number of the last backward pass before a reduction, and the total."""
+        """Return which backward pass a reduction follows, and how many passes there are."""
         # Count only passes that add to the reduced gradients; return (None, None) unless there are
         # several. `after` is the number of all passes that began before the reduction.
         if len(self._backwards) <= 1:
@@ -175,7 +175,7 @@ def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
         return Role.GRADIENTS if reduces else Role.PARAMETERS
     if attribution.source is Source.DDP:
         # Broadcasts carry buffers and the layout of rebuilt buckets, so they have no role. An int32
-        # reduction is the reducer's map of used parameters: gradients are not integers.
+        # reduction sends the reducer's map of used parameters, because gradients are not integers.
         is_map = dtype == "int32" and not attribution.is_from_hook
         reduced = Role.UNUSED_PARAMETERS if is_map else Role.GRADIENTS
         return reduced if kind in REDUCING else None

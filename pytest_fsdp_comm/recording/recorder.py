@@ -1,4 +1,4 @@
-"""Record each collective of one rank when it is issued."""
+"""Record the collectives of one rank as they are issued."""
 
 from __future__ import annotations
 
@@ -89,16 +89,16 @@ class Recorder:
         *,
         traces_operations: bool,
     ) -> None:
-        """Prepare a recording; FQNs are relative to `models`, or to the outermost modules."""
+        """Prepare a recording; without `models`, FQNs are relative to the outermost modules."""
         # `backward` also maps nodes of earlier blocks, whose roots are `earlier_roots`.
-        # Read the world now: the block may destroy the process group.
+        # Read rank and world size now, because the block may destroy the process group.
         self._rank, self._world_size, self._backend = current_world()
         self._roots: list[nn.Module] = list(models)
         self._earlier_roots = earlier_roots
         self._has_models = bool(models)
         self.lacks_root = not models
         self.idle: list[nn.Module] = []
-        """Models that the user passed and that have not run any of their modules yet."""
+        """The user's models of which no module has run yet."""
         # Each call takes its index before it runs, so events caused by the call come after it.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
@@ -117,7 +117,7 @@ class Recorder:
         self._backwards: list[set[int]] = []
         self._is_recording = False
         self.number = next(_numbers)
-        # Gaps for collectives that are not recorded, except for the gaps that the witness finds.
+        # Gaps for communication that is not recorded, except those that the witness finds.
         self._unseen: dict[Gap, None] = {}
         # `.attribution` is set while a thread is running a callback that the block registered.
         self._here = threading.local()
@@ -160,7 +160,7 @@ class Recorder:
                 self._note_lost_owners()
 
     def finish(self) -> RecordedBlock:
-        """Name all events, then drop every reference to modules and process groups."""
+        """Return the recorded block, and drop every reference to modules and process groups."""
         block = self._named()
         self._pending.clear()
         self.units.forget()
@@ -172,7 +172,7 @@ class Recorder:
         return block
 
     def so_far(self) -> RecordedBlock:
-        """Name the events recorded so far, and let the recording go on."""
+        """Return the block as recorded so far, without ending the recording."""
         roots, lacks_root = [*self._roots], self.lacks_root
         with self._groups.unchanged():
             block = self._named()
@@ -180,7 +180,7 @@ class Recorder:
         return block
 
     def owners_so_far(self) -> dict[tuple[str, int], str]:
-        """Return collectives' owners, keyed by group and flight-recorder number; thread-safe."""
+        """Return the owners of collectives, keyed by group and `Flight.seq`; thread-safe."""
         names = OwnerNames([*self._roots], (), are_parts=self._has_models)
         recorded = sorted(self._all(Collective), key=attrgetter("index"))
         numbered = self._witness.numbered(recorded)
@@ -199,7 +199,7 @@ class Recorder:
         self._groups.learn_parameters(names.modules.modules)
         if self._is_recording:  # otherwise `_note_lost_owners` has already called `settle`
             self.tensors.settle()
-        # Sort by index: events are appended when calls return, so nested events come first.
+        # Sort by index: events are appended when their calls return, so nested events come first.
         pending = sorted(self._pending, key=attrgetter("index"))
         axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
 
@@ -252,7 +252,7 @@ class Recorder:
 
     def _idle_gaps(self) -> Iterator[Gap]:
         """Yield a gap for each model that did not run while another model communicated."""
-        # Clipping, optimizer steps and checkpoints run no module, so they cause no gap.
+        # Clipping, optimizer steps and checkpoints involve no module, so they cause no gap.
         if not self.idle:
             return
         module_ids = {id(module) for root in self._roots for module in root.modules()}
@@ -263,7 +263,7 @@ class Recorder:
         ]
         if not foreign:
             return
-        # As the example, skip calls without a module, such as a call in a gradient hook.
+        # Choose an example that has a module, unlike a call in a gradient hook.
         modules = next(filter(None, foreign), ())
         example = f" (for example, a {printable(type(modules[0]).__name__)})" if modules else ""
         for model in self.idle:
@@ -385,7 +385,7 @@ class Recorder:
 
     def _append(self, entry: Pending[Any]) -> None:
         with self._lock:
-            if self._is_recording:  # a callback's call may have outlasted the block
+            if self._is_recording:  # a call in a callback may return after the block
                 self._pending.append(entry)
                 if entry.group is not None:
                     self._witness.follow()
@@ -395,7 +395,7 @@ class Recorder:
             self.reads.note_operation(func, args, kwargs)
 
     def note_read_by_method(self, name: str) -> None:
-        """Record that a method is about to return values to Python without calling a kernel."""
+        """Record that a method is about to read tensor values without calling a kernel."""
         if self.reads is not None and not caller_reports_reads():
             self.reads.note(name)
 
@@ -424,7 +424,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def resumed(self, attribution: Attribution) -> Iterator[None]:
-        """Attribute a callback to the code that registered it, whichever thread runs it."""
+        """While the block runs a callback, attribute its calls to the code that registered it."""
         previous = getattr(self._here, "attribution", None)
         self._here.attribution = attribution
         self._num_resumed += 1
@@ -478,7 +478,7 @@ class Recorder:
     def _note_unseen_groups(self) -> None:
         for group in process_groups():
             kind = type(group)
-            # Classes of process groups written in C++ report one of these two modules.
+            # Process group classes written in C++ are in one of these two modules.
             if not kind.__module__.startswith(("torch._C", "torch.distributed.distributed_c10d")):
                 self.note_unseen(
                     f"group {printable(group.group_desc)!r} is a {kind.__name__}, written in "

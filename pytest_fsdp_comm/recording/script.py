@@ -27,8 +27,8 @@ class ScriptEnded(SystemExit):
 
 @contextlib.contextmanager
 def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
-    """Call `stepped` with an optimizer after each of its steps while the block runs."""
-    # Do not import torch before the script does: it may first set variables that torch reads.
+    """While the block runs, call `stepped` after each optimizer step, with the optimizer."""
+    # Do not import torch before the script does, which may first set variables that torch reads.
     handles: list[Any] = []
 
     def register(module: Any) -> None:
@@ -50,12 +50,12 @@ def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
 
 
 class _OnImport(MetaPathFinder):
-    """Call `imported` after a module has been imported."""
+    """Call `imported` with the module `name` as soon as it has been imported."""
 
     def __init__(self, name: str, imported: Callable[[Any], None]) -> None:
         self._name, self._imported = name, imported
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  # the import system passes all
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  # the import system passes it
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
@@ -81,11 +81,12 @@ def run_script(
         if not isinstance(script, str):
             script()
         elif is_module:
-            sys.path[0] = os.getcwd()  # noqa: PTH109  # as python -m
+            sys.path[0] = os.getcwd()  # noqa: PTH109  # as ``python -m`` does
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(script).resolve().parent)
-            # Not runpy.run_path: `__file__` must be absolute, and sys.argv[0] must not change.
+            # Do not use runpy.run_path, which sets `__file__` and sys.argv[0] to the same path:
+            # Python makes only `__file__` absolute.
             file = str(Path(script).absolute())
             sys.modules["__main__"] = module = ModuleType("__main__")
             vars(module).update(__file__=file, __builtins__=builtins, __cached__=None)

@@ -39,10 +39,10 @@ def check_steps(first: int, last: int) -> None:
 
 
 class StepRecorder:
-    """Record training steps; call this after each optimizer step. See Note [Steps of a program]."""
+    """Record training steps, if called after each optimizer step. See Note [Steps of a program]."""
 
     def __init__(self, mode: CommMode, first: int, last: int, *, ended: Callable[[], None]) -> None:
-        """Set the steps to record, `first` to `last`; `ended` runs after them, and may raise."""
+        """Record steps `first` to `last`, then call `ended`, which may raise."""
         self._mode, self._first, self._last = mode, first, last
         self._ended = ended
         self.models: list[nn.Module] = []
@@ -66,7 +66,7 @@ class StepRecorder:
         self._is_skipped |= is_skipped
         if id(optimizer) in self._stepped:
             self._together, self._stepped = self._stepped, {}
-            self._is_skipped |= self._is_recording  # the recording began within a step: redo it
+            self._is_skipped |= self._is_recording  # the recording began within a step, so redo it
             self.count += 1
         self._stepped[id(optimizer)] = optimizer
         if self._together and self._together.keys() <= self._stepped.keys():
@@ -80,7 +80,7 @@ class StepRecorder:
         if self._is_recording and (is_skipped or self.count == self._last):
             self.close()
             if is_skipped:
-                _ = self._mode.recording  # mark it as read, so that only the next block counts
+                _ = self._mode.recording  # mark it as read: the next block replaces it
             else:
                 self.is_done = True
                 self._undo.close()
@@ -126,7 +126,7 @@ class StepRecorder:
 
 
 def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
-    """Return the outermost modules with the optimizers' parameters, in the optimizers' order."""
+    """Return the outermost modules that contain the optimizers' parameters, in parameter order."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     parameters = (parameter for group in groups for parameter in group["params"])
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -160,8 +160,8 @@ def record_script(
 ) -> nn.Module | list[nn.Module]:
     """Run a training script until one of its steps has ended, and record that step.
 
-    The script runs as ``__main__`` on every rank, and uses the process group of the test. A step
-    lasts from the end of one step of its optimizers to the end of the next.
+    The script runs as ``__main__`` on every rank, and uses the process group of the test. A
+    training step lasts from one step of the script's optimizers to the next.
 
     Args:
         comm_mode: The fixture that records the step.
@@ -171,8 +171,8 @@ def record_script(
         is_module: Whether `script` is the name of a module, as after ``python -m``.
 
     Returns:
-        The trained model, for ``fsdp_tree``: a list if it has several parts, or a ``ModuleList`` of
-        several models in the order of their optimizers.
+        The trained model, for ``fsdp_tree``; a list if it has several parts, or a ``ModuleList`` if
+        there are several models, in the order of their optimizers.
 
     Raises:
         RecordingError: The script ended before the step did.

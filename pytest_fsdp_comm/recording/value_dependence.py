@@ -56,8 +56,8 @@ class ValueReads:
         frame = _requesting_frame()
         if frame is None:
             return
-        # ``one_hot`` reads the smallest value in C++, so only the source line shows the call. If it
-        # passes the number of classes, the shape does not depend on values, so add no gap.
+        # ``one_hot`` reads the smallest value in C++, so only the source line shows the call. If
+        # the call passes the number of classes, the shape does not depend on values, so add no gap.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if re.search(r"\bone_hot\(.*,", line):
             return
@@ -98,7 +98,7 @@ class KeptAnswers:
 
     @contextlib.contextmanager
     def by(self, fixture: str) -> Iterator[None]:
-        """Store the block's assumed values under a fixture's name, until `forget`."""
+        """While the block runs, store assumed values under a fixture's name, until `forget`."""
         outer, self.current = self.current, self._of_fixtures.setdefault(fixture, {})
         try:
             yield
@@ -133,8 +133,8 @@ _num_reporters = 0
 
 @contextlib.contextmanager
 def reporting_reads() -> Iterator[None]:
-    """During the block, have only the caller, not kernels or patches, report value reads."""
-    global _num_reporters  # noqa: PLW0603  # for the whole process, as the patches are
+    """While the block runs, leave it to the caller to report value reads."""
+    global _num_reporters  # noqa: PLW0603  # the whole process shares it, like the patches
     _num_reporters += 1
     try:
         yield

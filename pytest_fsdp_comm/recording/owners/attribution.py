@@ -1,4 +1,4 @@
-"""Attribute each collective: its owner, the module that issued it, its phase and its source."""
+"""Determine the owner of each collective, the module that issued it, its phase and its source."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Label:
 
 @dataclass(slots=True)
 class Carried:
-    """The tensors that a collective carries. The label may be set later, from the result's use."""
+    """The parameter or gradient that a collective carries, which may become known only later."""
 
     label: Label | None = None
-    """None until the parameter or the role is proven."""
+    """None until a parameter or a role has been found; a use of the result may reveal them."""
 
 
 @dataclass(slots=True)
 class Attribution:
-    """The modules that an event is attributed to, and the circumstances of the event."""
+    """The modules, phase and source to which an event is attributed."""
 
     owner: Modules
     """The modules of the unit that communicated, or a single module; empty if there is no owner."""
@@ -50,14 +50,14 @@ class Attribution:
     phase: Phase
     source: Source
     lacks_forward: bool = False
-    """Whether it happened in backward, for a module whose forward was not recorded."""
+    """Whether the event happened in the backward of a module whose forward was not recorded."""
     adds_gradient: bool = False
-    """Whether it was issued during gradient accumulation, by code other than an FSDP unit."""
+    """Whether code other than an FSDP unit issued it while an AccumulateGrad node was running."""
     is_from_hook: bool = False
     """For DDP: whether Python code (such as a communication hook) issued it, not the reducer."""
     gather: Gather | None = None
     carried: Carried | None = None
-    """Set for a collective that no unit issued; None for other events."""
+    """None for collectives of FSDP or DDP, for object collectives, and for other events."""
 
     @property
     def label(self) -> Label | None:
@@ -71,17 +71,17 @@ class Attribution:
 # Note [Backward map]
 # No module runs in backward. A collective there is attributed to the module whose forward created
 # the running autograd node. Autograd numbers each thread's nodes, starting at 0. Whenever a module
-# call starts or ends, the map assigns the numbers since the last start or end to the module that
-# was running. This includes nodes created in a forward pre-hook, and those of an autograd.Function,
-# whose forward runs without grad mode. No forward creates AccumulateGrad nodes: they belong to the
-# module of their parameter. A node created in backward (create_graph=True) belongs to the module
-# that called that backward, if any.
+# call starts or ends, the map assigns the numbers issued since the previous start or end to the
+# module that was running in between. This includes nodes created in a forward pre-hook, and those
+# of an autograd.Function, whose forward runs without grad mode. No forward creates AccumulateGrad
+# nodes: they belong to the module of their parameter. A node created in backward
+# (create_graph=True) belongs to the module that called that backward, if any.
 # A later block may run backward through an earlier block's graph, so the map lives as long as
-# its comm_mode and refers to modules weakly. Who created a node between two blocks is unknown.
+# its comm_mode and refers to modules weakly. Nodes created between two blocks have no known maker.
 
 
 class Maker(Enum):
-    """The maker of an autograd node, if no known module made the node."""
+    """Stands in for the maker of an autograd node that no known module made."""
 
     NO_MODULE = auto()  # code outside all modules, or a module that no longer exists
     UNSEEN = auto()  # code that ran while nothing was recorded
@@ -228,7 +228,7 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
     # Leaves inside a reentrant checkpoint are out of reach; its nested backward finds them.
     pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
     visited, leaves = {None, *pending}, set[int]()
-    # This is fast enough: a few hundred nanoseconds per node, and a backward has a few thousand.
+    # This is fast: it takes a few hundred nanoseconds per node, for a few thousand nodes.
     while pending:
         node = pending.pop()
         inputs_of_node = node.next_functions if node is not None else ()
@@ -242,7 +242,7 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
 
 
 def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
-    """Attribute the current event to the acting unit; None if we have to read the stack."""
+    """Attribute the current event to the acting unit; None if the stack has to be read for that."""
     acting = units.acting[-1] if units.acting else None
     if acting is None or acting.thread != threading.get_ident():
         return None
@@ -324,7 +324,7 @@ def _source(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:
         return Source.OBJECT
     if scan.is_from_ddp:
         return Source.DDP
-    # In backward, a c10d call from C++ is from DDP's reducer: compiled code calls functional ones.
+    # In backward, c10d calls from C++ are from DDP's reducer: compiled code calls functional ops.
     if in_backward and scan.is_from_cpp and namespace == "c10d":
         return Source.DDP
     return Source.USER

@@ -1,10 +1,10 @@
 """Watch FSDP units: their collectives, reshards, prefetch distances and gathered memory."""
 
 # Note [Acting units]
-# While a recording runs, this module wraps the methods of FSDP that issue collectives. The units
-# whose wrapped methods are running form a stack. The innermost one that communicates for its
-# parameters owns the collective; the outermost one issued it. Under prefetch, the two differ.
-# torch's profiler labels name the owner too, but their FQNs are relative to the FSDP root, empty
+# While a recording runs, the FSDP methods that issue collectives are wrapped. The units whose
+# wrapped methods are running form a stack. The innermost unit that communicates for its parameters
+# owns the collective; the outermost unit issued it. Under prefetch, the two differ. We do not read
+# the owner from torch's profiler labels, because their FQNs are relative to the FSDP root, empty
 # with several roots or none, and missing before lazy initialisation. torch's names and arguments
 # were checked in 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one changes.
 
@@ -55,7 +55,7 @@ class Gather:
 
     slot: int
     ahead: int | None = None
-    """How many slots after this gather the unit was used; None until it is used."""
+    """The number of slots between this gather and the unit's use; None until the unit is used."""
     dtypes: list[list[Any]] = field(default_factory=list)
     """The gathered dtypes of each parameter, if FSDP2 packed different dtypes into uint8."""
 
@@ -138,8 +138,8 @@ Arguments = tuple[Any, ...]
 
 Around = Callable[["UnitWatch", Any, Arguments], "Iterator[ActingUnit | None]"]
 """A method of `UnitWatch` that runs around an FSDP method, with the same arguments. It yields the
-acting unit; the code after the yield runs while the unit is still acting, unless the method
-raised."""
+acting unit. If the FSDP method returns, the code after the yield runs while the unit is still
+acting."""
 
 
 class UnitWatch:
@@ -196,7 +196,7 @@ class UnitWatch:
         return self._memory.peak
 
     def _nbytes_of(self, group: Any) -> int:
-        """Return the bytes of an FSDP2 unit when it is gathered."""
+        """Return the bytes that an FSDP2 unit has when it is gathered."""
         # Cache the result: every change of state needs it, and a gathered unit's dtypes are final.
         nbytes = self._unsharded_nbytes.get(group)
         if nbytes is None:
@@ -277,7 +277,7 @@ class UnitWatch:
         # FSDP2 sets the result only if it issued a gather.
         if result is not None:
             nbytes = self._nbytes_of(group)
-            # If the output's dtype is not uint8, all parameters have it, so do not store the lists.
+            # If the output's dtype is not uint8, all parameters have that dtype: skip the lists.
             if result.all_gather_output.dtype is torch.uint8:
                 gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)
@@ -386,7 +386,7 @@ def _fsdp2() -> list[tuple[Any, str, Around]]:
     )
 
     return [
-        # Wrap the state's method: it issues explicit prefetches after it has called the group's.
+        # Wrap the state's method: it issues explicit prefetches after the group's `pre_backward`.
         (FSDPState, "_pre_backward", UnitWatch._before_backward),
         (FSDPParamGroup, "pre_forward", UnitWatch._use_in_forward),
         (FSDPParamGroup, "unshard", UnitWatch._unshard),
@@ -420,7 +420,7 @@ def _fsdp1() -> list[tuple[Any, str, Around]]:
 
 
 def param_groups(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield each module passed to `fully_shard`, once for each of its parameter groups."""
+    """Yield each module passed to `fully_shard` with each of its parameter groups."""
     for module in modules:
         # Look at the class: on an nn.Module, a missing attribute is slow to look up.
         get_state = getattr(type(module), "_get_fsdp_state", None)
@@ -445,7 +445,7 @@ def registered_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[torch.Te
 
 
 def unit_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield the unit's modules and the parameter, for each FSDP parameter that gets gradients."""
+    """For each FSDP parameter that gets gradients, yield its unit's modules and the parameter."""
     for _, group in param_groups(modules):
         for managed in group.fsdp_params:
             if hasattr(managed, "_unsharded_param"):  # absent until the first gather

@@ -26,8 +26,8 @@ def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = layer.process_group
         return group
     # `replicate` swaps the class for a subclass of this `DDP`, and creates the real DDP only in the
-    # first forward (the same in torch 2.7, 2.13, 2.15). Look in sys.modules: the package exports a
-    # function under the module's name.
+    # first forward (the same in torch 2.7, 2.13, 2.15). Look in sys.modules, because the package
+    # exports a function of the module's name.
     module: Any = sys.modules.get("torch.distributed._composable.replicate")
     if module is None or not isinstance(layer, getattr(module, "DDP", ())):
         return None
@@ -45,7 +45,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def clean_fqn(name: str) -> str:
-    """Remove the segments that wrappers add from a dotted name."""
+    """Return a dotted name without the segments that wrappers add."""
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
@@ -53,7 +53,7 @@ class ModuleNames:
     """The FQNs of all modules below some roots, which may be parts of one model."""
 
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
-        """Name all modules; names below a second root start with ``@2``, unless roots are parts."""
+        """Name all modules; names below a second root start with ``@2``, unless `are_parts`."""
         # Use a number instead of the root's class: renaming a class must not change snapshots.
         self.by_id: dict[int, str] = {}
         """FQNs, keyed by the module's id."""
@@ -87,13 +87,13 @@ class ModuleNames:
         if len(modules) == 1:
             return self.fqn(modules[0])
         names = [name for name in map(self.fqn, modules) if name is not None]
-        # Sorted, because the order in which the user lists the modules does not matter.
+        # Sort, so that snapshots do not depend on the order in which the user lists the modules.
         return "+".join(sorted(names, key=natural_key)) if names else None
 
 
 def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Module]:
     """Return the modules that a user passed to the function `given_to`: a model, or its parts."""
-    # Errors end with `otherwise`, an alternative that begins with a comma.
+    # Error texts end with `otherwise`, which suggests an alternative and begins with a comma.
     parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
     for part in parts:
         if not isinstance(part, nn.Module):

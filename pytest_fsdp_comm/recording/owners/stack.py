@@ -24,9 +24,9 @@ from pytest_fsdp_comm.recording.frames import Whose, call_site_of, outwards, tor
 
 # Checked in torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one moves.
 _CALL_MODULE: Final = nn.Module._call_impl.__code__
-"""The code that every call of a module runs."""
+"""The code object of the function that every module call runs."""
 _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""The code that torch wraps around every optimizer's step."""
+"""The code object of the function that torch wraps around every optimizer's step."""
 
 _DDP: Final = torch_files() + "nn/parallel/distributed.py"
 # Files of torch whose code runs between the dispatcher and a kernel or a mode.
@@ -77,7 +77,7 @@ def _meaning_of(code: CodeType) -> _Code:
     return meaning
 
 
-def _look_at(code: CodeType) -> _Code:  # noqa: PLR0911  # one for each meaning
+def _look_at(code: CodeType) -> _Code:  # noqa: PLR0911  # one return for each meaning
     if code is _CALL_MODULE or code is _forward_method_code():
         return "module"
     if code is engine_code():
@@ -153,7 +153,7 @@ class StackScan:
 
 
 def scan_stack() -> StackScan:
-    """Walk up the stack from the caller."""
+    """Scan the stack, from the calling function outwards."""
     scan, get_meaning = StackScan(), _meanings.get
     below = sys._getframe(1)
     frame: FrameType | None = below
@@ -185,7 +185,7 @@ def scan_stack() -> StackScan:
 
 
 def _has_bucket(entry: FrameType) -> bool:
-    """Whether `entry`, called from C++ or first in its thread, is a DDP communication hook."""
+    """Whether `entry`, which C++ called or a thread began with, is a DDP communication hook."""
     if entry.f_code.co_name == "<module>":
         return False
     bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
@@ -233,7 +233,7 @@ def graph_type() -> type[nn.Module]:
 
 @functools.cache
 def _forward_method_code() -> CodeType:
-    # This wraps a method other than forward, so that calling it unshards its FSDP2 unit.
+    # torch wraps this code around a method other than forward, to unshard the FSDP2 unit first.
     name = "register_fsdp_forward_method"
     registering = code_of("torch.distributed.fsdp", name)
     for constant in registering.co_consts:
@@ -258,7 +258,7 @@ def _clipping_codes() -> list[CodeType]:
 
 @functools.cache
 def code_of(module: str, name: str, method: str = "") -> CodeType:
-    """Return the code of a function of torch, or of a method of a class."""
+    """Return the code object of a torch function, or of a method of a torch class."""
     function = upstream.look_up(module, name)
     code: CodeType = inspect.unwrap(getattr(function, method) if method else function).__code__
     return code

@@ -1,4 +1,4 @@
-"""Find the parameter or gradient that a collective carries, from storage or autograd graph."""
+"""Find the parameter or gradient that a collective carries."""
 
 # Note [Tensors of parameters]
 # A DTensor's collective reveals neither unit nor module: a parameter that user code gathers looks
@@ -62,7 +62,7 @@ class Extent(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """A collective's result, for which no parameter has been found yet."""
+    """The result of a collective whose parameter has not been found yet."""
 
     carried: Carried
     reduces: bool
@@ -80,15 +80,15 @@ class TensorOwners:
         self._roots = roots
         self._current_node: Callable[[], Any] = look_up("torch._C", "_current_autograd_node")
         self._next_number: Callable[[], int] = look_up("torch.autograd", "_get_sequence_nr")
-        # Parameters and gradients by the address of their storage.
+        # The labels of parameters and gradients, keyed by the address of their storage.
         self._table: dict[int, list[Label]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
-        # The ids of the roots and the number of the next autograd node when the table was built,
-        # and how many tensors have not been found in it since.
+        # The ids of the roots, and the number of the next autograd node, when the table was built;
+        # and how many tensors were looked up in vain since then.
         self._table_roots: list[int] = []
         self._table_node = 0
         self._misses = 0
-        # Results by the address of their storage, which a `StorageWeakRef` reserves.
+        # Results, keyed by the address of their storage, which a `StorageWeakRef` reserves.
         self._results: dict[int, list[_Result]] = {}
         self._has_new_results = False
 
@@ -117,7 +117,7 @@ class TensorOwners:
             if dtensor is not None:
                 sent = dtensor
             elif scan.redistributing is not None:
-                # Use get(), because `dtensors.py` raises if torch has renamed the variable.
+                # Use get(): if torch has renamed the variable, let `dtensors.py` raise the error.
                 sent = scan.redistributing.get("local_tensor")
             else:
                 has_sent = operation.sent is not NOWHERE
@@ -147,7 +147,7 @@ class TensorOwners:
                 earlier = self._results.setdefault(extent.storage, [])
                 for at, result in enumerate(earlier):
                     if result.version != version and _overlap(result.extent, extent):
-                        # A bucket is reused, so its content proves nothing about earlier calls.
+                        # The bucket is reused, so its content proves nothing about earlier calls.
                         carried = Carried()
                         earlier[at] = result._replace(carried=carried)
                 reduces = operation.kind in REDUCING
@@ -213,7 +213,7 @@ class TensorOwners:
         return merged([None if extent is None else self._label_at(extent) for extent in extents])
 
     def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
-        """Return the label at `extent`; if `whole` and only a part has labels, an empty label."""
+        """Return the label at `extent`; it is empty if `whole` and no tensor covers the extent."""
         candidates = self._table.get(extent.storage)
         if candidates is None:
             return None
@@ -291,13 +291,13 @@ def _has_bytes(tensor: Any) -> bool:
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:
-    """Return a weak reference: the bytes can be freed, but their address stays reserved."""
+    """Return a weak reference to the storage: it can be freed, but its address stays reserved."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _label_of_node(node: Any, role: Role) -> Label | None:
     while node is not None:
-        parameter = getattr(node, "variable", None)  # of an AccumulateGrad
+        parameter = getattr(node, "variable", None)  # only an AccumulateGrad has one
         if parameter is not None:
             is_parameter = isinstance(parameter, nn.Parameter)
             return Label(parameter=parameter, role=role) if is_parameter else None
@@ -309,7 +309,7 @@ def _label_of_node(node: Any, role: Role) -> Label | None:
 
 
 def redistributed(frame: FrameType | None) -> Any:
-    """Return the DTensor that user code redistributes in `frame`; None if an operator does it."""
+    """Return the DTensor that user code redistributes in `frame`; None if an operator does."""
     if frame is None:
         return None
     code = code_of("torch.distributed.tensor._redistribute", "Redistribute", "forward")
