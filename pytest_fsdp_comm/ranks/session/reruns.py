@@ -13,11 +13,11 @@ import pytest
 
 from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
 
-# If one rank reran its test alone, its collectives would wait for the other ranks. So the plugin is
-# disabled in ranks, and its protocol runs in the pytest process, where each attempt gets a new rank
-# set. The plugin calls a global of its module, `runtestprotocol`, for each attempt, so replace it.
-# The plugin records failures in its wrapper of `pytest_runtest_makereport`, so call that wrapper
-# with each report (checked in 16.7).
+# If a single rank reran its test, its collectives would wait for the other ranks. So the plugin is
+# disabled in ranks. Its protocol runs in the pytest process, where each attempt starts new ranks:
+# it makes each attempt by calling `runtestprotocol`, a global of its module, which we replace. The
+# plugin records failures in its wrapper of `pytest_runtest_makereport`, so we call that wrapper for
+# each report (checked in pytest-rerunfailures 16.7).
 
 _CRASH = re.compile(
     r"(?:ranks? [\d, -]+: )?(?P<name>[A-Za-z_][\w.]*)(?::\s(?P<text>.*))?", re.DOTALL
@@ -35,7 +35,7 @@ def run_with_reruns(
     def run_once(item: pytest.Item, **_: Any) -> list[pytest.TestReport]:
         reports = attempt()
         for report in reports:
-            # The wrapper expects the test's exception, which was raised in a rank: rebuild it here.
+            # The wrapper expects the test's exception, but only a rank has it, so rebuild it.
             error = rebuilt_error(report)
             excinfo = error and SimpleNamespace(value=error)
             wrapper = plugin.pytest_runtest_makereport(
@@ -62,14 +62,14 @@ def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
     message = str(crash.message if crash is not None else report.longrepr)
     is_error = crash is not None and not has_headline(report)
     match = _CRASH.fullmatch(message) if is_error else None
-    # pytest omits the name of an AssertionError that it explains, so assume that name.
+    # If pytest explains an AssertionError, the message lacks that name, so it is the default.
     name, text = "AssertionError" if crash is not None else "RankFailure", message
     if match and ("." in match["name"] or match["name"][0].isupper()):
         name, text = match["name"].rpartition(".")[2], match["text"] or ""
     base = getattr(builtins, name, Exception)
     if not (isinstance(base, type) and issubclass(base, BaseException)):
         base = Exception
-    # The plugin matches the name of the exception's class, so create a class with that name.
+    # --only-rerun and --rerun-except match the name of the class, so create one with that name.
     members = {"__init__": lambda _: None, "__str__": lambda _: text}
     error: BaseException = type(name, (base,), members)()
     return error

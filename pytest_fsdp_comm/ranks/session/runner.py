@@ -56,12 +56,12 @@ from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit
 from pytest_fsdp_comm.text.codec import load_tagged
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
-# Shared by all runners of this process, because the numbers are names of temporary directories.
+# Numbers that name the directories of rank sets; all runners of this process share the counter.
 _SET_NUMBERS: Final = itertools.count(1)
 
 
 class _NotStartedError(Exception):
-    """Ranks could not be started; the message says why."""
+    """Raised if ranks could not be started; the message says why."""
 
 
 class RankRunner:
@@ -104,8 +104,8 @@ class RankRunner:
         self._start_server()
 
     def _start_server(self) -> None:
-        # Launched ranks need no slots: the launcher decided how many ranks there are, and each rank
-        # uses the GPU with the number of its local rank.
+        # Launched ranks need no slots: the launcher chose the number of ranks, and each rank uses
+        # the GPU whose index is its local rank.
         is_bounded = self._launched is None
         options, gpus = self._session.config.stash[OPTIONS], self._gpus() if is_bounded else ()
         with contextlib.ExitStack() as undo:
@@ -126,9 +126,9 @@ class RankRunner:
                     self._prepare_ranks,
                     directory,
                     self._preloaded,
-                    # Importing torch takes 2 s of CPU time, wasted if this xdist worker gets no
-                    # distributed test. But with slots, import it now: other workers would have to
-                    # wait for the slots during a later import.
+                    # Importing torch takes 2 s of CPU time, which is wasted if this xdist worker
+                    # gets no distributed test. But import it now if there are slots, because during
+                    # a later import, other workers would have to wait for this worker's slots.
                     is_lazy=self._shared_slots is not None and not (gpus or options.rank_slots),
                 )
             undo.pop_all()
@@ -201,9 +201,9 @@ class RankRunner:
         try:
             self._end_ranks(is_hurried=was_interrupted)
         finally:
-            # Do this even if xdist interrupts the worker, as it does soon after the session.
+            # xdist interrupts a worker soon after its session, so close the server even then.
             self._close_server()
-        # No test is left that could report the last problems, so print them.
+        # Each problem is reported with the next test, but there is none, so print the last ones.
         for problem in self._problems:
             text = printable(problem, "\n")
             sys.stderr.write(f"fsdp-comm: {text}\n")
@@ -217,11 +217,11 @@ class RankRunner:
         return template.run_rank
 
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
-        """Return what ranks do after `item`, if `candidate` comes next; see Note [Kept ranks]."""
+        """Return what the ranks of `item` do next if pytest's next test is `candidate`."""
         settings = item.stash[SETTINGS]
         if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
-            # Keep the ranks, but tear down their fixtures. Launched ranks run all tests; ranks with
-            # slots may have to end before the next test, if another pytest process needs the slots.
+            # Keep the ranks, but not their fixtures. Launched ranks run all tests. Ranks with slots
+            # may still have to end before the next test, if another pytest process needs the slots.
             return NextTest(is_none=False)
         if settings.scope == "test":
             return NextTest()
@@ -231,7 +231,7 @@ class RankRunner:
             if SETTINGS in candidate.stash:
                 suits = candidate.stash[SETTINGS] == settings
                 return NextTest(index=index, is_none=False) if suits else NextTest()
-            # A test without ranks does not affect the ranks, so look at the test after it.
+            # The candidate runs without ranks, so look at the test after it.
             candidate = items[index + 1] if index + 1 < len(items) else None
         return NextTest()
 
@@ -271,8 +271,8 @@ class RankRunner:
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
-                # `_lose_ranks` forks the next server, so call it outside the handler. Otherwise
-                # each exception in the ranks of that server would have this one as its context.
+                # `_lose_ranks` forks a new server, so call it outside the handler. Otherwise, each
+                # exception in that server's ranks would have this exception as its context.
                 results = self._lose_ranks(item, died, began_at)
             keeps = (
                 item.stash[SETTINGS].scope == "module"
@@ -280,8 +280,8 @@ class RankRunner:
                 and not self._fallback_reason
                 and self._supervision is not None
                 and self._supervision.is_reusable
-                # Idle ranks keep their slots locked, so end them if another pytest process is
-                # waiting for slots; see Note [Slots].
+                # Idle ranks keep their slots locked, so do not keep the ranks if another pytest
+                # process is waiting for slots; see Note [Slots].
                 and (
                     self._shared_slots is None
                     or not self._is_bounded(self._supervision.spec.settings)
@@ -289,7 +289,7 @@ class RankRunner:
                 )
             )
         except BaseException:
-            # After Ctrl-C, for example, the user is waiting, and no rank must outlive its test.
+            # No rank must outlive its test. Hurry, because the user may have pressed Ctrl-C.
             self._end_ranks(is_hurried=True)
             raise
         if not keeps:
@@ -328,8 +328,8 @@ class RankRunner:
         try:
             self._supervision = self._start_ranks(item, nextitem)
         except OSError as error:
-            # A server that fails to prepare ranks removes the directory, which causes an OSError
-            # here. In that case, `exit_statuses` raises the server's reason.
+            # A server that failed to prepare ranks has removed the directory, which causes this
+            # OSError. In that case, `exit_statuses` raises an error with the server's reason.
             if self._server is not None:
                 self._server.exit_statuses()
             raise _NotStartedError(str(error)) from None
@@ -342,7 +342,7 @@ class RankRunner:
         if isinstance(error, _NotStartedError):
             text = f"could not be started: {error}"
         elif reason := str(error):
-            # Do not start another server, which would take seconds and then fail in the same way.
+            # Do not start another server: that would take seconds and fail for the same reason.
             self._unpreparable = reason
             text = f"could not be prepared: {reason}"
         else:
@@ -379,7 +379,7 @@ class RankRunner:
         return Supervision(spec, self._server, connections, config)
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
-        """End the rank set, if any. Unless hurried, a later test reports ranks that did not end."""
+        """End the rank set, if any. Unless hurried, a later test reports ranks that still exist."""
         supervision, self._supervision = self._supervision, None
         if supervision is not None:
             problems, unended = supervision.end(HURRIED_S if is_hurried else PATIENCE_S)
@@ -388,8 +388,8 @@ class RankRunner:
     def _extended(
         self, item: pytest.Item, results: Mapping[int, RankResult], reports: list[pytest.TestReport]
     ) -> list[pytest.TestReport]:
-        """Pass all ranks' payloads to the extensions; fail the test if they report problems."""
-        # Count an xfail as a failure here, because such a test did not run to the end either.
+        """Pass all ranks' payloads to the extensions; fail the test if they return problems."""
+        # Here an xfail counts as a failure, because the test did not run to its end.
         has_failed = any(
             report.failed or (report.skipped and hasattr(report, "wasxfail")) for report in reports
         )
@@ -420,13 +420,13 @@ class RankRunner:
 def _exit_session(
     item: pytest.Item, exits: Mapping[int, SessionExit], reports: Sequence[pytest.TestReport]
 ) -> None:
-    """End the session as the ranks did; name the ranks, unless all had the same reason."""
+    """End the session because ranks asked for it; name them unless all gave the same reason."""
     reasons = fold_equal({rank: session_exit.reason for rank, session_exit in exits.items()})
     text = "; ".join(f"{name_ranks(ranks)}: {reason}" for ranks, reason in reasons)
     if len(reasons) == 1 and len(exits) == len(item.stash[SETTINGS].ranks):
         text = reasons[0][1]
     if hasattr(item.config, "workerinput"):
-        # Do not exit from a worker: xdist would report a crash, and cannot use its exit status.
+        # Do not exit from an xdist worker: xdist would report a crash, and ignore the exit status.
         item.session.shouldstop = text
         return
     for report in reports:
@@ -435,7 +435,7 @@ def _exit_session(
 
 
 def _show_remark(config: pytest.Config, text: str) -> None:
-    if hasattr(config, "workerinput"):  # only warnings of an xdist worker reach the terminal
+    if hasattr(config, "workerinput"):  # its warnings reach the terminal, its output does not
         warning = warnings.WarningMessage(text, pytest.PytestWarning, __file__, 1)
         sent = {"warning_message": warning, "when": "collect", "nodeid": "", "location": None}
         config.hook.pytest_warning_recorded.call_historic(kwargs=sent)
@@ -444,7 +444,7 @@ def _show_remark(config: pytest.Config, text: str) -> None:
 
 
 def _limit_of(item: pytest.Item) -> tuple[float, str]:
-    """Return the test's time limit in seconds, and in words."""
+    """Return the test's time limit in seconds and in words."""
     ours, theirs = item.stash[SETTINGS].timeout_s, item.stash.get(PLUGIN_TIMEOUT_S, math.inf)
     return min(ours, theirs), f"{ours:g} s" if ours <= theirs else f"{theirs:g} s (pytest-timeout)"
 

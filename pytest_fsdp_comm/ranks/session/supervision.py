@@ -38,21 +38,21 @@ from pytest_fsdp_comm.ranks.wire.results import (
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
-# Once a rank has failed, the other ranks fail within a second (their connections close), or they
-# hang. A rank that is comparing with a snapshot or formatting its failure is not waiting for other
-# ranks, so it gets more time.
+# How long other ranks may run once a rank has failed. Their connections to it close, so they fail
+# within a second, or they hang. A rank that is comparing snapshots or formatting its failure is not
+# waiting for other ranks, so it gets more time.
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
-# How long to wait for a watchdog: it needs the GIL and a core, and ranks may share few cores.
+# How long to wait for a watchdog, which needs the GIL and a core; ranks may share few cores.
 _ANSWER_S = 1.0
-# How long to wait for answers with process groups, because reading groups takes CPU time.
+# How long to wait for answers that include process groups, which take CPU time to read.
 _GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
 # Longest pause within a message. A live rank sends each message without pausing, so a longer pause
 # means that it was killed or stopped.
 _STALLS_S = 5.0
-# The most messages to drain from a rank, in case it never stops sending.
+# Maximum number of messages to drain from a rank, in case it never stops sending.
 _DRAINED_MESSAGES = 1000
 
 _Channel: TypeAlias = Channel[messages.RankMessage]
@@ -79,7 +79,7 @@ class Supervision:
             self._watchdogs[rank] = Channel(watchdog, stalls_s=_STALLS_S)
             self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
-        # For each rank and stream, how many bytes of the log are in the reports of earlier tests.
+        # For each rank and stream, how many bytes of the log are in reports of earlier tests.
         self._reported: dict[int, Mapping[str, int]] = {}
         self._echoed: Counter[tuple[int, str]] = Counter()
         self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
@@ -90,9 +90,9 @@ class Supervision:
 
     # Note [Kept ranks]: with scope="module", ranks run several tests. If the next test is sure to
     # run on these ranks, they keep the fixtures that both tests share, as pytest does. If all ranks
-    # pass and still have their process group, they wait for `RunTest`, for `EndTests` (the next
-    # test does not run after all), or to be killed. If the teardown of a kept fixture fails, the
-    # failure is reported with the next test.
+    # pass and still have their process group, they wait until they receive `RunTest`, or `EndTests`
+    # if the next test does not run after all, or until they are killed. If the teardown of a kept
+    # fixture fails, the failure is reported with the next test.
 
     def _begin(self, next_test: messages.NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
@@ -161,7 +161,8 @@ class Supervision:
 
     def _finish(self) -> None:
         results = self._results.values()
-        # The report compares the last calls of failed ranks. If `_stop` ran, it has located them.
+        # The report compares the last calls of failed ranks, so locate the ranks, unless `_stop`
+        # has done so.
         has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
             self._locate()
@@ -175,17 +176,17 @@ class Supervision:
             for result in results
         )
         if not self.is_reusable:
-            # Tear down kept fixtures now, so that a failed teardown is reported with this test.
+            # Tear down kept fixtures now, so that this test's report includes their failures.
             self._end_tests()
         self._read_unreported()
 
     def can_run(self, item_index: int) -> bool:
-        """Return whether the ranks are waiting for another test, and this one can be next."""
+        """Return whether the ranks are waiting for a test, and may run the one at `item_index`."""
         expected = self._next_test
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
-        """Kill the rank set; return failures of kept fixtures, and reports of ranks that remain."""
+        """Kill the ranks; return teardown failures of kept fixtures, and texts on unended ranks."""
         problems = self._late_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
@@ -206,8 +207,8 @@ class Supervision:
         ]
 
     def _late_problems(self) -> list[str]:
-        """Tear down the fixtures that ranks kept for the next test; describe failures."""
-        # The reports of the last test have been logged, so drop them and collect only new ones.
+        """Tear down the fixtures that ranks kept for the next test; return failures in words."""
+        # pytest has logged the reports of the last test, so drop them and collect only new ones.
         results = self._results.items()
         self._results = {rank: replace(result, reports=()) for rank, result in results}
         self._end_tests()
@@ -245,7 +246,7 @@ class Supervision:
         for key, _ in events:
             if key.data is not None:
                 self._read(key.data)
-        # Check after each timeout, too, because launched ranks never make `server` readable.
+        # Also check after each timeout, because launched ranks never make `server` readable.
         if not events or any(key.fileobj is self.server for key, _ in events):
             self._note_ends()
         self._echo()
@@ -254,8 +255,8 @@ class Supervision:
         for rank, status in self.server.exit_statuses().items():
             if rank not in self._exited:
                 # Note [Dead ranks are read first]: the last messages of a dead rank are still in
-                # the socket, and may say that the rank finished the test, or why it failed. So
-                # read all of them before marking the rank as dead or stopped.
+                # the socket. They may say that the rank finished the test, or why it failed, so
+                # read them all before marking a rank as dead or stopped.
                 self._drain(rank)
                 self._exited.add(rank)
                 if not self._results[rank].is_done:
@@ -313,13 +314,14 @@ class Supervision:
 
     def _stop(self, why: Stopped) -> None:
         """Mark all running ranks as stopped, and record where they are; `end` kills them later."""
-        # On a busy machine, a rank may have finished already: Note [Dead ranks are read first].
+        # A rank may have finished already on a busy machine; see Note [Dead ranks are read first].
         running = [result for result in self._results.values() if not result.is_over]
         for result in running:
             self._drain(result.rank)
         self._locate()
         for result in running:
-            # Skip this after the deadline: our SIGUSR1 may have interrupted the call that hung.
+            # Ignore new messages after the deadline, because SIGUSR1 may have interrupted the call
+            # that hung, and so have let the test continue.
             if why is Stopped.AFTER_FAILURE and not result.is_over:
                 self._drain(result.rank)
             if not result.is_over:
@@ -327,11 +329,11 @@ class Supervision:
 
     def _locate(self) -> None:
         # Note [Locating ranks]: each rank has a watchdog thread that reports where the rank is. Ask
-        # first without groups, which is quick, so that all positions are from the same moment, and
-        # then with groups, which takes CPU time. A rank whose code holds the GIL does not answer,
-        # so send it a signal whose handler dumps the stack. Do this last, because the signal can
-        # interrupt the call that the rank is waiting in. If a rank then answers after all, and is
-        # still where the dump says, it was only slow.
+        # the watchdogs twice: first without groups, which is so quick that all positions are from
+        # the same moment, then with groups, which takes CPU time. A rank whose code holds the GIL
+        # does not answer, so send it a signal whose handler dumps the stack. Do this last, because
+        # the signal can interrupt the call that the rank is waiting in. If the rank then answers
+        # after all, and is still where the dump says, it was only slow.
         results = self._results
         positions = self._ask(results)
         running = [rank for rank, result in results.items() if not result.is_over]
@@ -391,10 +393,10 @@ class Supervision:
         return positions
 
     def _is_any_stranded(self, now: float) -> bool:
-        """Return whether a rank waits in vain for a finished rank; False until a check is due."""
-        # A rank may keep running long after another rank has finished, but cannot complete a
-        # collective that the finished rank never called. A rank counts as stuck if two checks in a
-        # row find it in such a collective.
+        """Check, if a check is due, whether a rank is waiting for a rank that has finished."""
+        # A rank may run much longer than another rank, but cannot complete a collective that the
+        # finished rank never called. A rank counts as stuck if two checks in a row find it in such
+        # a collective.
         if not any(result.is_done for result in self._results.values()):
             self._look_at = now + self._look_after_s
         if now < self._look_at:
@@ -432,7 +434,7 @@ class Supervision:
                 self._reporter.write_line(printable(line))
 
     def _echo(self) -> None:
-        """Print lines that ranks have added to the logs named in `RankSetSpec.echoes`."""
+        """Print new lines of the logs that `RankSetSpec.echoes` names."""
         for rank, stream in itertools.product(self.spec.settings.ranks, self.spec.echoes):
             with (
                 contextlib.suppress(FileNotFoundError),  # not created yet, or removed
@@ -440,7 +442,7 @@ class Supervision:
             ):
                 file.seek(self._echoed[rank, stream])
                 data = file.read()
-                # Leave an incomplete last line until the rest of it has been written.
+                # Print an incomplete last line later, when the rank has written the rest of it.
                 lines = data[: data.rfind(b"\n") + 1]
                 self._echoed[rank, stream] += len(lines)
                 if lines and self._reporter is not None:
@@ -456,7 +458,7 @@ class Supervision:
                     contextlib.suppress(FileNotFoundError),
                     self.spec.log_path(rank, stream).open("rb") as file,
                 ):
-                    # Skip the output that earlier reports contain.
+                    # Skip output that is already in a report.
                     reported = self._reported.get(rank, {})
                     if result.reports:
                         reported = result.reports[-1].nbytes_reported

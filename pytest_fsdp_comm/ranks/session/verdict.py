@@ -1,4 +1,4 @@
-"""Merges the reports of all ranks into the reports of the test, which fails if a rank failed."""
+"""Merges the reports of all ranks into reports of the test, which fails if any rank failed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 
-# Note [First failure leads]: if several ranks fail, the first failure is the cause, and the others
-# are often only echoes ("connection closed by peer"). So failures are sorted by time, echoes last.
-# When a rank dies, its peers notice the closed connections before the supervisor notices the death,
-# so the report must not say that the peers failed first. A rank that was lost with its fork server
-# or machine comes first, and a rank that only ran out of time comes last.
+# Note [First failure leads]: if several ranks fail, the first failure is usually the cause, and the
+# others are often only echoes ("connection closed by peer"). So failures are sorted by time, but
+# echoes come after the rest. When a rank dies, its peers notice it before the supervisor does, so
+# the report must not say that the peers failed first. A rank that was lost with its fork server or
+# machine comes first, and a rank that only ran out of time comes last.
 
 # Matches errors of gloo and NCCL when a peer is gone or a call fails (checked in torch 2.13).
 _BACKEND_ERROR = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")
@@ -60,7 +60,7 @@ class _Ran:
     result: RankResult
     phases: dict[When, pytest.TestReport] = field(default_factory=dict)
     subtests: dict[tuple[str, int], _Subtest] = field(default_factory=dict)
-    """The key is the subtest's name, and how many subtests of that name the rank ran before."""
+    """Keyed by the subtest's name and how many subtests with that name the rank had run before."""
 
     @property
     def unfinished(self) -> When:
@@ -87,9 +87,9 @@ class _Failure:
     report: pytest.TestReport | None = None
     """None if the rank died."""
     text: str
-    """What happened to the rank. The report prints it after the rank's name."""
+    """What happened to the rank, in words that the report prints after the rank's name."""
     hangs_at: str = ""
-    """The value of `HANGS_AT`; empty if the rank did not hang, or the line is unknown."""
+    """``path:line`` where a rank hangs, for `HANGS_AT`; empty if unknown, or if no rank hangs."""
     is_echo: bool = False
     """Whether this is a backend error that another rank's failure caused."""
 
@@ -116,7 +116,7 @@ def merge_reports(
         if report.failed
     ]
     failures = sorted(
-        # Deaths are listed first and the sort is stable, so at equal times a death leads.
+        # At equal times, a death leads, because the sort is stable and deaths are listed first.
         [*_deaths(ranks), *raised, *_timeouts(ranks, limit, are_forked=are_forked)],
         key=lambda failure: (
             failure.at == math.inf,
@@ -129,8 +129,8 @@ def merge_reports(
     exited = [ran for ran in ranks.values() if ran.result.session_exit is not None]
     if exited and all(failure.is_echo for failure in failures):
         failures = []
-    # Collect all sections before `_completed` changes reports, because a phase can use the sections
-    # of the previous phase.
+    # Collect the sections of all phases first: those of a phase can come from the previous phase's
+    # report, which `_completed` changes.
     sections = {when: _sections(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
@@ -140,7 +140,7 @@ def merge_reports(
         if blamed and blamed[0].when == when:
             report = _failed(item, blamed, ranks)
         elif reports:
-            # The test counts as skipped only if every rank skipped it.
+            # A phase counts as skipped only if every rank skipped it.
             report = next((report for report in reports if report.passed), reports[0])
         else:
             continue
@@ -157,8 +157,8 @@ def merge_reports(
     elif not failures:
         _add_disagreement(item, merged, ranks, sections["call"])
     setup, call = merged.get("setup"), merged.get("call")
-    # If a rank failed in setup, drop the call of the ranks that went on. If the setup was skipped
-    # but the call failed, a plugin failed the call, so keep it.
+    # If setup failed on a rank, drop the call that other ranks ran. If the setup was skipped but
+    # the call failed, a plugin made the call fail, so keep it.
     if setup and call and (setup.failed or (setup.skipped and not call.failed)):
         del merged["call"]
     return [
@@ -169,8 +169,8 @@ def merge_reports(
 
 
 def _loaded(result: RankResult, load: LoadReport) -> _Ran:
-    # Plugins can add reports: several for one phase, or reports for a phase that pytest does not
-    # have. Of several reports for a phase, use the first that failed.
+    # Plugins can add further reports for a phase, and reports for phases that pytest does not have.
+    # If a phase has several reports, use the first that failed.
     ran = _Ran(result=result)
     counts: Counter[str] = Counter()
     for phase in result.reports:
@@ -210,7 +210,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
 
 
 def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
-    """Merge subtests' reports, keyed by phase; omit subtests that a rank may not have finished."""
+    """Return merged subtest reports, keyed by phase; omit subtests that a rank may be inside of."""
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
         for key, subtest in ran.subtests.items():
@@ -232,7 +232,7 @@ def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
 
 
 def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -> pytest.TestReport:
-    """Merge the reports of one subtest, which the ranks `others` did not finish."""
+    """Merge the reports of one subtest; `others` are the ranks that did not finish it."""
     reports = {rank: report for rank, (_, report) in on_ranks.items()}
     failures = sorted(
         [_raised(rank, when, report) for rank, (when, report) in on_ranks.items() if report.failed],
@@ -267,8 +267,8 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
 
 def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
     crash = getattr(report.longrepr, "reprcrash", None)
-    # If a comparison failed, only one rank has the explanation. So all ranks use the same short
-    # message, which shows that they failed in the same way.
+    # If a comparison failed, only one rank has the explanation of the diff, so crash messages
+    # differ. `DIFFERS` is the same on all ranks that failed in the same way.
     text = getattr(report, DIFFERS, "")
     if crash is not None:
         text = f"{text or crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
@@ -279,7 +279,7 @@ def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
 
 
 def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
-    """If a later failure has the same text as the first and explains it, move it to the front."""
+    """Move the failure with the explanation to the front, if it has the first failure's text."""
     return sorted(
         failures,
         key=lambda each: each.text != failures[0].text or not getattr(each.report, EXPLAINS, False),
@@ -317,7 +317,7 @@ def _end_of(result: RankResult) -> str:
 
 
 def _uncaught(result: RankResult) -> str:
-    """Return the C++ exception that aborted a rank because nothing caught it; empty if none."""
+    """Return the uncaught C++ exception that aborted a rank, in words; "" if there was none."""
     uncaught = _UNCAUGHT.search(result.unreported.get("stderr", ""))
     if uncaught is None or result.escaped is not None or result.status != -signal.SIGABRT:
         return ""
@@ -370,7 +370,7 @@ def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
 
 
 def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
-    """Name ranks and how each left the test: ``rank 1, which had already skipped the test``."""
+    """Say how ranks left the test: ``rank 1, which had already skipped the test``."""
     outcomes = {rank: ranks[rank].outcome for rank in absent}
     did = {rank: _in_words(how, passed="finished the test") for rank, how in outcomes.items()}
     parts = [f"{name_ranks(same)}, which had already {text}" for same, text in fold_equal(did)]
@@ -407,7 +407,7 @@ def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
 
 
 def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> pytest.TestReport:
-    """Return the report of a failed phase: the first failure, then what other ranks did."""
+    """Return the report of a failed phase: the first failure, then a summary of the other ranks."""
     first = failures[0]
     failing = _like_first(failures)
     others = _other_ranks(failures, ranks)
@@ -438,7 +438,7 @@ def _with_others(
     rank_count: int,
     is_first: bool,
 ) -> pytest.TestReport:
-    """Add to a report which ranks failed in this way, and what the other ranks did."""
+    """Append to a report the names of the ranks that it describes, and the text `others`."""
     if not others and len(failing) == rank_count:
         return report
     how = "failed first" if is_first and len(failing) == 1 else "failed"
@@ -459,7 +459,7 @@ def _like_first(failures: Sequence[_Failure]) -> list[int]:
 
 
 def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
-    """Describe the ranks that did not fail in the same way as the first; empty if all did."""
+    """Describe the ranks that did not fail like the first one; "" if all failed like it."""
     first = failures[0]
     failed = {failure.rank for failure in failures}
     lines = _later(failures)
@@ -477,7 +477,7 @@ def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
                 for rank, ran in ranks.items()
                 if rank not in failed
                 and rank not in stopped
-                # A rank that died before this phase is in the report of an earlier phase.
+                # If a rank died in an earlier phase, the report of that phase describes it.
                 and (first.when in ran.phases or not ran.result.has_died)
             }
         )
@@ -489,7 +489,7 @@ def _later(failures: Sequence[_Failure]) -> list[str]:
     first = failures[0]
     texts = {}
     for failure in failures:
-        # If the first failure is a death, all others came later, even if they were noticed earlier.
+        # If the first failure is a death, the others happened later, even if noticed earlier.
         is_later = first.report is None or failure.at >= first.at
         how = "failed later: " if is_later else "failed: "
         if failure.text != first.text:
@@ -517,7 +517,7 @@ def _add_disagreement(
     ranks: _Ranks,
     sections: list[tuple[str, str]],
 ) -> None:
-    """Fail a test that no rank failed if its outcome differs between ranks."""
+    """Fail the test if its outcome differs between ranks, although no rank failed it."""
     outcomes = {rank: ran.outcome for rank, ran in ranks.items()}
     if _agree(outcomes):
         return
@@ -573,7 +573,7 @@ def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
 def _folded(
     by_rank: Mapping[int, Sequence[tuple[str, str]]], *, several: bool
 ) -> list[tuple[str, str]]:
-    """Merge the sections of all ranks; titles name the ranks that have the same content."""
+    """Merge equal sections of different ranks; if `several`, each title names the ranks."""
     by_title: dict[str, dict[int, str]] = {}
     for rank in sorted(by_rank):
         for title, content in by_rank[rank]:
@@ -592,7 +592,7 @@ def _completed(
     sections: list[tuple[str, str]],
     unfinished_s: Iterable[float] = (),
 ) -> pytest.TestReport:
-    """Add the output of all ranks and the longest duration to a merged report."""
+    """Set the sections of a merged report, and set its duration to the longest of all ranks."""
     report.sections = sections
     report.duration = max([*unfinished_s, *(other.duration for other in reports)])
     return report

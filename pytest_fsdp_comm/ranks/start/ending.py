@@ -31,32 +31,32 @@ _CLEANED_WITHIN_S = 4.0
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
 # Note [Ending a process tree]: a process that a rank started may have left the rank's process group
-# and session, and its parent may be dead. So the fork server is a subreaper: the kernel makes it
-# the parent of such orphans. (Outside Linux, it can only kill the ranks' process groups.) The
-# server kills the ranks first, and then gives cleaners, such as multiprocessing's resource tracker,
-# time to clean up. Even a killed process may not end while a driver or a file server does not
-# respond, so each wait has a time limit, and the processes that remain are reported. If the server
+# and session, and its parent may be dead. So the fork server is a subreaper, which the kernel makes
+# the parent of such orphans. (Outside Linux, the server can only kill the ranks' process groups.)
+# The server kills the ranks first, and then gives cleaners, such as multiprocessing's resource
+# tracker, time to clean up. Even SIGKILL does not end a process that is waiting for a driver or a
+# file server, so each wait has a time limit, and processes that remain are reported. If the server
 # itself is killed, the kernel kills the ranks, but not the processes that the ranks have started.
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill processes that have not been reaped yet; a negative id kills a process group."""
+    """Send SIGKILL to unreaped processes; a negative id stands for a process group."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of its orphaned descendants; return whether that worked."""
+    """Make orphaned descendants children of this process; return whether the system can do that."""
     return sys.platform == "linux" and not _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; this survives an exec."""
+    """Ask the kernel to kill this process, even after an exec, when its parent ends."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(1)  # the parent died before the line above
+            os._exit(1)  # the parent died before the call above
 
 
 def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
@@ -69,7 +69,7 @@ def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return set()  # no children, as after nearly every test
+            return set()  # no children, which is the usual case
         remaining = set(_children(getpid())) - spared
         if not remaining:
             break
@@ -89,7 +89,7 @@ def _cleans_up(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    # During an exec, the command is empty for a moment, so this might be a cleaner.
+    # The command is empty during an exec, so a process without a command may become a cleaner.
     return not command or any(name in command for name in _CLEANERS)
 
 
@@ -114,7 +114,7 @@ def await_end(pid: int, *, within_s: float = 0.0) -> int | None:
 def _children(pid: int) -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
-        # Linux lists children under the thread that started them, so read every thread's list.
+        # Linux lists children separately for each thread that started them.
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 children += map(int, (thread / "children").read_text().split())
@@ -136,5 +136,5 @@ def remove_directory(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists() or time.monotonic() > until:
             return
-        # A killed process can still write files until it is gone, so try again.
+        # A process that was just killed can still have written a file, so try again.
         time.sleep(_PAUSE_S)

@@ -28,13 +28,13 @@ from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 
 # The server is forked from the pytest process after collection, before any test can start a thread,
-# use OpenMP or touch CUDA: each of these makes a later fork hang or crash. The server must outlive
-# the pytest process to clean up after it. So it has its own process group, and ignores the signals
-# that a closed terminal (SIGHUP), Ctrl-C (SIGINT) and launchers (SIGTERM) send. It ends when its
-# connection to the pytest process closes.
+# use OpenMP or touch CUDA, each of which can make a later fork hang or crash. The server must
+# outlive the pytest process to clean up after it, so it leads a new process group and ignores the
+# signals that a closed terminal (SIGHUP), Ctrl-C (SIGINT) and launchers (SIGTERM) send. It ends
+# when its connection to the pytest process closes.
 
-# The server imports these modules once, so that ranks need not: an FSDP2 step in a new rank took
-# 0.18 s with these imports done, and 1.89 s without (torch 2.13, CPU).
+# The server imports these modules once, so that ranks do not have to: an FSDP2 step in a new rank
+# took 0.18 s after these imports, and 1.89 s without them (torch 2.13, CPU).
 PRELOADED = (
     "torch",
     "torch.distributed.fsdp",
@@ -47,7 +47,7 @@ PRELOADED = (
 _HUNG_UP_POLL_S = 0.05
 
 RunRank = Callable[[messages.RankSetSpec, int, tuple[int, int]], NoReturn]
-"""Runs this process as a rank; takes descriptors of the rank's and the watchdog's connections."""
+"""Runs this process as a rank; takes the descriptors of the rank's and watchdog's connections."""
 
 
 def serve(
@@ -75,10 +75,10 @@ def serve(
         if is_lazy:
             select.select([channel], [], [])
             preloaded = () if channel.is_hung_up() else preloaded
-        gc.disable()  # imports leave no garbage, yet collections take a third of the import time
+        gc.disable()  # imports create no garbage, but collections would take a third of their time
         for name in preloaded:
-            # Ignore failed imports: torch.distributed.tensor.debug, for example, needs numpy. If a
-            # test needs the module, the test fails with the same error.
+            # Ignore failed imports: torch.distributed.tensor.debug, for example, needs numpy. A
+            # test that needs the module will fail with the same error.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
         ranks_signals = {**before, signal.SIGINT: signal.default_int_handler}
@@ -105,11 +105,11 @@ def serve(
 class _RankSet:
     spec: messages.RankSetSpec
     slots: HeldSlots
-    """The server locks them: if it is killed, its ranks die, and the kernel frees the slots."""
+    """The slots that the set uses. The server locks them, so if it dies, the kernel frees them."""
     pids: dict[int, int] = field(default_factory=dict)
     """Maps each rank that has not been reaped to its pid."""
     groups: dict[int, int] = field(default_factory=dict)
-    """Maps every rank to its process group, in which processes that a test started may remain."""
+    """Maps every rank to its process group, in which processes started by a test may remain."""
 
 
 class _Server:
@@ -146,7 +146,7 @@ class _Server:
             if self._channel in readable:
                 request = self._channel.receive()
                 if request is None or self._channel.is_hung_up():
-                    return  # nobody is waiting for the ranks any more
+                    return  # pytest has ended or closed the connection
                 match request:
                     case messages.RankSetSpec():
                         # Lock slots before any fork: each child closes its copies of the locks.
@@ -162,7 +162,7 @@ class _Server:
         ending.kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
-        """Return how long to wait for killed processes; only briefly if pytest is still waiting."""
+        """Return how long to wait for killed processes: only briefly while pytest is waiting."""
         return ending.HURRIED_S if os.getppid() == self._parent else ending.PATIENCE_S
 
     def _start_rank(self, rank: int) -> None:
@@ -177,10 +177,10 @@ class _Server:
         pid = processes.fork_quietly()
         if pid == 0:
             self._run_forked(partial(self._run_rank, rank_set.spec, rank, descriptors))
-        # The child makes the same call, so that the group exists whichever process runs first.
+        # The child makes the same call, so the group exists regardless of which process runs first.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-        # Do this before the next fork, so that only this rank has these ends: Note [Connections].
+        # Close these before the next fork, so that only this rank has them: see Note [Connections].
         for descriptor in descriptors:
             os.close(descriptor)
         rank_set.pids[rank] = rank_set.groups[rank] = pid
@@ -194,7 +194,7 @@ class _Server:
             signal.set_wakeup_fd(-1)
             for number, handler in self._ranks_signals.items():
                 signal.signal(number, handler or signal.SIG_DFL)
-            # If the child kept its copies open, pytest would not notice that the server has died.
+            # If the child kept these open, pytest would not notice the death of the server.
             for end in (self._channel, self._socket, self._wakeup, self._write_end):
                 end.close()
             if self._set is not None:
@@ -223,7 +223,7 @@ class _Server:
         ending.kill(rank_set.pids.values())
         unended = self._await_ends(rank_set.pids, within_s)
         if unended or not self._adopts:
-            # Include the groups of finished ranks: no process of a test must outlive the test.
+            # Also kill the groups of finished ranks, because no process may outlive its test.
             ending.kill(-group for group in rank_set.groups.values())
         self._unended += unended.values()
         self._unended += ending.kill_children(self._unended, within_s=self._patience_s())
@@ -234,8 +234,8 @@ class _Server:
         began_at = time.monotonic()
         while True:
             remaining = {rank: pid for rank, pid in pids.items() if ending.await_end(pid) is None}
-            # Recheck each time, because a killed pytest closes its socket slightly before it stops
-            # being our parent.
+            # Recheck the parent each time, because a killed pytest closes its socket slightly
+            # before the kernel gives this process another parent.
             limit_s = self._patience_s() if self._channel.is_hung_up() else within_s
             if not remaining or time.monotonic() > began_at + min(limit_s, within_s):
                 return remaining
@@ -245,25 +245,25 @@ class _Server:
 
 _Reply = TypeVar("_Reply", messages.SetStarted, messages.SetEnded)
 
-# Limit for the server's first reply. The server imports torch first, which can be slow on a busy
-# network file system.
+# Time limit for the server's first reply. The server imports torch before it replies, which can be
+# slow on a busy network file system.
 _PREPARED_WITHIN_S = 300.0
-# Limit for later replies: the server is idle by then, and answers quickly.
+# Time limit for later replies, which the server sends without delay.
 _ANSWERED_WITHIN_S = 15.0
 # Long enough for the server to kill its ranks (`ending.HURRIED_S`) and remove the directory.
 _CLOSED_WITHIN_S = 5.0
 
 # Note [Connections]: each rank has a connection to the pytest process, and its watchdog has
-# another. The pytest process creates both, sends the rank's ends to the server after each
-# `StartRank`, and closes its copies of them. The server passes the ends to the rank, and closes its
-# copies before it forks the next rank. So no process has more open files than it needs. Only the
-# pytest process has the other ends, so when it dies, each rank reads an end of file. But the
-# children of a rank can keep the rank's end open after the rank has died, so only the server knows
-# whether a rank is alive.
+# another. The pytest process creates both. After each `StartRank`, it sends the rank's ends to the
+# server, and closes its copies of them. The server passes the ends to the rank, and closes its
+# copies before it forks the next rank, so no process has more open files than it needs. Only the
+# pytest process has the opposite ends, so when it dies, each rank reads an end of file. The reverse
+# does not hold: a dead rank's children can keep its ends open, so only the server knows whether a
+# rank is alive.
 
 
 class ServerDiedError(Exception):
-    """The fork server and all ranks have died; the message is the server's reason, or empty."""
+    """Raised if the fork server, and with it all ranks, died; the message says why, if known."""
 
 
 class RankServer(Protocol):
@@ -271,28 +271,28 @@ class RankServer(Protocol):
 
     @property
     def has_died(self) -> bool:
-        """Whether the server has ended without being closed."""
+        """Whether the server has ended although nobody closed it."""
 
     def start_ranks(
         self, spec: messages.RankSetSpec
     ) -> Mapping[int, tuple[Connection, Connection]]:
-        """Start ranks; return connections to each rank and its watchdog, open until `end_ranks`.
+        """Start ranks; return the connections to each rank and its watchdog.
 
-        Raises OSError if there are not enough file descriptors.
+        `end_ranks` closes the connections. Raises OSError if there are too few file descriptors.
         """
 
     def end_ranks(
         self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
-        """End the rank set and free its slots; map each rank that did not end to its pid.
+        """End the rank set and free its slots; return the pids of unended ranks, keyed by rank.
 
         `running` ranks have not finished their test; `unanswered` ranks did not answer `EndTests`.
         """
 
     def exit_statuses(self) -> Mapping[int, int | str]:
-        """Return the exit status of each ended rank (minus the signal, if one killed the rank).
+        """Return the exit status of each rank that has ended, or minus the signal that killed it.
 
-        If a rank was lost, a description replaces its status.
+        The status of a rank whose connection was lost is a text that describes the loss.
 
         Raises `ServerDiedError` if the server is gone.
         """
@@ -316,12 +316,12 @@ class ForkServer:
         ours, theirs = Pipe()
         self._pid = start(ours, theirs)
         theirs.close()
-        # At exit, the interpreter closes connections early, but not this descriptor. So the server
-        # sees a hang-up only once this process has ended.
+        # At exit, the interpreter closes connections early, but it never closes this descriptor. So
+        # the server does not see a hang-up until this process has ended.
         self._until_exit = os.dup(ours.fileno())
         self._channel: Channel[messages.ServerReply] = Channel(ours, stalls_s=_ANSWERED_WITHIN_S)
         self.pids: dict[int, int] = {}
-        """The pid of each rank in the last rank set, whether dead or alive."""
+        """The pids of the last rank set's ranks, keyed by rank; some may have ended."""
         self._exited: dict[int, int] = {}
         self._connections: list[Connection] = []
         self._status: int | None = None
@@ -352,7 +352,7 @@ class ForkServer:
                 try:
                     socket.send_fds(connection, [b"."], [end.fileno() for end in ends])
                 finally:
-                    connection.detach()  # os.dup would fail with too many open files
+                    connection.detach()  # not a dup above, which fails if too many files are open
         except BlockingIOError:
             self.kill()  # the server has stopped reading
             raise ServerDiedError from None
@@ -420,9 +420,9 @@ class ForkServer:
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)
-        # Remove the directory before killing the server. If the server is still importing torch,
-        # xdist interrupts this worker about now, 5 s after its session ended, and then neither
-        # process would remove the directory.
+        # Remove the directory before killing the server. Otherwise, if the server is still
+        # importing torch, neither process would remove the directory: xdist interrupts this worker
+        # about now, 5 s after its session ended.
         ending.remove_directory(self._directory)
         self.kill()
         self._reap(ending.HURRIED_S)
@@ -441,7 +441,7 @@ def fork_server(
     *,
     is_lazy: bool = False,
 ) -> ForkServer:
-    """Fork a server that runs `serve` and preloads torch in addition to `preloaded`."""
+    """Fork a server that runs `serve`, and preloads the modules `PRELOADED` and `preloaded`."""
 
     def start(ours: Connection, theirs: Connection) -> int:
         pid = processes.fork_quietly()

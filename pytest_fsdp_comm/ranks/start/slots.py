@@ -18,10 +18,10 @@ _WANTED = "wanted"
 
 # Note [Slots]: a slot is a file in a directory that the processes share. A process that uses a slot
 # locks its file (fcntl.flock); the kernel frees the lock when the process dies. This cannot
-# deadlock, because only one process at a time takes slots, that process takes all slots of a test
-# at once when they are all free, and a process that has slots never waits for more. Ranks are kept
-# for the next test only if that test follows immediately and no other process is waiting for slots.
-# A fork copies descriptors, and with them the locks, so each child closes its copies.
+# deadlock: only one process at a time takes slots, it takes all slots of a test at once, and a
+# process that has slots never waits for more. Ranks are kept for the next test only if that test
+# follows immediately and no other process is waiting for slots. A forked child inherits locks with
+# the descriptors, so it has to close its copies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,14 @@ class Grant:
     files: tuple[Path, ...] = ()
     """The files of the slots; pass them to `HeldSlots`."""
     gpus: tuple[str, ...] = ()
-    """Names of GPUs, as the user listed them; empty if the test needs none, or more than exist."""
+    """Names of GPUs, as the user listed them; empty if the test needs none or more than exist."""
 
 
 class Slots:
-    """The slots of the session, as used by one pytest process; see Note [Slots]."""
+    """Gives one pytest process access to the slots of its session; see Note [Slots]."""
 
     def __init__(self, directory: Path, *, ranks: int | None, gpus: Sequence[str]) -> None:
-        """Share slots in `directory`: one per GPU, and `ranks` for ranks (None: no limit)."""
+        """Use one slot for each GPU, and `ranks` slots for ranks (None: do not limit ranks)."""
         self._directory = directory  # created on first use
         self._bounds_ranks = ranks is not None
         self._ranks = [directory / f"rank{number}" for number in range(ranks or 0)]
@@ -47,13 +47,13 @@ class Slots:
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Wait for enough free slots and yield them; the block has to lock them (`HeldSlots`)."""
+        """Wait until enough slots are free, and yield them; the block locks them (`HeldSlots`)."""
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0
         if not leased and not bounded:
             yield Grant()
             return
-        # pytest may have removed the directory when it cleaned up its temporary directories.
+        # pytest may have removed the directory together with old temporary directories.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(self._directory / _TURN), contextlib.ExitStack() as wanting:
             is_waiting = False

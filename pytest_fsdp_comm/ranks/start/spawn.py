@@ -1,4 +1,4 @@
-"""Starts ranks as new processes if code that ran during collection has made a fork unsafe."""
+"""Starts ranks as new processes, for sessions in which collection has made a fork unsafe."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.text.codec import dump_tagged
 
-# Threads of these modules hold no lock that a rank needs, so they do not make a fork unsafe. Every
-# xdist worker has threads of execnet.
+# Threads of these modules do not make a fork unsafe, because they hold no lock that a rank needs.
+# Every xdist worker has threads of execnet.
 _HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout", "pytest_rerunfailures")
 
 _OMP_PAUSE_HARD = 2  # omp.h
@@ -40,17 +40,18 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 # - OpenMP: _end_openmp_threads ends its threads.
 # - OpenBLAS: it ends its threads before a fork, so _unsafe_native_threads forks a child once.
 # - jemalloc (part of pyarrow), and the pool of torch.set_num_threads (pthreadpool-cpp.cc in torch
-#   2.6 to 2.15): a forked child starts new threads. Those of the pool have no names, so count them.
+#   2.6 to 2.15): a forked child starts new threads. The pool's threads have no names, so we compare
+#   their number.
 # - NVML, which torch.cuda.device_count queries: its thread is named like CUDA's (driver 580).
-# macOS has no _TASKS, so native threads go unnoticed there.
+# macOS has no _TASKS, so native threads are not detected there.
 _TASKS = Path("/proc/self/task")
 _HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")
-# How long to wait for threads to end, which takes longer on a busy machine.
+# How long to wait for threads to end; long enough for a busy machine.
 _THREADS_END_WITHIN_S = 2.0
 
 
 def unsafe_to_fork() -> str:
-    """End OpenMP's threads, then return why a fork is unsafe; empty if it is safe."""
+    """End OpenMP's threads, then return why a fork is still unsafe; "" if it is safe."""
     _end_openmp_threads()
     threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
     if threads:
@@ -65,8 +66,8 @@ def _unsafe_torch() -> str:
         return ""
     if torch.cuda.is_initialized():
         return "CUDA was initialised during collection"
-    # If the driver found no GPU, ranks cannot use CUDA anyway, so it does not matter that the
-    # driver does not survive a fork.
+    # A started driver does not survive a fork. If it found no GPU, that does not matter, because
+    # ranks cannot use CUDA anyway.
     if is_driver_started(torch) and not no_gpu_error(torch):
         return (
             "the CUDA driver was started during collection (torch.cuda.is_available() does that, "
@@ -79,7 +80,7 @@ def _unsafe_torch() -> str:
 
 
 def reason_to_spawn(start: Start) -> str:
-    """Return why ranks cannot be forked; empty if they can."""
+    """Return why ranks must be spawned; "" if they can be forked."""
     if start == "spawn":
         return "the settings ask for new processes"
     reason = unsafe_to_fork()
@@ -107,26 +108,26 @@ def _unsafe_native_threads() -> str:
 
 
 def _native_threads() -> tuple[int, set[str]]:
-    """Return how many threads run no Python code (0 if unknown), and their names if any."""
+    """Return the number of threads that run no Python code (0 if unknown), and their names."""
     names = {}
     with contextlib.suppress(FileNotFoundError):
         for task in _TASKS.iterdir():
             with contextlib.suppress(OSError):  # the thread has ended
                 names[task.name] = (task / "comm").read_text().strip()
     names = {task: name for task, name in names.items() if not _HARMLESS_NATIVE.fullmatch(name)}
-    # Count the frames of Python threads, because `threading` does not list those of execnet.
+    # Count Python threads by their frames, because `threading` does not list execnet's threads.
     count = len(names) - len(sys._current_frames())  # noqa: SLF001  # documented for debuggers
     listed = {str(thread.native_id) for thread in threading.enumerate()}
-    # An unnamed thread has the name of the program, as the main thread does.
+    # A thread without a name of its own has the program's name, like the main thread.
     unnamed = names.get(str(os.getpid()))
     return count, {names[task] for task in names.keys() - listed} - {unnamed}
 
 
 def _end_openmp_threads() -> None:
     """End the threads of OpenMP, which starts new ones when it needs them."""
-    # A forked process has none of these threads, but would wait for them as soon as it used more
-    # than one thread: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU). Libraries
-    # such as scikit-learn bring their own copy of OpenMP, so end the threads of every loaded copy.
+    # A forked process lacks these threads, but OpenMP would wait for them once it used more than
+    # one thread: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU). Libraries such
+    # as scikit-learn bundle a copy of OpenMP, so end the threads of every loaded copy.
     libraries: set[str | None] = {None}
     with contextlib.suppress(OSError):
         libraries |= {*_OPENMP_LIBRARY.findall(Path("/proc/self/maps").read_text())}
@@ -147,7 +148,7 @@ def _is_harmless(thread: threading.Thread) -> bool:
 
 
 def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ...]) -> ForkServer:
-    """Start a process that spawns ranks; each rank gets the arguments of this pytest process."""
+    """Start a process that spawns ranks; it starts each with this pytest process's arguments."""
     arguments, environment = arguments_of(config)
     places = (str(directory), str(config.invocation_params.dir))
 
@@ -157,11 +158,11 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=(theirs.fileno(), *terminal),
-            # Not a new session, in which ranks could not read the terminal.
+            # Do not start a new session, because ranks could not read the terminal from there.
             process_group=0,
         )
-        # `ForkServer` reaps the process. Set a returncode, because otherwise Popen would warn
-        # that the process is still running.
+        # `ForkServer` reaps the process. The returncode keeps Popen from warning that the process
+        # is still running.
         process.returncode = 0
         return process.pid
 
@@ -170,20 +171,20 @@ def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ..
 
 def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
     """Return the arguments and environment for a pytest process that collects the same tests."""
-    # If an option and its value are separate arguments, and the value is also an existing path,
-    # pytest computes the rootdir from that path. So join options with their values.
+    # If an option's value is a separate argument that is also an existing path, pytest computes the
+    # rootdir from it. So join options and values.
     arguments = join_paths(map(str, config.invocation_params.args))
     from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
     if config.pluginmanager.has_plugin("xdist"):
         arguments += ["-n", "0"]
     if config.pluginmanager.has_plugin("randomly"):
-        # Pass the seed, because otherwise each rank would choose a different one.
+        # Without this seed, each rank would choose a different one.
         arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
     return arguments, {**os.environ, "PYTEST_ADDOPTS": shlex.join(from_environment)}
 
 
 def main(descriptor: str, directory: str, *program: str) -> NoReturn:
-    """Spawn ranks until pytest is gone; `program` has pytest's working directory and arguments."""
+    """Spawn ranks until pytest is gone; `program` is pytest's working directory and arguments."""
     serve(
         Channel.inherited(int(descriptor)),
         lambda: partial(_become_rank, program),
@@ -208,7 +209,7 @@ def _become_rank(
     for descriptor in descriptors:
         os.set_inheritable(descriptor, True)  # noqa: FBT003  # the function takes no keywords
     if spec.gpus:
-        # Set the visible GPUs now, because collecting the tests in the rank can start CUDA.
+        # Set the visible GPUs now, because collecting tests in the rank can initialize CUDA.
         environment[visible_gpus_variable(environment)] = ",".join(spec.gpus)
     invoked_in, *arguments = program
     os.chdir(invoked_in)

@@ -17,15 +17,15 @@ from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 _Received = TypeVar("_Received")
 
-# A message follows its length. If a test writes text to the file descriptor by mistake, its first
-# characters are read as a length, and this limit rejects it.
+# Each message is sent after its length. If a test writes text to the file descriptor by mistake,
+# the first characters of that text are read as a length, which exceeds this limit.
 _MOST_NBYTES: Final = 1 << 29
 _TIMEVAL: Final = struct.Struct("@ll")
 _HANG_UP: Final = getattr(select, "POLLRDHUP", 0)
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Make the system notice within a minute if the other machine is gone."""
+    """Make the kernel detect within a minute that the other machine is gone."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -35,7 +35,7 @@ def keep_alive(connected: socket.socket) -> None:
 
 
 class Channel(Generic[_Received]):
-    """One end of a connection. Sends JSON, unlike `Connection.send`, which pickles objects."""
+    """One end of a connection; sends messages as JSON, whereas `Connection` would pickle them."""
 
     def __init__(self, connection: Connection, *, stalls_s: float | None = None) -> None:
         """Take over a connection.
@@ -55,7 +55,7 @@ class Channel(Generic[_Received]):
 
     @classmethod
     def inherited(cls, descriptor: int) -> Channel[_Received]:
-        """Use an inherited descriptor; do not pass it on to programs that this process starts."""
+        """Use an inherited descriptor; programs that this process starts will not inherit it."""
         os.set_inheritable(descriptor, False)  # noqa: FBT003  # the function takes no keywords
         return cls(Connection(descriptor))
 
@@ -63,14 +63,14 @@ class Channel(Generic[_Received]):
         return self.connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message, blocking; do nothing in a forked child."""
+        """Send a message and wait until it is sent; do nothing in a forked child."""
         if getpid() == self._pid:
-            # Values that JSON cannot represent are sent as their repr, because otherwise an unusual
-            # user property would lose the report.
+            # Values that JSON cannot represent are sent as their repr, because an unusual user
+            # property should not keep a report from being sent.
             self.connection.send_bytes(dump_tagged(message).encode("ascii"))
 
     def receive(self, *, within_s: float | None = None) -> _Received | None:
-        """Wait for a message and return it; return None if the other end is closed.
+        """Wait for a message and return it; return None once the other end is closed.
 
         Raises:
             TimeoutError: No message began to arrive within `within_s`.
@@ -84,8 +84,7 @@ class Channel(Generic[_Received]):
             self.is_closed = True
             return None
         except OSError as error:
-            # An OSError without errno means that the connection ended within a message, or that the
-            # message is too long.
+            # Without errno, the connection ended within a message, or the message is too long.
             if error.errno is None and self.is_hung_up():
                 self.is_closed = True
                 return None
@@ -101,7 +100,7 @@ class Channel(Generic[_Received]):
                 yield message
 
     def is_hung_up(self) -> bool:
-        """Return whether the other end is closed, without waiting; messages may still be unread."""
+        """Return whether the other end is closed; some of its messages may still be unread."""
         poll = select.poll()
         poll.register(self.connection, _HANG_UP)
         return bool(poll.poll(0))

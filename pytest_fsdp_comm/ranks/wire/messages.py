@@ -1,4 +1,4 @@
-"""The messages between processes: frozen dataclasses, which are parsed strictly."""
+"""The messages between processes: frozen dataclasses that the receiver parses strictly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class NextTest:
     """Whether the same ranks run another test after this one, and which test."""
 
     index: int | None = None
-    """The index of the next test among the session's items, if it is sure to run on these ranks.
+    """The next test's index among the session's items, if the test is sure to run on these ranks.
     The ranks then keep the fixtures that both tests share. If None, they tear down all fixtures."""
     is_none: bool = True
-    """Whether this is the last test of these ranks, after which they run their exit functions."""
+    """Whether the ranks run no other test; after their last test, they run their exit functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class RankSetSpec:
     item_index: int
     """The index of the first test among the session's items."""
     nodeid: str
-    """The node id of the first test; spawned ranks need it, because they collect tests again."""
+    """The node id of the first test, which spawned ranks use to collect only that test."""
     settings: DistributedSettings
     directory: Path
     """The directory for this rank set's logs and store; no other rank set uses it."""
@@ -38,7 +38,7 @@ class RankSetSpec:
     ``terminal`` under ``--setup-show`` or ``log_cli``."""
     next_test: NextTest = NextTest()
     store_prefix: str = ""
-    """Prefix of this rank set's keys on the launcher's store."""
+    """Prefix of this rank set's keys in the launcher's store."""
     slots: tuple[Path, ...] = ()
     """The lock files of the slots, which the server keeps locked until the ranks have ended."""
     terminal: tuple[int, ...] = ()
@@ -47,7 +47,7 @@ class RankSetSpec:
     """The process group of pytest, which has the terminal unless a debugger is running."""
     debugged_rank: int = 0
     gpus: tuple[str, ...] = ()
-    """The GPUs to make visible to ranks, as the user listed them; empty to change nothing."""
+    """The GPUs to make visible to ranks, as the user listed them; if empty, hide no GPUs."""
 
     def log_path(self, rank: int, stream: str) -> Path:
         """Return the log of a rank's ``stdout`` or ``stderr``, or of its ``terminal`` reporter."""
@@ -57,12 +57,12 @@ class RankSetSpec:
         return self.directory / f"rank{rank}.stacks"
 
 
-# From a rank to its supervisor. `PhaseReport` and `WarningSeen` in `results` are sent too.
+# Messages from a rank to its supervisor, in addition to `PhaseReport` and `WarningSeen`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Debugging:
-    """Reports that the user has entered or left a debugger; a debugged test has no deadline."""
+    """Reports that the user entered or left a debugger. A test has no deadline once debugged."""
 
     has_begun: bool
 
@@ -77,14 +77,14 @@ class TestEnded:
     """The exception that pytest's protocol raised, in words; None if it returned."""
     session_exit: SessionExit | None = None
     further_ranks: tuple[int, ...] = ()
-    """Further ranks that the test needs; the test then runs again on these ranks, too."""
+    """Ranks on which the test must also run; if there are any, it runs again on all ranks."""
     can_run_another: bool = True
     """False if the test has destroyed or replaced the process group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestsEnded:
-    """Answers `EndTests`; any reports of failures in teardown come before it."""
+    """Answers `EndTests`, after the reports of any failures in teardown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class PositionAnswer:
 
 RankMessage = PhaseReport | WarningSeen | Debugging | TestEnded | TestsEnded | PositionAnswer
 
-# From the supervisor to a rank, or to its watchdog.
+# Messages from the supervisor to a rank or to its watchdog.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class RunTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndTests:
-    """Asks kept ranks to tear down their fixtures, because no other test follows."""
+    """Asks kept ranks to tear down their fixtures, because they will run no other test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +123,12 @@ class PositionQuestion:
     """Whether to read `Position.groups`, which is slow if many ranks share few cores."""
 
 
-# From the pytest process to its fork server.
+# Messages from the pytest process to its fork server.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRank:
-    """Asks the server to fork a rank; the two descriptors for `RunRank` follow."""
+    """Asks the server to fork a rank; the sender then sends the two descriptors for `RunRank`."""
 
     rank: int
 
@@ -142,19 +142,19 @@ class EndSet:
 
 ServerRequest = RankSetSpec | StartRank | EndSet
 
-# From the fork server to its pytest process.
+# Messages from the fork server to its pytest process.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetStarted:
-    """Answers the last `StartRank`."""
+    """Answers the last `StartRank` of a rank set."""
 
     pids: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExited:
-    """Reports that the process of a rank has ended before `EndSet`."""
+    """Reports that a rank's process has ended before the server received `EndSet`."""
 
     rank: int
     status: int
@@ -171,19 +171,19 @@ class SetEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFailed:
-    """A fork server's last message, which says why it failed."""
+    """Reports why the fork server failed; it sends nothing after this message."""
 
     reason: str
 
 
 ServerReply = SetStarted | RankExited | SetEnded | ServerFailed
 
-# Between a launched rank and rank 0's process, which supervises it.
+# Messages between a launched rank and rank 0's process, which supervises it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A launched rank's first message on each of its two connections."""
+    """The first message that a launched rank sends on each of its two connections."""
 
     token: str
     """A secret from the launcher's store, which proves that the sender is a rank."""

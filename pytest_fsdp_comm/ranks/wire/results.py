@@ -17,13 +17,13 @@ class Activity(StrEnum):
     """The test raised an exception at `Position.site`, and pytest is creating the report."""
     HAS_ENDED = "has ended"
     HOLDS_GIL = "holds the GIL"
-    """The watchdog cannot run, so only the stack is known: a signal made the rank dump it."""
+    """The watchdog cannot run, so only the stack is known, which the rank dumped on a signal."""
     SILENT = "silent"
     """The rank is alive, but neither answered nor dumped its stack in time."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the watchdog of the rank answered, so that the groups are known."""
+        """Whether the rank's watchdog answered, so that the rank's process groups are known."""
         return self in (Activity.RUNS, Activity.REPORTS, Activity.HAS_ENDED)
 
 
@@ -37,7 +37,7 @@ class IssuedCollective:
     nbytes: int
     """Size of the rank's input in bytes."""
     is_done: bool
-    """Whether the rank has finished the collective; also true if gloo raised an error in it."""
+    """Whether the rank has finished the collective; also True if gloo raised an error in it."""
     sent: str = ""
     """The rank's input in words, such as ``4 float32``."""
     owner: str = ""
@@ -45,9 +45,9 @@ class IssuedCollective:
     is_last: bool = False
     """Whether this is the last collective that the rank called on any group."""
     is_waited_in: bool = False
-    """Whether the main thread is waiting for the collective; False if it runs in the background."""
+    """Whether the main thread waits for the collective; False if it runs in the background."""
     timeout_s: float = 0.0
-    """How long the rank waits at most; 0 if user code passed a timeout to ``Work.wait``."""
+    """How long the rank will wait at most; 0 if user code sets a timeout in ``Work.wait``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Position:
     site: str
     """``path:line in function`` of the innermost user code; empty if there is none, or unknown."""
     code: str = ""
-    """The source code of that line, such as ``lock.acquire()``; empty if unknown."""
+    """The line of source code at `site`, such as ``lock.acquire()``; empty if unknown."""
     stack: tuple[str, ...] = ()
     """The formatted stack, innermost frame first; empty if unknown."""
     module: str = ""
@@ -86,30 +86,30 @@ class Position:
     is_waiting: bool = False
     """Whether the rank is in a call that waits for other ranks, or in a torch call that might."""
     is_reporting: bool = False
-    """Whether the rank is comparing with a snapshot or formatting a failure. Neither requires other
-    ranks."""
+    """Whether the rank is comparing with a snapshot or formatting a failure, so that it is not
+    waiting for other ranks."""
 
 
 class Stopped(StrEnum):
     """Why the supervisor stopped a rank that was still running."""
 
     AFTER_FAILURE = "after failure"
-    """A different rank had failed, and the grace period was over."""
+    """Another rank had failed, and the grace period was over."""
     AT_DEADLINE = "at deadline"
     """The time limit (ours or pytest-timeout's) had passed, or a rank could never finish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """A report that pytest created in a rank, on a phase or on a subtest within a phase."""
+    """A report that pytest created in a rank for a phase, or for a subtest within a phase."""
 
     report: dict[str, Any]
-    """The result of ``pytest_report_to_serializable``; its ``stop`` is the rank's `time.time`."""
+    """The result of ``pytest_report_to_serializable``; ``stop`` is `time.time` on the rank."""
     is_subtest: bool = False
     precedes_debugger: bool = False
     """Whether a debugger opens after this report, so that the other ranks must not be stopped."""
     nbytes_reported: dict[str, int] = dataclasses.field(default_factory=dict)
-    """For each stream, how many bytes of the rank's log this and earlier reports contain."""
+    """For each stream, how many bytes of the rank's log are in this report and earlier ones."""
 
     @property
     def has_failed(self) -> bool:
@@ -148,7 +148,7 @@ class RankResult:
     reports: tuple[PhaseReport, ...] = ()
     warnings: tuple[WarningSeen, ...] = ()
     phase_began_at: float = dataclasses.field(default_factory=time.time)
-    """`time.time` of the last phase's report; before the first report, when the test began."""
+    """`time.time` when the current phase began: when the last report arrived or the test began."""
     is_done: bool = False
     payloads: tuple[str, ...] | None = None
     further_ranks: tuple[int, ...] = ()
@@ -158,21 +158,21 @@ class RankResult:
     escaped: str | None = None
     session_exit: SessionExit | None = None
     status: int | str | None = None
-    """Exit status of a rank that died, or minus the number of the signal that killed it. For a lost
-    rank, what happened to it, to be printed after its name. None if the rank did not die."""
+    """Exit status of a rank that died, or minus the number of the signal that killed it. If the
+    rank was lost, a text that reports print after its name. None if the rank did not die."""
     ended_at: float | None = None
     """`time.time` when the rank died or was stopped; None if it finished the test."""
     stopped: Stopped | None = None
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
     """Output of the phase that the rank did not finish, keyed by stream; empty if there is none."""
     waited_for: tuple[int, ...] = ()
-    """The ranks that this rank is waiting for in vain, because they have finished the test."""
+    """Ranks that this rank is waiting for, although they have already finished the test."""
     position: Position | None = None
     """Where the rank was when the supervisor last asked; None if unknown."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the test is over on this rank, so that the rank sends no more reports on it."""
+        """Whether the test is over on this rank, so that no more reports on the test can arrive."""
         return self.is_done or self.status is not None
 
     @property
@@ -182,7 +182,7 @@ class RankResult:
 
     @property
     def has_died(self) -> bool:
-        """Whether the rank left the test before its end without being stopped."""
+        """Whether the rank left the test before its end without being stopped by the supervisor."""
         has_left = self.escaped is not None or self.session_exit is not None
         return has_left or self.status is not None
 
