@@ -154,7 +154,7 @@ def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
 
 def print_explanations(pairs: Sequence[Pair], *, with_lines: bool = False) -> bool:
     """Print an explanation of each difference; return whether any compared content differs."""
-    # Group the snapshots of each test, because its trees help to explain its communication.
+    # Group the snapshots by test, because a test's trees help to explain its communication.
     groups: defaultdict[object, list[Pair]] = defaultdict(list)
     for pair in pairs:
         groups[_test_of(pair)].append(pair)
@@ -201,7 +201,7 @@ def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None,
     )
     text = difference.explanation
     scope = f" ({text.scope})" if text.scope else ""
-    # Files may differ although everything that is compared is equal, for example after an update.
+    # Files can differ even if all compared facts are equal, for example after an update.
     changes = text.changes if text.body else (difference.text or "nothing that is compared",)
     is_change = bool(difference.changes or difference.text) or pair.is_rename
     return replace(text, head=f"{head}:{scope}", changes=changes, cures=()), is_change

@@ -106,7 +106,7 @@ def summary_lines(profile: Profile) -> Iterator[str]:
 
 
 def find_project(start: Path) -> tuple[Path, Path]:
-    """Return the root and snapshot directories that pytest uses if run in `start` (absolute)."""
+    """Return the root and snapshot directories that pytest would use in `start` (absolute)."""
     config = _read_settings(start)
     snapshot_dir = config.getini("fsdp_comm_snapshot_dir") or "snapshots"
     return config.rootpath, Path(os.path.normpath(config.rootpath / snapshot_dir))

@@ -75,7 +75,7 @@ def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
     yield f"mesh: {show_mesh(profile.mesh_axes)}"
     for peak in profile.peaks:
         on = f" on {name_ranks(peak.ranks)}" if peak.ranks else ""
-        # Also print the exact bytes, so that with git's textconv, a diff shows any change.
+        # Also print the exact bytes, so that small changes show up in a diff of git's textconv.
         yield f"peak gathered: {show_nbytes(peak.nbytes)} ({peak.nbytes:_} B){on}"
     if not profile.sizes_activations:
         yield "sizes of activations: not compared"

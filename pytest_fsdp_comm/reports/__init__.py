@@ -1,1 +1,1 @@
-"""Write results for people to read: failure texts, trees, HTML pages, and summaries for CI."""
+"""Present results to people: failure texts, trees, HTML pages, and summaries for CI."""

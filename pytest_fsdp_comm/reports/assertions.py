@@ -1,4 +1,4 @@
-"""Explain failed assertions about findings, and about counts and bytes of ``comm_mode``."""
+"""Explain failed assertions about findings, or about counts and bytes from ``comm_mode``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _ORIGIN: Final = re.compile(r" \+( +)(?:where|and  ) (.*)")
 
 
 def explain_findings(error: AssertionError) -> None:
-    """If an assertion's message contains the repr of findings, append their full text."""
+    """Append the full text of findings to an assertion's message that contains their repr."""
     # pytest calls no hook for ``assert not tree.findings``, and shortens each value to one line of
     # 240 characters. Remove pytest's lines that say where the findings, tree and model came from.
     if len(error.args) != 1 or not isinstance(error.args[0], str):

@@ -40,7 +40,7 @@ def render_comparison(
     steps = comparison.reported
     new_calls = [_new_calls_of(step, comparison) for step in steps]
     sentences = [*map(sentence, steps)]
-    # Changes in timing follow from changes in units, so print them after those.
+    # Changes in units are printed first, because changes in timing result from them.
     timings = () if comparison.explanation is None else comparison.explanation.timings
     if len(steps) == 1 and isinstance(steps[0], Renamed) and not (comparison.remaining or timings):
         sentences[0] += "; all communication is unchanged"
@@ -105,7 +105,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the call site and text of each change; if no change has a site, use that of a row."""
+    """Yield the call site and text of each change, or of one row if no change has a call site."""
     differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
     pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
@@ -145,7 +145,7 @@ def _without_backward(calls: NewCalls) -> NewCalls:
 
 
 def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
-    """Return a change's new calls; if forwards without a backward were added, drop old sites."""
+    """Return a change's new calls, without the lines of old calls if forwards were added."""
     calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
     if all(cause.text != NO_BACKWARD for cause in comparison.causes):
         return calls
@@ -219,7 +219,7 @@ def _simple(before: Row | None, after: Row | None, times: str) -> str:
 
 
 def _kinds(amount: Row) -> set[Calls]:
-    """Return the kinds of calls, without counts and sizes."""
+    """Return a row's calls without their counts and sizes."""
     return {replace(calls, count=0, nbytes=0) for calls in amount.calls}
 
 

@@ -19,9 +19,9 @@ CURE: Final = "  fix: "
 ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
 READ: Final = "  then read the file, and commit it with the test"
-"""The beginnings of lines that describe no change: causes, notes, cures and commands."""
+"""Prefixes of the lines that do not describe a change: causes, notes, cures and commands."""
 
-# The largest explanation that pytest prints in full. Outside CI, pytest truncates explanations to 8
+# Limits within which pytest prints an explanation in full. Outside CI, it truncates others to 8
 # lines or 640 characters, unless the notice about the truncation would be longer than the excess.
 # The notice has 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
 MOST_LINES: Final = 8
@@ -49,8 +49,8 @@ class FailureText:
     changes: tuple[str, ...] = ()
     """All other changes, most important first."""
     summaries: tuple[str, ...] = ()
-    """One line for each change in `training`, then for each other model-wide change; each line ends
-    with the likely cause."""
+    """One line, with the likely cause if known, for each change in `training` and then for every
+    other model-wide change."""
     sent: tuple[tuple[str, str], ...] = ()
     """For each change whose call site is known: ``path:line`` and the text of the change."""
     causes: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class FailureText:
         return (self.head, *self.body, *(f"{CURE}{cure}" for cure in self.cures))
 
     def within(self, scope: str, cure: str = "") -> FailureText:
-        """Return a copy whose first line ends with `scope`; also add `cure` if it is not empty."""
+        """Return a copy with `scope` at the end of its first line, and with one more `cure`."""
         return replace(
             self,
             head=f"{self.head}, {scope}",

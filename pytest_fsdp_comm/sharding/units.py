@@ -227,9 +227,9 @@ class ReadParameter:
     node: ParameterNode
     """Its module, name and unit are placeholders until `capture.py` replaces them."""
     slots: tuple[Slot, ...] = ()
-    """Its slots, starting with the slot that its unit uses; empty if no unit manages it."""
+    """The parameter's slots, first the slot that its unit uses; empty if no unit manages it."""
     origin: object = None
-    """Equal for parameters that were one tensor before sharding; None if torch does not say."""
+    """A key shared by parameters that were one tensor before sharding; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,5 +298,5 @@ def private_names(api: str) -> Iterator[None]:
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """Return a dtype's name without torch's prefix; None for None."""
+    """Return a dtype's name without torch's prefix, or None for None."""
     return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -43,13 +43,13 @@ class SnapshotText(str):
 
     @cached_property
     def profile(self) -> Profile:
-        """The profile, parsed on first use only, because most recordings already match as text."""
+        """The profile, which is parsed only on first use, because most recordings match as text."""
         read = comm_text.read_comm if self.lines.kind == "comm" else tree_text.read_tree
         return read(self.lines)
 
 
 def has_further_ranks(old: Profile, new: Profile) -> bool:
-    """Whether only the old profile has some ranks, so that an update would lose them."""
+    """Whether an update would lose ranks that only the old profile has."""
     before, after = (set(side.recorded_ranks or range(side.world_size)) for side in (old, new))
     return not before <= after
 
@@ -107,7 +107,7 @@ def write_atomically(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-# Subdirectories of ``--comm-artifacts``, organized like the snapshot directory: one has what failed
-# tests recorded, the other the snapshots that they expected (none if a snapshot is missing).
+# Subdirectories of ``--comm-artifacts``, organized like the snapshot directory. One has the
+# recordings and trees of failed tests, the other the snapshots, if any, that they failed to match.
 RECEIVED: Final = "received"
 EXPECTED: Final = "expected"

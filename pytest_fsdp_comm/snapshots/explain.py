@@ -153,7 +153,7 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Explain a value's difference only once; ranks that do not explain get only its first line."""
+    """Explain how a value differs, only once; most ranks need only the first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:
@@ -168,7 +168,7 @@ def _difference(
 
 
 def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
-    """Yield the diff of each file; if there are several, first the value's name and the path."""
+    """Yield the diff of each file; if there are several, print the value's name and path first."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
         if _compared_profiles(result):

@@ -376,7 +376,7 @@ class CommSnapshot(SnapshotAssertion):
 
     @property
     def index(self) -> str | int:
-        """The part of the file name that tells the test's files apart (see `basename`)."""
+        """The part of a file's name that distinguishes the files of a test (see `basename`)."""
         # Unlike syrupy's index, this stays constant while a value is being compared, and it counts
         # comparisons instead of values.
         return self._index

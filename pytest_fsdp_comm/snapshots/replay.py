@@ -140,7 +140,7 @@ def compared_files(config: pytest.Config) -> list[str]:
 
 
 def end_test(item: pytest.Item, *, has_passed: bool) -> list[str]:
-    """Write the updates of a test that runs in one process; return problems that fail it."""
+    """Write the updates of a test without ranks; return the problems that make it fail."""
     problems = settle_updates(item, has_passed=has_passed)
     return [*problems, UNUSED] if end_comparisons(item) and has_passed else problems
 

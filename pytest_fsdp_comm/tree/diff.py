@@ -44,7 +44,7 @@ class TreeChange:
 _NEW_ROOT: Final = "becomes a root"
 _NOT_MANAGED: Final = "no longer managed by a unit"
 _TRAINED: Final = " trained, but no unit manages it or reduces its gradients"
-# Changes that start with these texts make training wrong: a parameter has no unit any more, or its
+# Changes that start with these texts make training wrong: a parameter no longer has a unit, or its
 # gradient is reduced with a different divisor or dtype.
 _TRAINING: Final = (_NOT_MANAGED, "gradient_divide_factor ", "reduce_dtype ")
 _Fact = TypeVar("_Fact")
@@ -156,7 +156,7 @@ def _differences(
     new: Mapping[str, _Fact],
     describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
 ) -> Iterator[TreeChange]:
-    """Yield the changes in facts of the same name; names with the same changes share a pattern."""
+    """Yield how the facts of each name differ; names with the same changes share a pattern."""
     names_of: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)

@@ -34,11 +34,11 @@ class Finding:
     cure: str
     """The code change that fixes it."""
     nbytes: int | None = None
-    """Its cost in bytes on each rank, in memory or in traffic per step (as `reason` says); None if
+    """The cost in bytes on each rank, in memory or in traffic per step (as `reason` says); None if
     unknown."""
     count: int = 1
-    """The number of cases that it combines. They differ only in names, as equal layers do. `reason`
-    describes one case; `nbytes` is summed over all cases."""
+    """The number of cases that the finding combines. They differ only in names, as equal layers do.
+    `reason` describes one case; `nbytes` is summed over all cases."""
 
     @property
     def cost(self) -> str:
@@ -97,7 +97,7 @@ class FindingSettings:
     levels: Mapping[str, RuleLevel] = field(default_factory=dict)
     """Levels that override the defaults of rules, keyed by code."""
     small_nbytes: int = 1 << 20
-    """The latency of a collective, as the number of bytes that the link could transfer meanwhile.
+    """The latency of a collective, as the bytes that the link could transfer in that time.
 
     A unit is too small if it gathers less than this, and less than a sixteenth of the largest unit.
     A change that adds collectives pays off if each of them saves more than this. 1 MiB is our

@@ -51,20 +51,20 @@ class ModuleNode:
     """A module at one of the places where it is registered; see `alias_of`."""
 
     name: str
-    """Its name in its parent; empty for the root."""
+    """The module's name in its parent; empty for the root."""
     parent: int | None
     """Index of the parent; None for the root."""
     depth: int
-    """The number of modules above it."""
+    """The number of its ancestors."""
     class_name: str
     """The name of the user's class. It is printed, but never compared."""
     wrappers: tuple[str, ...] = ()
-    """Classes of the wrappers around it, outermost first; its FQN does not contain them."""
+    """Classes of the wrappers around the module, outermost first; FQNs do not contain them."""
     alias_of: int | None = None
-    """If the module was first registered at another place: the index of that node, which has the
-    parameters and children. None otherwise."""
+    """Index of the node at which the module was first registered, which has its parameters and
+    children; None if this is that node."""
     has_forward: bool = True
-    """Whether it can run, and therefore be a unit; ``ModuleList`` and ``ModuleDict`` cannot."""
+    """Whether the module can run, and so be a unit; ``ModuleList`` and ``ModuleDict`` cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class ParameterNode:
     module: int
     """Index of the module that registers it."""
     name: str
-    """Its name in that module."""
+    """The parameter's name in that module."""
     tied: tuple[tuple[int, str], ...] = ()
     """The other places (module, name) where the same parameter is registered."""
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class ParameterNode:
     itemsize: int
     """The number of bytes of one element."""
     placements: tuple[AxisPlacement, ...] = ()
-    """One placement for each axis of its device mesh; empty for a plain tensor."""
+    """The placement on each axis of the parameter's mesh; empty for a plain tensor."""
     local_numel: int
     """The number of elements on this rank, without padding."""
     trainable: bool
@@ -92,7 +92,7 @@ class ParameterNode:
     device: str
     """The device type on this rank: ``cpu``, ``cuda``, ``meta``."""
     unit: int | None
-    """Index of the unit that manages it; None if none does."""
+    """Index of the unit that manages the parameter; None if there is none."""
     split_from: int | None = None
     """If two units sharded a tied parameter separately: the index of the first of the two
     parameters. None otherwise, and always None in torch 2.7, which does not record it."""
@@ -211,7 +211,7 @@ class ShardTree:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether it has units or DTensor parameters, sharded or replicated."""
+        """Whether the tree has units or DTensor parameters, sharded or replicated."""
         return bool(self.units) or any(parameter.placements for parameter in self.parameters)
 
     def module_fqn(self, index: int) -> str:

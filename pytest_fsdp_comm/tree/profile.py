@@ -84,7 +84,7 @@ class ParameterFacts:
     placements: tuple[tuple[str, str], ...] = ()
     """Each mesh axis and the placement on it, in mesh order; empty for a plain tensor."""
     tied: tuple[str, ...] = ()
-    """Its other FQNs, in natural order."""
+    """The other FQNs of a tied parameter, in natural order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def _unit_facts(unit: ShardUnit, names: list[str]) -> UnitFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeProfile:
-    """The compared facts of all ranks of a test; its backend and torch version are for display."""
+    """The compared facts of all ranks of a test; the backend and torch version are only printed."""
 
     trees: Mapping[tuple[int, ...], TreeFacts]
     """Each distinct tree, keyed by the ranks that have it, in ascending order, or by ``()`` if all

@@ -42,7 +42,7 @@ class Comparisons:
 
     @property
     def command(self) -> str:
-        """`accept` without the test."""
+        """`accept` without the test, so that `accept_all` can append several tests."""
         return self.accept.removesuffix(self.test)
 
     def change(self, nodeid: str) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class FailedTest:
     place: Place | None
     """The line that failed; None if it is outside the checkout."""
     sent: tuple[tuple[Place, str], ...] = ()
-    """`comparisons.sent`, or the line where the test hangs, if the line is in the checkout."""
+    """`comparisons.sent`, or where the test hangs; has no lines outside the checkout."""
     comparisons: Comparisons = Comparisons()
     """Empty if the test failed before its first comparison, or for a different reason."""
 
@@ -105,11 +105,11 @@ class Outcomes:
     """Number of tests that passed after a comparison, or failed because of one."""
     compared_files: int
     failed: tuple[FailedTest, ...] = ()
-    """In the order of pytest's reports."""
+    """The failed tests, in the order of pytest's reports."""
     unused: tuple[str, ...] = ()
     """Paths of snapshot files that no test compared, relative to pytest's root."""
     ended_early: str = ""
-    """Why not all tests ran; empty if all did."""
+    """Why the session ended before all tests ran; empty if all of them ran."""
     annotates_all: bool = True
     """Whether to annotate failed comparisons even if their call sites are unknown."""
 
@@ -149,7 +149,7 @@ class Origin:
         return f"{self.address}/blob/{quote(self.commit)}/{quote(place.path)}#L{place.line}"
 
     def place(self, path: Path, line: int, *, root: Path) -> Place | None:
-        """Return a line as a `Place`; None if it is outside the checkout (`root` if unknown)."""
+        """Return the place of a line in the checkout (by default, `root`); None if outside it."""
         top = Path(self.top or root)
         # Resolve symlinks only if the unresolved path is not in the checkout.
         for at, below in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above
@@ -159,7 +159,7 @@ class Origin:
 
 
 def read_origin(environment: Mapping[str, str]) -> Origin:
-    """Read the commit from the variables of GitHub or GitLab, unless a test runs this session."""
+    """Read the commit from GitHub's or GitLab's variables, unless this session runs in a test."""
     if "PYTEST_CURRENT_TEST" in environment:
         return Origin()
 

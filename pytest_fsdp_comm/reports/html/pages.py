@@ -43,7 +43,7 @@ from pytest_fsdp_comm.tree.profile import TreeProfile
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# Size limits of a page. If it omits elements, it says how many.
+# Size limits of a page. A page that omits elements says how many.
 _MAX_CHARTS: Final = 4
 _MAX_SECTIONS: Final = 12
 _MAX_TESTS: Final = 1_500
@@ -165,7 +165,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
         sections=rendered,
         data=_data(rendered),
         left_out=len(sections) - len(rendered),
-        # Prefer the recorded world size: a test that runs in one process may create a group.
+        # Prefer the recorded world size: a test without ranks may create a process group.
         world_size=max((section["world_size"] for section in rendered), default=0)
         or result.record.world_size,
     )

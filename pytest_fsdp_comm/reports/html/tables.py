@@ -99,7 +99,7 @@ class CostRow:
     before: str
     after: str
     change: str
-    """``+63 %``; empty if unchanged."""
+    """The relative change, such as ``+63 %``; empty if unchanged."""
 
 
 def cost_rows(cost: Cost) -> list[CostRow]:
@@ -160,7 +160,7 @@ def _cells() -> defaultdict[Column, list[int]]:
 @dataclass(slots=True)
 class _Node:
     direct: defaultdict[Column, list[int]] = field(default_factory=_cells)
-    """A `Cell` for each column, without submodules."""
+    """One `Cell` per column, for the calls of the module but not of its submodules."""
     total: defaultdict[Column, list[int]] = field(default_factory=_cells)
     children: dict[str, _Node] = field(default_factory=dict)
 

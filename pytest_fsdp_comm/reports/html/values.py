@@ -108,7 +108,7 @@ class Compared:
     tree: ShardTree | None = None
     """The tree of the lowest rank; None for a recording."""
     timelines: tuple[Timeline, ...] = ()
-    """Sorted by their lowest rank; empty for a tree."""
+    """The timelines of all ranks, sorted by lowest rank; empty for a tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class Record:
 
     world_size: int = 1
     backend: str = ""
-    """Empty for a test that does not run on ranks."""
+    """The backend of the process group; empty for a test that does not run on ranks."""
     silent_ranks: tuple[int, ...] = ()
     """Ranks that ended without sending their recordings, ascending."""
     compared: tuple[Compared, ...] = ()

@@ -27,7 +27,7 @@ from pytest_fsdp_comm.tree.model import ShardTree, ShardUnit
 # Report a unit if padding is more than this share of its all-gather.
 _PADDING_SHARE: Final = 0.1
 
-# Errors: training is wrong, it raises, or it gains nothing from FSDP.
+# Errors: training computes wrong results, raises, or gains nothing from FSDP.
 
 
 @rule("no-root-unit", "error", cure="call fully_shard on the model itself too, after its blocks")

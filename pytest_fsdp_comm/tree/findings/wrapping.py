@@ -114,7 +114,7 @@ class Wrapping:
 
 
 def is_negligible(nbytes: int, largest: int) -> bool:
-    """Whether `nbytes` are less than a sixteenth of `largest`."""
+    """Whether `nbytes` is less than a sixteenth of `largest`."""
     return nbytes * _SMALL_SHARE < largest
 
 
@@ -152,7 +152,7 @@ class Case(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A kind of finding; `Finding` explains its fields."""
+    """A kind of finding; see `Finding` for the meaning of the fields."""
 
     code: str
     level: Level
