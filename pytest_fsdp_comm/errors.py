@@ -31,7 +31,7 @@ quoted_part = partial(quoted, most=50)
 
 
 class FsdpCommError(Exception):
-    """Base of every error that this plugin raises on purpose."""
+    """Base class of this plugin's errors."""
 
     def __init__(self, text: str = "") -> None:
         super().__init__(printable(text, "\n"))
@@ -54,7 +54,7 @@ class RecordingError(FsdpCommError):
 
 
 class UpstreamChangedError(FsdpCommError):
-    """A private name of torch, pytest or syrupy that the plugin uses no longer exists."""
+    """The plugin uses a private name of torch, pytest or syrupy that no longer exists."""
 
 
 class RanksDivergedError(FsdpCommError):

@@ -1,4 +1,4 @@
-"""The plugin's fixtures; every rank sets them up for itself."""
+"""The plugin's fixtures, which are set up separately on each rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class DistInfo:
     world_size: int
     """Size of the default process group; 1 in a test that is not distributed."""
     backend: str
-    """``gloo``, ``nccl``, or ``fake`` if the rank is simulated; empty if the test has no ranks."""
+    """``gloo``, ``nccl``, or ``fake`` for a simulated rank; empty if the test is not
+    distributed."""
     device: str
     """Device for this rank's tensors: ``cpu`` or ``cuda:N``."""
 

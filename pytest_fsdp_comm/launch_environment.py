@@ -19,7 +19,7 @@ RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
 # The variables for rank, world size and local rank that launchers set: Open MPI's mpirun, mpirun of
 # MPICH and Intel MPI, and srun. For srun, read the world size from SLURM_STEP_NUM_TASKS, which only
-# srun sets; a batch script or salloc shell, a single process, has the other two as well.
+# srun sets; a batch script or salloc shell is a single process, but has the other two as well.
 _OTHER_LAUNCHERS: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),

@@ -145,7 +145,7 @@ def may_record(item: pytest.Item) -> bool:
 
 
 def snapshot_variant(item: pytest.Item) -> str:
-    """Return the part of snapshot names for the world size: ``ws4``, or ``ws1`` without ranks."""
+    """Return the world size as it appears in snapshot names: ``ws4``, or ``ws1`` without ranks."""
     settings = item.stash.get(SETTINGS, None)
     return f"ws{settings.world_size if settings else 1}"
 

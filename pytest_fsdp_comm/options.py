@@ -29,7 +29,7 @@ MARKER_SIGNATURE: Final = (
     "distributed(world_size=None, *, backend=None, simulate=False, simulation_splits=None, "
     "real=None, ranks=None, scope='test', timeout_s=None, device=None)"
 )
-# Name of the fixture that passes a parametrized world size.
+# Name of the fixture through which a test is parametrized over world sizes.
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 
 # Largest world size with a process for each rank. A process needs 200 MB for torch (2.13, CPU), so
@@ -357,7 +357,7 @@ class DistributedSettings:
     simulation_splits: tuple[float, ...] | None = None
     """Each expert's share of the tokens; empty if equal, None if not declared."""
     real: tuple[RealAxis, ...] = ()
-    """Axes of a simulation along which ranks really communicate."""
+    """Axes of a simulation along which the ranks are real processes."""
     finds_ranks: bool = False
     """Whether the simulation also runs ranks whose local shapes differ from those of `ranks`."""
 

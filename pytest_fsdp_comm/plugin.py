@@ -239,7 +239,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Explain failed assertions about findings and comparisons, and process group errors."""
+    """Explain process group errors, and failed assertions about findings and comparisons."""
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, ValueError) and "torch" in sys.modules:
         from pytest_fsdp_comm.ranks.rank.process_group import add_remedy  # noqa: PLC0415  # only after a failure

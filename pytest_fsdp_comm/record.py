@@ -143,7 +143,7 @@ def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None
 
 
 class _Hook:
-    """Records steps of a script; `stepped` is called after each step of an optimizer."""
+    """Records steps of a script; call `stepped` after each optimizer step."""
 
     def __init__(self, run: ScriptRun, out: Path, *, goes_on: bool) -> None:
         self._run, self._out, self._goes_on = run, out, goes_on

@@ -90,7 +90,7 @@ class Notes:
     # The next methods are called in the process that runs the test; see Note [Records of ranks].
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
-        """Store the results of a comparison, and explain differences while the values are alive."""
+        """Store the results of a comparison, and explain differences while the values exist."""
         if not isinstance(assertion, CommSnapshot):
             raise TypeError(f"expected a CommSnapshot, got {assertion!r}")
         room = max(0, _MAX_COMPARISONS - len(self._compared))

@@ -110,7 +110,7 @@ def _enter(recorders: tuple[Recorder, ...]) -> None:
 
 @contextlib.contextmanager
 def under_way(recorder: Recorder) -> Iterator[None]:
-    """While the block runs, list a recording as running, and as entered by this thread."""
+    """Run the block with a recording that is active in the process and on this thread."""
     global _recorders  # noqa: PLW0603  # the whole process shares kernels and patches
     with _lock:
         _recorders = (*_recorders, recorder)

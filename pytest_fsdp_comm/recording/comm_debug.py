@@ -105,11 +105,11 @@ class ModuleTracer:
         # Checked in torch 2.13.
         self._fake_mode = upstream.look_up("torch._guards", "active_fake_mode")
         self._operations: list[tuple[TracedModule | None, dict[str, Any]]] = []
-        self._traced: dict[int, TracedModule] = {}  # by id, valid while the module lives
+        self._traced: dict[int, TracedModule] = {}  # keyed by id, valid while the module exists
         self._called: dict[TracedModule, None] = {}
 
     def note(self, func: Any, dtensor_args: Sequence[Any] | None = None) -> None:
-        """Record an operation being dispatched; pass `dtensor_args` if DTensor handles it."""
+        """Record an operation; `dtensor_args` are its arguments if DTensor handles it."""
         if not isinstance(func, OpOverload):  # a higher-order operator
             return
         running = self._backward.innermost
@@ -247,7 +247,7 @@ def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
 
     def keys_of(owner: str) -> Iterator[str]:
         keys, callable_ = named()
-        # A unit of several modules has their FQNs, joined with ``+``.
+        # The name of a unit of several modules joins their FQNs with ``+``.
         for fqn in [owner] if owner in keys else owner.split("+"):
             if fqn in keys:
                 yield from (outer for outer in _around(keys[fqn]) if outer in callable_)
@@ -257,7 +257,7 @@ def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
 
 
 def _around(key: str) -> Iterator[str]:
-    """Yield the names of the modules around a module, outermost first."""
+    """Yield the names of the modules that contain a module, outermost first."""
     return (key[:at] for at, character in enumerate(key) if character == ".")
 
 

@@ -136,7 +136,7 @@ class CommMode(CommDebugAnswers):
         estimated, self._estimated, self._estimate = self._estimated, False, None
         with contextlib.ExitStack() as block:
             block.enter_context(recorder.watching())
-            # Enter this last, so that FSDPMemTracker's wrappers of FSDP's methods call ours.
+            # Enter this last, so that FSDPMemTracker wraps our patches of FSDP, not vice versa.
             if estimated is not False:
                 optimizer = None if estimated is True else estimated
                 self._estimate = block.enter_context(estimating(models, optimizer))

@@ -28,7 +28,7 @@ class Dispatch(IntEnum):
     OPAQUE = 1
     """It implements the operation in code that dispatch modes may not see."""
     WRAPPER = 2
-    """It runs the operation on inner tensors, where modes see it, as DTensor does."""
+    """Like DTensor, it runs the operation on inner tensors, where dispatch modes see it."""
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     try:
         names, _ = wrapper.__tensor_flatten__()
     except RuntimeError:
-        names = vars(wrapper)  # flattening reads a value, and simulated tensors have none
+        names = vars(wrapper)  # flattening reads a value, which a simulated tensor lacks
     for inner in (getattr(wrapper, name) for name in names):
         if isinstance(inner, torch.Tensor):  # torch 2.13 lists the mesh of a DTensor too
             yield from plain_tensors(inner)

@@ -1,11 +1,11 @@
 """Compare a recording with torch's flight recorder, to find collectives that were not recorded."""
 
 # Note [Flight recorder]
-# torch's flight recorder lists the collectives that a backend ran, on all threads. It has no
-# point-to-point calls, no monitored_barrier, and nothing from the fake group. NCCL has a separate
-# flight recorder in CUDA builds. Since torch 2.13 (version 2.10 of the trace), entries contain
-# their thread; we ignore older traces. The buffer has room for TORCH_FR_BUFFER_SIZE entries (2,000
-# by default; 0 disables the recorder). A dump includes all entries, and takes 10 us for each.
+# torch's flight recorder lists the collectives that a backend ran, on all threads. It does not list
+# point-to-point calls, monitored_barrier, or calls on the fake group. NCCL has a separate flight
+# recorder in CUDA builds. Since torch 2.13 (version 2.10 of the trace), entries contain their
+# thread; we ignore older traces. The buffer has room for TORCH_FR_BUFFER_SIZE entries (2,000 by
+# default; 0 disables the recorder). A dump includes all entries, and takes 10 us for each.
 
 # Note [The witness]
 # The recording watches the dispatcher; the flight recorder watches the backend. A collective that
@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import math
-import pickle  # torch dumps pickle in half the time of JSON; the dump comes from this process
+import pickle  # torch dumps it twice as fast as JSON; safe, because this process dumps it
 import threading
 import time
 from collections import Counter, defaultdict
@@ -276,7 +276,7 @@ def _kind(call: Pending[Collective]) -> str:
 
 
 def _sent_by(call: Pending[Collective]) -> list[_Sent]:
-    """Return the collectives that gloo runs for a recorded call."""
+    """Return the collectives that gloo runs, and lists, for a recorded call."""
     if call.parts:
         return [_Sent(_kind(call), _as_sent([dtype]), nbytes) for dtype, nbytes in call.parts]
     dtype, nbytes = call.fields["dtype"], call.fields["nbytes_sent"]

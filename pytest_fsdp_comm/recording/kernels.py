@@ -222,7 +222,7 @@ def _run_read(
 
 
 def _is_traced() -> bool:
-    """Whether the compiler is tracing, so that a call on meta tensors is not one of the test's."""
+    """Whether the compiler is tracing, in which case a call on meta tensors is not the test's."""
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 

@@ -36,13 +36,13 @@ class Place(Enum):
     """There are no tensors, or (for `received`) the operation overwrites those that it sends."""
     RESULT = auto()
     ALL = auto()
-    """In all arguments: the operation is not in the tables."""
+    """In all arguments, because the operation is not in the tables."""
 
 
 NOWHERE: Final = Place.NOWHERE
 
 BATCH: Final = "batch"
-"""The kind of an operation that runs a list of ``isend`` and ``irecv`` calls; each is recorded."""
+"""Kind of an operation that runs several ``isend`` and ``irecv`` calls; each is recorded."""
 
 TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "all")
 """The categories of a recording's host seconds; a call may count in several of them."""
@@ -68,13 +68,13 @@ class Operation:
     kind: str
     """One of `events.COLLECTIVE_KINDS`, ``unknown:<op>`` or, for several messages, `BATCH`."""
     sent: str | Place = "input"
-    """The argument with the tensors to send, or a `Place`."""
+    """The argument that holds the tensors to send, or a `Place`."""
     received: str | Place = Place.RESULT
-    """The argument with the output tensors, or a `Place`."""
+    """The argument that holds the output tensors, or a `Place`."""
     root: str = ""
-    """The argument with the root's group rank; empty if the operation has no root."""
+    """The argument that holds the root's group rank; empty if the operation has no root."""
     peer: str = ""
-    """The argument with the peer's group rank (a list in a batch); empty without a peer."""
+    """The argument that holds the peer's group rank (a list in a batch); empty without a peer."""
 
     def tensors_sent(self, bound: Mapping[Any, Any]) -> list[Any]:
         return tensors_in(bound if self.sent is Place.ALL else bound.get(self.sent))

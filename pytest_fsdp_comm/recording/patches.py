@@ -56,7 +56,7 @@ class _Patch:
             setattr(self._holder, self._name, self._replacement)
 
     def take(self) -> None:
-        # If a library has since wrapped our replacement, leave its wrapper: it calls ours.
+        # If a library has since wrapped our replacement, leave its wrapper, which calls ours.
         if vars(self._holder).get(self._name) is self._replacement:
             if self._original is _INHERITED:
                 delattr(self._holder, self._name)

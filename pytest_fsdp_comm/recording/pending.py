@@ -82,7 +82,7 @@ class Pending(Generic[Event]):
 
 
 class OwnerNames:
-    """Give the modules of attributions their FQNs. See Note [Names come last]."""
+    """Look up the FQNs of the modules in attributions. See Note [Names come last]."""
 
     def __init__(
         self, roots: Sequence[nn.Module], backwards: Sequence[Collection[int]], *, are_parts: bool
@@ -108,7 +108,7 @@ class OwnerNames:
         return self.modules.fqn(running[0]) if running else None
 
     def _replica_around(self, running: Modules) -> Modules:
-        """Return the DDP replica around `running`; without one, the first replica or root."""
+        """Return the DDP replica that contains `running`, or else the first replica or root."""
         replicas = self._replica_of
         around = [replicas[id(module)] for module in running if id(module) in replicas]
         return tuple((around or [*replicas.values()] or self._roots)[:1])

@@ -158,7 +158,7 @@ def _requesting_frame() -> FrameType | None:
 
 @functools.cache
 def _requests(path: str) -> bool | None:
-    """Whether a file's operations count as user code; None if its caller decides."""
+    """Whether a file's operations count as user code; None if that depends on its caller."""
     owner = whose(path)
     if owner == "torch":
         return None if path.startswith(_PASSES_ON) else False

@@ -42,7 +42,7 @@ IS_WATCHED: Final = "_fsdp_comm_is_watched"
 
 ReshardAction = Literal["unshard", "reshard"]
 
-# The training states in which a unit is in use: one in forward, one in backward.
+# torch's enum, and its two states in which a unit is in use: in forward, and in backward.
 _FSDP1_STATES = "torch.distributed.fsdp._common_utils.HandleTrainingState FORWARD BACKWARD_PRE"
 _FSDP2_STATES = (
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState FORWARD PRE_BACKWARD"
@@ -196,7 +196,7 @@ class UnitWatch:
         return self._memory.peak
 
     def _nbytes_of(self, group: Any) -> int:
-        """Return the bytes that an FSDP2 unit has when it is gathered."""
+        """Return the size in bytes of an FSDP2 unit's gathered parameters."""
         # Cache the result: every change of state needs it, and a gathered unit's dtypes are final.
         nbytes = self._unsharded_nbytes.get(group)
         if nbytes is None:

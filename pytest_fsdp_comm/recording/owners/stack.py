@@ -185,7 +185,7 @@ def scan_stack() -> StackScan:
 
 
 def _has_bucket(entry: FrameType) -> bool:
-    """Whether `entry`, which C++ called or a thread began with, is a DDP communication hook."""
+    """Whether `entry`, called from C++ or by a new thread, is a DDP communication hook."""
     if entry.f_code.co_name == "<module>":
         return False
     bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it

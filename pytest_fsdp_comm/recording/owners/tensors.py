@@ -83,8 +83,8 @@ class TensorOwners:
         # The labels of parameters and gradients, keyed by the address of their storage.
         self._table: dict[int, list[Label]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
-        # The ids of the roots, and the number of the next autograd node, when the table was built;
-        # and how many tensors were looked up in vain since then.
+        # When the table was built: the ids of the roots, and the number of the next autograd node.
+        # Since then: the number of failed look-ups.
         self._table_roots: list[int] = []
         self._table_node = 0
         self._misses = 0
