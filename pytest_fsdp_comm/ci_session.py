@@ -63,7 +63,7 @@ class CiSession:
         # Without a headline, no comparison differed, so the test failed for a different reason.
         differing = comparisons if comparisons and comparisons.headline else Comparisons()
         # Report a test's first failed comparison, or its first failure if no comparison failed: an
-        # earlier subtest can have failed for another reason.
+        # earlier subtest may have failed for another reason.
         previous = self._failed.get(report.nodeid)
         is_reported = previous is None or (differing.headline and not previous.comparisons.headline)
         if report.failed and is_ours and is_reported:
@@ -82,13 +82,13 @@ class CiSession:
             self._annotator.pytest_runtest_logreport(report)
 
     # Run before other plugins, but after the hook wrappers, one of which finds unused snapshots and
-    # can fail the session.
+    # may fail the session.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
         from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # only for summaries and annotations
 
-        # Append to the step summary, because earlier sessions of this step can have written to it.
+        # Append to the step summary, because earlier sessions of this step may have written to it.
         step = self.step_summary if outcomes.has_news else None
         targets = (("GITHUB_STEP_SUMMARY", step, "ab"), ("--comm-summary", self.summary, "wb"))
         for name, path, mode in targets:

@@ -180,6 +180,6 @@ def _context(request: pytest.FixtureRequest) -> RankContext | None:
 
 
 def _exchange(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return keyword arguments that make ranks exchange values; empty outside a rank."""
+    """Return the keyword arguments for exchanging values between ranks; empty outside a rank."""
     context = _context(request)
     return {} if context is None else {"gather": context.exchange, "ranks": context.settings.ranks}

@@ -111,7 +111,7 @@ class TreeFactory:
                     f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use "
                     "one of these extensions"
                 )
-        # All ranks can write this file at the same time, so replace it atomically.
+        # All ranks may write this file at the same time, so replace it atomically.
         write_atomically(Path(path), text)
 
 

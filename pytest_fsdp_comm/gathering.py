@@ -115,7 +115,7 @@ class Exchange:
         pause_s = _FIRST_PAUSE_S
         # No timeout is needed here: at the test's deadline, the supervisor reports all stacks.
         while not self._texts.has(name):
-            # Check for the string again, because the rank can have written it just before leaving.
+            # Check for the string again, because the rank may have written it just before leaving.
             if self._texts.has(f"left.{rank}") and not self._texts.has(name):
                 raise RanksDivergedError(complaint)
             time.sleep(pause_s)
@@ -152,7 +152,7 @@ class RankFiles:
         self._directory = path.with_name(f".{path.name[:200]}.ranks")
 
     def clear(self) -> None:
-        """Delete the directory, because an earlier run can have left files in it."""
+        """Delete the directory, because an earlier run may have left files in it."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def publish(self, rank: int, text: str) -> None:

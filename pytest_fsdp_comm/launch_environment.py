@@ -58,7 +58,7 @@ def simulated_variables(rank: int, size: int, local_size: int | None = None) -> 
     """Return the variables that torchrun sets on hosts with `local_size` ranks and no GPUs."""
     local_size = local_size or _HOST_SIZE
     local_rank = rank % local_size
-    on_host = min(local_size, size - rank + local_rank)  # the last host can have fewer ranks
+    on_host = min(local_size, size - rank + local_rank)  # the last host may have fewer ranks
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     numbers = zip(names, map(str, (rank, size, local_rank, on_host)), strict=True)
     return {**dict(numbers), "CUDA_VISIBLE_DEVICES": ""}

@@ -148,7 +148,7 @@ class Setting(NamedTuple):
     name: str
     """Name of the field and of the argument; the ini name adds the prefix ``fsdp_comm_``."""
     parse: Callable[[Any], Any]
-    """Parses a value from the command line, the ini file or the marker; can raise ValueError."""
+    """Parses a value from the command line, the ini file or the marker; may raise ValueError."""
     text: str = ""
     """Help text of the option and the ini value, for ``--help`` and docs/reference/options.md."""
     default: str = ""

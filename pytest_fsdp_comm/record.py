@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         last_step=int(steps[2] or steps[1]),
         local_world_size=options.local_world_size,
     )
-    # Use an absolute path, because the script can change the working directory.
+    # Use an absolute path, because the script may change the working directory.
     hook = _Hook(script_run, Path(options.out).absolute(), goes_on=options.go_on)
     with contextlib.ExitStack() as undo:
         if options.world_size:
@@ -186,7 +186,7 @@ class _Hook:
             time.sleep(_GLOO_ENDS_S)
         if problem is None:
             return status
-        # Let every rank print its problem, because the launcher can end the other ranks after one
+        # Let every rank print its problem, because the launcher may end the other ranks after one
         # rank has failed.
         if rank == "0" or status == SAME or self._problem is not None:
             prefix = "" if rank == "0" else f"rank {rank}: "

@@ -116,7 +116,7 @@ class RecordedScript:
             os.write(_STDERR, f"fsdp-comm: {text}\n".encode(errors="backslashreplace"))
 
     def finish(self) -> FsdpCommError | None:
-        """Wait until all files are written; return the problem, if there was one."""
+        """Wait until all files are written; return the problem, if any."""
         if self._writing is not None:
             self._writing.join()
         if not self.recorder.is_done:

@@ -306,7 +306,7 @@ class SessionReport:
 
 
 def write_report(run: Run, directory: Path) -> None:
-    """Write the pages of an HTML report, replacing those of an earlier run; can raise OSError."""
+    """Write the pages of an HTML report, replacing those of an earlier run; may raise OSError."""
     from pytest_fsdp_comm.reports.html.pages import render_pages  # noqa: PLC0415  # loads jinja2
 
     (directory / "tests").mkdir(parents=True, exist_ok=True)

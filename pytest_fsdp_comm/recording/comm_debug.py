@@ -145,7 +145,7 @@ class ModuleTracer:
         issuer = self._units.issuer
         if issuer:
             return self._note_module(issuer[0])
-        # The last operation computed this gradient, so return its module; a search would be slow.
+        # The previous operation computed this gradient. Using its module avoids a slow search.
         if self._backward.adds_gradient() and self._operations:
             traced, operation = self._operations[-1]
             if operation["is_bw"]:

@@ -61,7 +61,7 @@ class CommMode(CommDebugAnswers):
         Args:
             gather: Sends this rank's string to the other ranks, and returns the strings of all
                 ranks; the default is for a single process.
-            ranks: The ranks of the test, ascending; empty if this process is the only one.
+            ranks: The ranks of the test, in ascending order; empty if there is only this process.
             show: Formats the profile for ``str``; without it, ``str`` returns the ``repr``.
             trace_operations: Whether blocks trace operations by default. Tracing is slow.
         """
@@ -117,7 +117,7 @@ class CommMode(CommDebugAnswers):
         Without a process group, every count is 0, and a comparison with a snapshot raises.
 
         Raises:
-            RecordingError: A block is being recorded already, or the model no longer exists.
+            RecordingError: A block is already being recorded, or the model no longer exists.
         """
         if self._running is not None:
             raise RecordingError(

@@ -74,7 +74,7 @@ def _can_be_taken_apart(cls: type) -> bool:
 
 def _stand_ins() -> tuple[type, ...]:
     """Return the classes with which torch traces code; their operations fail outside their mode."""
-    # Look in sys.modules: until a module is imported, there are no tensors of its class.
+    # Look in sys.modules: before its module is imported, a class has no tensors.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
 

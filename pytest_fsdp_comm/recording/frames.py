@@ -1,4 +1,4 @@
-"""Classify stack frames, and find the user's calling line, without importing torch or pytest."""
+"""Classify stack frames and find the line of a caller, without importing torch or pytest."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class GroupNames:
 
 
 def existing_axes() -> Iterator[tuple[str, str]]:
-    """Yield each existing axis with the name of its group, which is empty on ranks outside it."""
+    """Yield each existing axis and the name of its group; the name is empty on ranks outside it."""
     world = dist.group.WORLD
     if world is None:
         return

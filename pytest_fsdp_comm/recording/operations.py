@@ -96,7 +96,7 @@ _C10D: Final = {
     "broadcast_": Operation("broadcast", "tensors", "tensors", "root_rank"),
     "reduce_": Operation("reduce", "tensors", NOWHERE, "root_rank"),
     "gather_": Operation("gather", "input_tensors", "output_tensors", "root_rank"),
-    "gather_into_tensor_": Operation("gather", "input_tensor", "output_tensor"),  # torch 2.15
+    "gather_into_tensor_": Operation("gather", "input_tensor", "output_tensor"),  # since torch 2.15
     "scatter_": Operation("scatter", "input_tensors", "output_tensors", "root_rank"),
     "alltoall_": Operation("all_to_all", "input_tensors", "output_tensors"),
     "alltoall_base_": Operation("all_to_all", "input", "output"),
@@ -202,7 +202,7 @@ def tensors_in(value: Any) -> list[Any]:
 def messages(
     operation: Operation, group: dist.ProcessGroup | None, bound: Mapping[Any, Any], result: Any
 ) -> list[dict[str, Any]]:
-    """Return the `Collective` fields of each message of a call; only a batch has several."""
+    """Return each message of a call, as `Collective` fields; only a batch has several messages."""
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
         calls = [(_FUNCTIONAL[name], number, tensor) for name, number, tensor in batched]

@@ -28,7 +28,7 @@ class ScriptEnded(SystemExit):
 @contextlib.contextmanager
 def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
     """While the block runs, call `stepped` after each optimizer step, with the optimizer."""
-    # Do not import torch before the script does: until then, it may set variables for torch.
+    # Leave the first import of torch to the script, which may set variables that torch reads.
     handles: list[Any] = []
 
     def register(module: Any) -> None:

@@ -39,7 +39,7 @@ def check_steps(first: int, last: int) -> None:
 
 
 class StepRecorder:
-    """Record training steps; call it after each optimizer step. See Note [Steps of a program]."""
+    """Record training steps; called after each optimizer step. See Note [Steps of a program]."""
 
     def __init__(self, mode: CommMode, first: int, last: int, *, ended: Callable[[], None]) -> None:
         """Record steps `first` to `last`, then call `ended`, which may raise."""

@@ -31,7 +31,7 @@ from pytest_fsdp_comm.recording.pending import IN_MODULES
 
 
 class ValueReads:
-    """Collect the lines of user code that read values of tensors in one block."""
+    """Collect the lines of user code in which a block reads tensor values."""
 
     def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
         """Start with no gaps; `attribute` returns the current phase and line of user code."""
@@ -93,7 +93,7 @@ class KeptAnswers:
         """The values returned to the running test, or to the fixture that is being set up."""
 
     def begin(self, used: Container[str]) -> None:
-        """Begin a test, which uses the fixtures with the names `used`."""
+        """Begin a test that uses the fixtures named in `used`."""
         self._used, self.current = used, {}
 
     @contextlib.contextmanager

@@ -54,7 +54,7 @@ class Attribution:
     adds_gradient: bool = False
     """Whether code other than an FSDP unit issued it while an AccumulateGrad node was running."""
     is_from_hook: bool = False
-    """For DDP: whether Python code (such as a communication hook) issued it, not the reducer."""
+    """For DDP: whether Python code, such as a communication hook, issued it, not the reducer."""
     gather: Gather | None = None
     carried: Carried | None = None
     """None for collectives of FSDP or DDP, for object collectives, and for other events."""
@@ -81,7 +81,7 @@ class Attribution:
 
 
 class Maker(Enum):
-    """Stands in for the maker of an autograd node that no known module made."""
+    """Who made an autograd node, if no known module did."""
 
     NO_MODULE = auto()  # code outside all modules, or a module that no longer exists
     UNSEEN = auto()  # code that ran while nothing was recorded
@@ -265,7 +265,7 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
 def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
-    """Attribute the current event; `namespace` is that of its operator, empty if it has none."""
+    """Attribute the current event; `namespace` is its operator's, and empty without an operator."""
     in_backward = (
         scan.is_in_engine
         or backward.is_in_backward()

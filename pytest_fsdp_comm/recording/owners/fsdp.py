@@ -38,7 +38,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
 IS_WATCHED: Final = "_fsdp_comm_is_watched"
-"""The attribute that marks our wrappers around FSDP's methods."""
+"""Name of the attribute that marks our replacements of torch's methods."""
 
 ReshardAction = Literal["unshard", "reshard"]
 
@@ -104,8 +104,8 @@ class GatheredMemory:
 
     def learn(self, unit: Any, get_nbytes: Callable[[Any], int]) -> None:
         """Start tracking a unit, just before its first change or at the end of the block."""
-        # The unit has held these bytes since the block began, so add them to the peak as well. Then
-        # the peak is the same whether the recorded step or an earlier forward gathered the root.
+        # The unit has held these bytes since the block began, so add them to the peak as well. That
+        # way, the peak is the same whether this step or an earlier forward gathered the root.
         if unit not in self._nbytes:
             nbytes = self._nbytes[unit] = get_nbytes(unit)
             self._total += nbytes
@@ -162,7 +162,7 @@ class UnitWatch:
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes: dict[Any, int] = {}
-        # Maps each FSDP2 unit that was gathered to the mesh over which forward reshards it.
+        # For each FSDP2 unit that was gathered: the mesh over which forward reshards it.
         self._meshes: dict[Any, Any] = {}
 
     @property
@@ -367,7 +367,7 @@ def watched_methods() -> Iterator[tuple[Any, str, Around]]:
 
 
 def replaced_methods(groups: Iterable[Any]) -> set[str]:
-    """Return the names of watched methods that a library has replaced on instances."""
+    """Return the names of watched methods that a library has replaced on FSDP2 units."""
     watched = {name for _, name, *_ in _fsdp2()}
     return {
         name

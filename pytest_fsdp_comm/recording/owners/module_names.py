@@ -62,7 +62,7 @@ class ModuleNames:
         self.modules: list[nn.Module] = []
         """All modules, once for each root that contains them; cached because listing is slow."""
         self.paths: list[tuple[str, str]] = []
-        """For each of `modules`: the class of the root, and the name that includes wrappers."""
+        """For each of `modules`: the class of the root, and the name with all wrapper segments."""
         for number, root in enumerate(roots, start=1):
             prefix = "" if number == 1 or are_parts else f"@{number}"
             named, kind = [*root.named_modules()], type(root).__name__
