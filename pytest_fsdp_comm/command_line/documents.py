@@ -23,8 +23,8 @@ from pytest_fsdp_comm.tree.profile import fold as fold_tree
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
     """Read a snapshot, or convert a JSON recording or tree into a snapshot.
 
-    The profile of a converted recording has call sites, which a snapshot omits. Errors refer to the
-    file as `where`, or by its path if `where` is empty.
+    The profile of a converted recording also has call sites, which snapshots omit. Errors name the
+    file `where`, by default its path.
     """
     where = where or str(path)
     if path.is_dir():

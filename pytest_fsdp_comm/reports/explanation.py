@@ -26,7 +26,7 @@ READ: Final = "  then read the file, and commit it with the test"
 # The notice has 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
 MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
-# Number of lines about the cost in a short explanation: the total, and its parts.
+# A shortened explanation has at most two lines about the cost: the total, and its parts.
 _MOST_COSTS: Final = 2
 # Lines are not shortened to fewer characters than this.
 _SHORTEST_LINE: Final = 80

@@ -227,7 +227,7 @@ class ReadParameter:
     node: ParameterNode
     """Its module, name and unit are placeholders until `capture.py` replaces them."""
     slots: tuple[Slot, ...] = ()
-    """The parameter's slots, first the slot that its unit uses; empty if no unit manages it."""
+    """The parameter's slots, starting with the one that its unit uses; empty without a unit."""
     origin: object = None
     """A key shared by parameters that were one tensor before sharding; None if unknown."""
 

@@ -153,7 +153,7 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Explain how a value differs, only once; most ranks need only the first line."""
+    """Return how a value differs, computed only once; most ranks need just the first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:
@@ -168,7 +168,7 @@ def _difference(
 
 
 def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
-    """Yield the diff of each file; if there are several, print the value's name and path first."""
+    """Yield the diff of each file; if there are several, each follows its value's name and path."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
         if _compared_profiles(result):

@@ -25,7 +25,7 @@ ABOVE: Final = "%2E%2E"
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
-    """Return ``<test>.<variant>[.<index>]``, without index 0; `PART` separates index parts."""
+    """Return ``<test>.<variant>[.<index>]``, without an index of 0; each `PART` becomes a dot."""
     name = f"{written_test(test_name)}.{variant}"
     label = str(index) if index != 0 else ""
     if not label:

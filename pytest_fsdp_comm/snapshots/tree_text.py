@@ -166,7 +166,7 @@ def _lines(profile: TreeProfile) -> list[str]:
 
 
 def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
-    """Return a tree's lines below the header; omit `recorded` if other ranks have another tree."""
+    """Return a tree's lines below the header; pass `recorded` only if all ranks share the tree."""
     units = (
         line
         for group, units_of_group in sorted(facts.units.items())

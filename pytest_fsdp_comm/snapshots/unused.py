@@ -260,8 +260,7 @@ def _from(config: pytest.Config, path: Path) -> str:
 def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
     """Return a hint about an existing file that the user may have meant instead of `missing`.
 
-    The hint is empty if no file fits. `text` is the snapshot that an update would write to
-    `missing`.
+    The hint is empty if no file fits. `text` is the snapshot that would be written to `missing`.
     """
     # Suggest the test's file for a different world size, or a file of a test that no longer exists,
     # because that test was probably renamed.

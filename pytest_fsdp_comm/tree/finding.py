@@ -13,8 +13,7 @@ from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
 Level = Literal["error", "warning"]
 RuleLevel = Literal["error", "warning", "off"]
 
-# Findings are wrapped at this width, so that they fit into 80 columns in a failed test's report,
-# which indents them.
+# Findings are wrapped at this width, so that they fit into 80 columns in the report of a test.
 _WIDTH: Final = 66
 # Reprs are shortened to this width, so that they fit into 80 columns after `E assert not`.
 _MAX_REPR: Final = 61

@@ -55,7 +55,7 @@ class ModuleNode:
     parent: int | None
     """Index of the parent; None for the root."""
     depth: int
-    """The number of its ancestors."""
+    """The number of ancestors."""
     class_name: str
     """The name of the user's class. It is printed, but never compared."""
     wrappers: tuple[str, ...] = ()

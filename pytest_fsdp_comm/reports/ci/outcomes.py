@@ -92,7 +92,7 @@ class FailedTest:
     place: Place | None
     """The line that failed; None if it is outside the checkout."""
     sent: tuple[tuple[Place, str], ...] = ()
-    """`comparisons.sent`, or where the test hangs; has no lines outside the checkout."""
+    """`comparisons.sent`, or where the test hangs, except for lines outside the checkout."""
     comparisons: Comparisons = Comparisons()
     """Empty if the test failed before its first comparison, or for a different reason."""
 
@@ -149,7 +149,7 @@ class Origin:
         return f"{self.address}/blob/{quote(self.commit)}/{quote(place.path)}#L{place.line}"
 
     def place(self, path: Path, line: int, *, root: Path) -> Place | None:
-        """Return the place of a line in the checkout (by default, `root`); None if outside it."""
+        """Return the `Place` of a line, or None if the line is outside the checkout."""
         top = Path(self.top or root)
         # Resolve symlinks only if the unresolved path is not in the checkout.
         for at, below in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above

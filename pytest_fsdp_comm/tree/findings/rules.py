@@ -272,9 +272,9 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
     """Find units too small for separate collectives, if the enclosing unit could include them."""
-    # Ignore a unit that the enclosing unit cannot include: because its mesh, precision, offload or
-    # divide factor differs, or because the enclosing unit has no parameters of that dtype, gathers
-    # more often, or would have to reduce gradients of frozen parameters.
+    # Ignore a unit that cannot be merged into the enclosing unit: the two must have the same mesh,
+    # precision, offload and divide factor, and merging must not add a dtype, gather parameters more
+    # often, or make FSDP1 reduce gradients of frozen parameters.
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):
             continue
