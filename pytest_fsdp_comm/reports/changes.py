@@ -233,7 +233,7 @@ def _listed(amounts: Sequence[Row]) -> str:
     listed = []
     for amount in amounts:
         calls = f"x{amount.count}, {show_nbytes(amount.nbytes, amount.unsized)} in total,"
-        # List the calls if possible, because a sum hides how ranks differ, for example in peers.
+        # List the calls if possible, because a sum hides differences between ranks, such as peers.
         if len(amount.calls) == 1:
             calls = str(amount.calls[0])
         ranks = name_ranks(amount.ranks) if amount.ranks else "all ranks"

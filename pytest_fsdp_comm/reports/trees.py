@@ -29,7 +29,7 @@ class TreeRow:
     parameters: tuple[ParameterNode, ...]
     """One module's parameters, without those of its children."""
     same_as: str
-    """FQN under which this module has already appeared; empty for most modules."""
+    """The first FQN of a module that is registered several times; empty in its first row."""
 
     @property
     def has_parameter_rows(self) -> bool:

@@ -308,7 +308,7 @@ def _read_params(
 
 
 def read_ddp(visit: Visit, axes: AxisNames, managed: set[Slot]) -> Iterator[ReadUnit]:
-    """Read replicated modules, in registration order, without the parameters in `managed`."""
+    """Yield a unit for each replicated module, without the parameters that `managed` contains."""
     for index, layer in visit.layers():
         group = replicated_over(layer)
         if group is not None:

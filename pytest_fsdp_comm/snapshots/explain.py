@@ -153,7 +153,7 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Return how a value differs, computed only once; most ranks need just the first line."""
+    """Return how a value differs (cached); ranks that do not explain get only the first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:

@@ -57,7 +57,7 @@ UNWRITTEN: Final = pytest.StashKey["dict[str, AssertionResult]"]()
 """Stash key of the results, keyed by file, that an update writes once the test has passed."""
 
 BOUND: Final = pytest.StashKey["CommSnapshot"]()
-"""Stash key of a test's ``comm_snapshot``, from the fixture's setup to the end of the test."""
+"""Stash key of a test's ``comm_snapshot``; set from the fixture's setup until the test ends."""
 
 UNUSED: Final = (
     "comm_snapshot was requested but never compared, so this test passes whatever is sent:\n"

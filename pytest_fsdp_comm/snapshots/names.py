@@ -35,7 +35,7 @@ def basename(test_name: str, variant: str, index: str | int) -> str:
 
 def written_test(test_name: str) -> str:
     """Return the part of a file name that names the test, without the variant."""
-    # Dots separate the parts of a file name, so escape dots in parameters, but not after a class.
+    # Dots separate the parts of a file name, so escape dots, except the one after a class name.
     head, bracket, params = test_name.partition("[")
     written = ".".join(map(_escape, head.split("."))) + _escape(bracket + params)
     return _bounded(written, _MAX_TEST)

@@ -122,7 +122,7 @@ class UnusedSnapshots:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """End a test without ranks: if it passed, write its updates; fail it if it has problems."""
+        """After a test without ranks, write its updates if it passed, and fail it on a problem."""
         report = yield
         # Do not do this in `pytest_runtest_logreport`: plugins that rerun tests call it too late.
         self._phases = [*([] if report.when == "setup" else self._phases), report.passed]

@@ -61,8 +61,7 @@ class ModuleNode:
     wrappers: tuple[str, ...] = ()
     """Classes of the wrappers around the module, outermost first; FQNs do not contain them."""
     alias_of: int | None = None
-    """Index of the node at which the module was first registered, which has its parameters and
-    children; None if this is that node."""
+    """Index of the module's first node, which has the parameters and children; None there."""
     has_forward: bool = True
     """Whether the module can run, and so be a unit; ``ModuleList`` and ``ModuleDict`` cannot."""
 
@@ -78,11 +77,11 @@ class ParameterNode:
     tied: tuple[tuple[int, str], ...] = ()
     """The other places (module, name) where the same parameter is registered."""
     shape: tuple[int, ...]
-    """Global shape."""
+    """The shape of the unsharded parameter."""
     dtype: str
     """Dtype of the stored tensor, without torch's prefix."""
     itemsize: int
-    """The number of bytes of one element."""
+    """The size of one element in bytes."""
     placements: tuple[AxisPlacement, ...] = ()
     """The placement on each axis of the parameter's mesh; empty for a plain tensor."""
     local_numel: int

@@ -125,7 +125,7 @@ def cost_rows(cost: Cost) -> list[CostRow]:
 
 # A column of the table: an axis and a phase.
 Column: TypeAlias = tuple[str, str]
-# Bytes on one rank before and after, then calls of unknown size before and after.
+# The bytes on one rank before and after, and the calls of unknown size before and after.
 Cell: TypeAlias = tuple[int, ...]
 
 
@@ -150,7 +150,7 @@ class ModuleTable:
     columns: tuple[Column, ...]
     rows: tuple[ModuleRow, ...]
     of_rank: str
-    """The rank that the numbers are for: ``rank 0``; empty if all ranks have the same numbers."""
+    """The rank that sends these bytes, such as ``rank 0``; empty if all ranks send the same."""
 
 
 def _cells() -> defaultdict[Column, list[int]]:
@@ -232,7 +232,7 @@ def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow
 
 
 def _groups(children: Mapping[str, _Node]) -> list[tuple[str, int, _Node]]:
-    """Group equal numbered children; return each group's name pattern, size and node."""
+    """Group numbered children that are equal; return each group's name pattern, size and node."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for name in sorted(children, key=lambda name: (name == NO_MODULE, natural_key(name))):
         groups[children[name].key() if name.isdecimal() else name].append(name)

@@ -370,7 +370,7 @@ RULES: Final = tuple(entry for entry in [*globals().values()] if isinstance(entr
 
 
 def find(tree: ShardTree, settings: FindingSettings) -> tuple[Finding, ...]:
-    """Find the wrapping mistakes of one rank's tree, errors first."""
+    """Find the wrapping mistakes in one rank's tree, errors first."""
     wrapping = Wrapping(tree, settings)
     findings = [
         finding
