@@ -64,7 +64,7 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """On rank 0, return a function that picks a test's runner; on other ranks, do not return."""
+    """On rank 0, return a function that picks a test's runner. Other ranks run tests and exit."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # The process may run another session later, so restore its environment at the end of this one.

@@ -1,12 +1,12 @@
-"""Runs code for "cuda" on the CPU when no GPU is visible, and pretends that there is one."""
+"""Runs code for "cuda" on the CPU, as if there were a GPU, when no GPU is visible."""
 
 # Note [Cuda without CUDA]
 # `values.SimulatedTensors` runs operations for cuda on the CPU and marks the storages of their
-# results with the cuda device. The results of operations on marked tensors are marked, too. User
-# code sees marked tensors on cuda, and an H100 in `torch.cuda`. torch itself sees tensors on the
-# CPU, so it communicates exactly as it does on the CPU. This module only has to patch the calls
-# that fail before any operation is dispatched, and the attributes that user code reads. Checked in
-# torch 2.7, 2.13 and 2.15.
+# results with the cuda device. Operations on marked tensors return marked tensors. To user code,
+# marked tensors are on cuda, and `torch.cuda` has an H100. To torch itself, all tensors are on the
+# CPU, so it communicates exactly as it does on the CPU. This module only has to patch calls that
+# fail before any operation is dispatched, and attributes that user code reads. Checked in torch
+# 2.7, 2.13 and 2.15.
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _GENERATOR: Final = torch.Generator
 
 
 class _Idle:
-    """Replaces streams, events, and stream or device context managers; does nothing."""
+    """Replaces streams, events, and their context managers; does nothing."""
 
     cuda_stream = 0
 
@@ -109,11 +109,11 @@ class _AnyGenerator(type):
 
 
 class _Generator(metaclass=_AnyGenerator):
-    """Replaces ``torch.Generator``, because constructing one for cuda would look for a GPU."""
+    """Replaces ``torch.Generator``, whose constructor looks for a GPU if the device is cuda."""
 
 
 class _State:
-    """Whether a simulated rank can assume GPU properties, and which devices it uses."""
+    """Whether reads of GPU properties return assumed values, and which devices the test uses."""
 
     answers = True
     index = 0
@@ -153,7 +153,7 @@ def cuda_on_cpu(*, answers: bool) -> Iterator[None]:
 
 
 def is_cuda_used() -> bool:
-    """Return whether a test has used cuda for a tensor or a mesh although no GPU is visible."""
+    """Return whether a test has used cuda for a tensor or a mesh, although no GPU is visible."""
     return SimulatedTensors.has_cuda
 
 
@@ -162,9 +162,9 @@ def _current() -> torch.device:
 
 
 def _device(value: Any) -> Any:
-    """Convert `value` to a device, with an index if it is cuda; return other values unchanged."""
-    # Add the index here, because CPU-only builds of torch reject a bare index, and "cuda" without
-    # an index, before any operation is dispatched.
+    """Convert an index or a string to a device; add an index to cuda; return others unchanged."""
+    # CPU-only builds of torch reject a bare index, and "cuda" without an index, before any
+    # operation is dispatched.
     if isinstance(value, int) and not isinstance(value, bool):
         return torch.device("cuda", value)
     if isinstance(value, str):
@@ -182,8 +182,8 @@ def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(device, torch.device):
         return _TO(tensor, *args, **kwargs)
     is_to_cuda = device.type == "cuda"
-    # Copy only if the device changes, because copying a partial DTensor communicates. torch itself
-    # sees all tensors on the CPU, so do not copy when torch moves a tensor to the CPU.
+    # Copy only if the device changes, because copying a partial DTensor communicates. To torch
+    # itself, all tensors are on the CPU, so do not copy when torch moves a tensor there.
     frame, movers = sys._getframe(1), {__file__, nn.modules.module.__file__}
     if is_to_cuda != (mark_of(tensor) is not None) and (
         is_to_cuda or is_outside_torch(frame) or frame.f_code.co_filename in movers
@@ -246,7 +246,7 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
         SimulatedTensors.has_cuda |= device_type == "cuda"
         make(mesh, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    # Before torch 2.10, `device_type` is an attribute; since then, it is a property.
+    # `device_type` is a property since torch 2.10, and an attribute in earlier versions.
     def read(mesh: DeviceMesh) -> str:
         is_read_by_user = _state.has_mesh and is_outside_torch(sys._getframe(1))
         device_type = vars(mesh).get("device_type") or mesh._device_type
@@ -283,7 +283,7 @@ def _of_gpus_alone() -> Iterator[tuple[Any, str, Any]]:
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """Communicates as torch's class does, without GPU kernels (checked in torch 2.7 to 2.15)."""
+    """Communicates like torch's class, but without GPU kernels (checked in torch 2.7 to 2.15)."""
 
     @staticmethod
     def forward(ctx: Any, batch: torch.Tensor, weight: torch.Tensor | None, *args: Any) -> Any:
@@ -319,8 +319,8 @@ def _of_amp() -> Iterator[tuple[Any, str, Any]]:
     ) -> None:
         if device_type.partition(":")[0] == "cuda":
             device_type, dtype = "cpu", dtype or autocast_dtype("cuda")
-            # Record this as an assumption, because autocast on the CPU keeps a different set of
-            # operations in float32.
+            # Record an assumption, because autocast keeps different operations in float32 on the
+            # CPU than on a GPU.
             if enabled:
                 _state.answer("cpu", "torch.autocast")
         cast_(block, device_type, dtype, enabled, **kwargs)
@@ -362,11 +362,11 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
         "can_device_access_peer": lambda *_: True,
         "is_current_stream_capturing": lambda: False,
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), lambda *_, **__: True),
-        # `torch.accelerator` has the same functions, with a suffix in their names.
+        # `torch.accelerator` has the same functions under names with a suffix.
         **{f"current_device{end}": lambda: _state.index for end in ("", "_index", "_idx")},
         **{f"set_device{end}": set_device for end in ("", "_index", "_idx")},
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        # Pretend that there is one GPU for each rank that a launcher starts on this host.
+        # Simulate one GPU for each rank that a launcher would start on this host.
         "device_count": lambda: int(os.environ["LOCAL_WORLD_SIZE"]),
         "get_device_capability": answer((_H100.major, _H100.minor), "get_device_capability"),
         "get_device_name": answer(_H100.name, "get_device_name"),
@@ -382,7 +382,7 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
     }
     modules = (cuda, cuda.memory, cuda.profiler, torch.accelerator, dist, torch.backends.cuda)
     for module, name, function in _present(modules, replacements):
-        # Replace RNG functions for all callers, since torch's `fork_rng` calls them, too.
+        # Replace RNG functions for all callers, because torch's `fork_rng` calls them as well.
         is_for_all = "rng_state" in name
         yield module, name, function if is_for_all else _to_users(function, getattr(module, name))
     yield from _present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
@@ -404,7 +404,7 @@ def _present(modules: Iterable[Any], named: Mapping[str, Any]) -> Iterator[tuple
 
 
 def _to_users(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `answer` for callers outside torch, `original` for torch."""
+    """Return a function that runs `original` if torch calls it, and `answer` for other callers."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

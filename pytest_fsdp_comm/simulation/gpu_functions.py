@@ -14,8 +14,8 @@ from torch.utils._device import _device_constructors
 
 from pytest_fsdp_comm.simulation.values import CPU, mark_of
 
-# torch caches this set of functions for `with torch.device(...)`, so make torch fill the cache
-# before any of the functions is replaced.
+# Functions that accept a device. torch caches this set for `with torch.device(...)`, so make torch
+# fill its cache before any of the functions is replaced.
 _constructors: Iterable[Callable[..., Any]] = _device_constructors()
 _CONSTRUCTORS: Final = tuple(
     make.__name__ for make in _constructors if vars(torch).get(make.__name__) is make
@@ -24,7 +24,7 @@ _EAGER_FLEX: Final = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # read in torch 2.
 
 
 def replaced_functions(device: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (holder, name, replacement) for each function; `device` maps an index to a device."""
+    """Yield the arguments of `setattr` for each function; `device` turns an index into a device."""
     for name in _CONSTRUCTORS:
         yield torch, name, _on_device(getattr(torch, name), device)
     for holder in (torch, torch.Tensor):
@@ -38,12 +38,12 @@ def replaced_functions(device: Callable[[Any], Any]) -> Iterator[tuple[Any, str,
 
     yield flex_attention, "_validate_device", checked
     yield flex_attention, hop, _scored(getattr(flex_attention, hop))
-    if hasattr(flex_attention, _EAGER_FLEX):  # else torch warns that it is not compiled
+    if hasattr(flex_attention, _EAGER_FLEX):  # otherwise, torch would warn that it is not compiled
         yield flex_attention, _EAGER_FLEX, True
 
 
 def _on_device(make: Callable[..., Any], device: Callable[[Any], Any]) -> Callable[..., Any]:
-    # Resolve device indices and ignore `pin_memory`, because CPU-only builds of torch reject both.
+    # CPU-only builds of torch reject device indices and `pin_memory`, so convert or drop them.
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("device"), int):
@@ -55,7 +55,7 @@ def _on_device(make: Callable[..., Any], device: Callable[[Any], Any]) -> Callab
 
 
 def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Make ``histc`` accept integers, which torch supports only on a GPU."""
+    """Make ``histc`` accept integers, as torch does only on a GPU."""
 
     @functools.wraps(original)
     def histc(data: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002  # the parameter names of torch
@@ -74,7 +74,7 @@ def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make attention call a fused GPU kernel, because DTensor cannot shard the CPU kernels."""
 
-    # Keep the name with `wraps`: context parallelism looks up this function by name to replace it.
+    # `wraps` keeps the name, by which context parallelism looks up this function to replace it.
     @functools.wraps(original)
     def attention(  # noqa: PLR0913, PLR0917  # torch's signature
         query: torch.Tensor,
@@ -108,7 +108,7 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scored(hop: Callable[..., Any]) -> Callable[..., Any]:
-    """Let gradients flow to the parameters of a score function, as they do in compiled code."""
+    """Give the parameters of a score function gradients, as compiled flex attention does."""
 
     def run(query: torch.Tensor, key: Any, value: Any, score_mod: Any, *args: Any) -> Any:
         result, *sums = hop(query, key, value, score_mod, *args)

@@ -1,4 +1,4 @@
-"""The other ranks of a simulation: what they send, and which have different local shapes."""
+"""Computes what the other ranks of a simulation send, and finds those with other local shapes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from pytest_fsdp_comm.simulation.memory import SimulationError
 
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()
-"""Axis names of all meshes that this process has created; None for a mesh without names."""
+"""Axis names of all meshes that this process has created; None if a mesh has no axis names."""
 
 
 class RealGroups:
-    """Exchanges values between this rank and the others along real axes."""
+    """Exchanges values between this rank and its peers on real axes."""
 
     def __init__(
         self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], texts: TextStore
     ) -> None:
-        """Begin a test on `peers` (this rank included); `axes` maps names to size and stride."""
+        """Begin a test on `peers`, including this rank; `axes` maps names to size and stride."""
         self._axes = axes
         self._peers = frozenset(peers)
         self._texts = texts
@@ -43,7 +43,7 @@ class RealGroups:
         self._counts: Counter[str] = Counter()
 
     def has(self, group: dist.ProcessGroup) -> bool:
-        """Return whether a group has more than one rank, and all its ranks run in this test."""
+        """Return whether a group has several ranks, all of which run in this test."""
         return group.size() > 1 and self._peers.issuperset(dist.get_process_group_ranks(group))
 
     def check(self, mesh: DeviceMesh) -> None:
@@ -61,11 +61,11 @@ class RealGroups:
                 )
 
     def check_used(self) -> None:
-        """Raise FsdpCommError if meshes were created, but a real axis is in none of them."""
+        """Raise FsdpCommError if meshes were created, but none of them has one of the real axes."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
-        # Do not complain if there is no mesh, or if one has no axis names, because a real axis can
-        # also be a process group created without a mesh, or an axis without a name.
+        # Do not raise if there is no mesh, or if a mesh has no axis names, because the real axis
+        # may be a process group outside any mesh, or an axis without a name.
         if unused and _meshes and None not in _meshes:
             raise FsdpCommError(
                 f"real= names {', '.join(unused)}, but the meshes have only "
@@ -131,7 +131,7 @@ def _received(
     kind: str, bound: Mapping[str, Any], rank: int, parts: Sequence[Sequence[torch.Tensor]]
 ) -> list[torch.Tensor] | None:
     if kind in {"all_gather", "gather", "broadcast"}:
-        # The outputs of a coalesced call are ordered by tensor first, then by rank.
+        # A coalesced call orders its outputs by tensor, then by rank.
         rows = zip(*parts, strict=True) if "inputs" in bound else parts
         return [value for row in rows for value in row]
     if kind in {"all_to_all", "scatter"}:
@@ -159,8 +159,8 @@ _REDUCED: Final[Mapping[str | None, _Reduction]] = {
         lambda value, size: value * (size % 2),
     ),
 }
-"""For each reduction, two functions: one reduces the stacked values of all ranks, and one computes
-the result for `size` ranks that all send the same value."""
+"""For each reduction, two functions: the first reduces the stacked values of all ranks, the second
+computes the result if `size` ranks send the same value."""
 
 
 def reduction(bound: Mapping[str, Any]) -> _Reduction | None:
@@ -171,7 +171,7 @@ def reduction(bound: Mapping[str, Any]) -> _Reduction | None:
 def parts_for_each(
     bound: Mapping[str, Any], sent: Sequence[torch.Tensor], size: int
 ) -> Sequence[torch.Tensor]:
-    """Split what an all-to-all sends into one part for each of the group's `size` ranks."""
+    """Split the input of an all-to-all into one part for each of the group's `size` ranks."""
     if len(sent) == size > 1:
         return sent
     return torch.split(sent[0], bound.get("input_split_sizes") or len(sent[0]) // size)
@@ -184,7 +184,7 @@ def mirrored(
     sent: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """Compute outputs as if all peers sent what this rank sends; an unknown output is None."""
+    """Compute outputs as if all peers sent the same values as this rank; None for unknown ones."""
     parts = _parts(kind, group, bound, sent, len(outputs))
     if not parts:
         return [None] * len(outputs)
@@ -201,7 +201,7 @@ def _parts(
     sent: Sequence[torch.Tensor],
     num_outputs: int,
 ) -> Sequence[torch.Tensor]:
-    """Return the parts that fill the outputs (`_filled` can repeat a part); empty if unknown."""
+    """Return the values of the outputs, which `_filled` may have to repeat; empty if unknown."""
     rank, size = group.rank(), group.size()
     if kind in {"all_gather", "gather", "broadcast"}:
         return sent
@@ -209,7 +209,7 @@ def _parts(
         if len(sent) == size > 1:
             return [sent[rank]]
         part = parts_for_each(bound, sent, size)[rank]
-        # If this rank expects parts of a different size, the peers' values differ from this rank's.
+        # If this rank receives parts of a different size, its peers cannot send the same values.
         expected = {*(bound.get("output_split_sizes") or [len(part)])}
         return [part.flatten().repeat(size)] if expected == {len(part)} else ()
     reduced = reduction(bound)
@@ -225,13 +225,13 @@ def _filled(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor
     for times in (1, size):
         if part.numel() * times == output.numel():
             return part.flatten().repeat(times).view(output.shape).to(output.dtype)
-    return None  # the parts differ in size, so the peers' values differ from this rank's
+    return None  # the sizes do not match, so the peers do not send the same values
 
 
 # FSDP pads its shards, so all ranks along an FSDP axis send the same number of bytes, and it is
-# enough to simulate one of them. Tensor and expert parallelism shard before FSDP does, and without
-# padding: if a dimension is not divisible, some ranks have smaller shards and gather less.
-# `DistinctRanks` finds such ranks when a module registers a parameter: tensor and expert
+# enough to simulate one of them. Tensor and expert parallelism shard before FSDP does and do not
+# pad, so if a dimension is not divisible, some ranks have smaller shards and gather fewer bytes.
+# `DistinctRanks` finds those ranks when a module registers a parameter: tensor and expert
 # parallelism register their shards as parameters, but FSDP does not (torch 2.7 to 2.15).
 
 
@@ -240,7 +240,7 @@ class DistinctRanks:
 
     def __init__(self) -> None:
         self.further: set[int] = set()
-        """Ranks whose local shapes differ from this rank's."""
+        """Ranks whose local parameter shapes differ from this rank's."""
         self._parameters: set[Any] = set()
 
     @contextlib.contextmanager
@@ -271,13 +271,13 @@ class DistinctRanks:
 def distinct_places(
     shape: Sequence[int], sizes: Sequence[int], dims: Sequence[int | None], this: Sequence[int]
 ) -> list[list[int]]:
-    """Return coordinates on each mesh axis that together cover all local shapes.
+    """Return, for each mesh axis, coordinates of ranks that together have all local shapes.
 
     Args:
         shape: Shape of the unsharded parameter.
         sizes: Size of each mesh axis.
-        dims: The dimension that each axis shards; None if the axis replicates.
-        this: Coordinates of this rank; they are always included.
+        dims: The dimension that each axis shards; None for an axis that replicates.
+        this: Coordinates of this rank, which the result always includes.
     """
     lengths = [{length} for length in shape]
     places: list[list[int]] = []
@@ -287,8 +287,8 @@ def distinct_places(
             local_lengths = set()
             for length in lengths[dim]:
                 chunk = -(-length // size)
-                # Three ranks cover all distinct lengths: the last one with a full chunk, the one
-                # with the remainder, and the last one.
+                # Three ranks have all distinct lengths: the last rank with a full chunk, the rank
+                # with the remainder, and the last rank of all.
                 ends = {max(0, length // (chunk or 1) - 1), (length - 1) // (chunk or 1), size - 1}
                 local = {end: max(0, min(chunk, length - end * chunk)) for end in (place, *ends)}
                 distinct |= {end for end in ends if local[end] != local[place]}

@@ -1,10 +1,10 @@
-"""The known values of simulated tensors, stored per storage and computed when read."""
+"""Stores known values of simulated tensors per storage, and computes them when they are read."""
 
-# A fake tensor has no memory, but it has a storage and an offset into it. All views of a storage
+# A fake tensor has no memory, but does have a storage and an offset into it. All views of a storage
 # share one `Values`, so that a write through one view is visible through the others. Operations on
-# known values are recorded, and run when a result is read. Before a write, all results that need
-# the old values are computed. Small results are computed immediately, because that costs less than
-# recording them.
+# known values are recorded and run later, when a result is read. Before a write, all results that
+# depend on the old values are computed. Small results are computed immediately, which costs less
+# than recording the operation.
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.operations import tensors_in
 
 MAX_NUMEL: Final = 2**24
-"""The values of tensors with more elements than this are not computed."""
+"""Maximum number of elements of a tensor whose values a simulation computes."""
 TOO_MANY: Final = (
     f"they depend on a tensor of more than {MAX_NUMEL:_} elements (2**24), the limit of a "
     "simulation. Use a smaller tensor in the test, use values from your configuration"
 )
 _SMALL: Final = 2**12
-"""A result is computed immediately if neither it nor an input has more elements than this."""
+"""A result is computed immediately if it and all inputs have at most this many elements."""
 _MAX_DEPTH: Final = 32
-"""Maximum length of a chain of recorded operations; limited because computing it recurses."""
+"""Maximum length of a chain of recorded operations, because computing the chain is recursive."""
 _VALUES: Final = "_fsdp_comm_values"
 _REASON: Final = "_fsdp_comm_reason"
 
 
 class SimulationError(FsdpCommError):
-    """Code on a simulated rank reads an unknown value, or does what a simulation cannot do."""
+    """Raised if code reads an unknown value, or does something that a simulation cannot do."""
 
 
 class Values:
@@ -48,11 +48,11 @@ class Values:
         self._compute = compute
         self._storage: torch.UntypedStorage | None = None
         self.readers: weakref.WeakSet[Values] | None = None
-        """Recorded results that still have to be computed from these values."""
+        """Results that will be computed from these values, but have not been computed yet."""
         self.is_large = False
         """Whether these values, or values that they depend on, are too many to compute."""
         self.is_mirrored: bool = any(each.is_mirrored for each in inputs)
-        """Whether the values assume that other ranks hold the same values as this rank."""
+        """Whether the values are correct only if other ranks hold the same values as this rank."""
         self.depth: int = 1 + max((each.depth for each in inputs), default=0)
         if not later or self.depth > _MAX_DEPTH:
             self.storage()
@@ -63,7 +63,7 @@ class Values:
 
     @classmethod
     def too_large(cls) -> Values:
-        """Create values that are too many to compute; reading them raises SimulationError."""
+        """Create values that count as known, but raise SimulationError when they are read."""
         values = cls(_refuse_size, later=True)
         values.is_large, values.depth = True, 0
         return values
@@ -97,7 +97,7 @@ class _Place(NamedTuple):
     dtype: torch.dtype
     size: Sequence[int]
     stride: Sequence[int]
-    offset: Any  # an int, but torch's annotation also allows a symbolic one
+    offset: Any  # an int here, although torch's annotation allows a SymInt
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor with this layout that views `storage`, which has memory."""
@@ -110,7 +110,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes of a tensor's storage, or an empty dict if it has no storage."""
+    """Return the attributes of a tensor's storage; an empty dict if the tensor has none."""
     try:
         return vars(tensor.untyped_storage())
     except NotImplementedError:
@@ -136,7 +136,7 @@ def is_known(tensor: torch.Tensor) -> bool:
 
 
 def is_mirrored(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values assume that other ranks hold the same values."""
+    """Return whether a tensor's values are correct only if other ranks hold the same values."""
     values = values_in(tensor)
     return values is not None and values.is_mirrored
 
@@ -158,7 +158,7 @@ def covers(tensor: torch.Tensor) -> bool:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with memory that shares the known values, or `tensor` if there are none."""
+    """Return a tensor with memory that views the known values, or `tensor` if they are unknown."""
     values = values_in(tensor) if isinstance(tensor, FakeTensor) else None
     if values is None:
         return tensor
@@ -180,7 +180,7 @@ def put(tensor: torch.Tensor, value: torch.Tensor | None, *, is_mirrored: bool =
     """Copy `value`, which has memory, into a simulated tensor; None makes its values unknown."""
     if not isinstance(tensor, FakeTensor):
         return
-    tensor.constant = None  # torch stores a known value there, which is now outdated
+    tensor.constant = None  # where torch stores a known value, which is now outdated
     values = values_in(tensor)
     if value is None:
         _attributes(tensor).pop(_VALUES, None)
@@ -194,13 +194,13 @@ def put(tensor: torch.Tensor, value: torch.Tensor | None, *, is_mirrored: bool =
 
 
 def explain(tensor: torch.Tensor, reason: str) -> None:
-    """Store why the integers or booleans of a tensor are unknown, if they are."""
+    """Store `reason` if the tensor holds unknown integers or booleans."""
     if is_whole(tensor) and values_in(tensor) is None:
         _attributes(tensor)[_REASON] = reason
 
 
 def share(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Make `tensor` share the values of `source` (same layout), or why they are unknown."""
+    """Make `tensor` share the values of `source`, or the reason why they are unknown."""
     values = values_in(source)
     if values is not None:
         keep(tensor, values)
@@ -214,7 +214,7 @@ def reason_of(tensor: torch.Tensor) -> str | None:
 
 
 def are_too_many(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of the tensors is too large to compute, or depends on one that is."""
+    """Return whether any of the tensors is too large, or depends on a tensor that is too large."""
     return any(
         tensor.numel() > MAX_NUMEL
         or ((values := values_in(tensor)) is not None and values.is_large)
@@ -229,7 +229,7 @@ def note(
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[FakeTensor],
 ) -> None:
-    """Record how `func` computes the values of its new outputs from known tensors."""
+    """Set the values of new outputs of `func`, whose inputs are known; compute them when read."""
     new = []
     for index, tensor in enumerate(outputs):
         if _may_hold(tensor) and not is_known(tensor):  # a known output is a view of an input
@@ -256,7 +256,7 @@ def write(
     tensors: Sequence[torch.Tensor],
     written: Sequence[torch.Tensor],
 ) -> None:
-    """Run an operation that writes known values into known tensors."""
+    """Run an operation that overwrites known tensors with known values."""
     if are_too_many(tensors):
         for tensor in written:
             if isinstance(tensor, FakeTensor):
@@ -277,14 +277,14 @@ def read(
     kwargs: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
 ) -> Any:
-    """Run an operation on the memory of known tensors, and return its result."""
+    """Run an operation on the values of known tensors, and return its result."""
     if are_too_many(tensors):
         _refuse_size()
     return func(*_resolved(_noted(args)), **_resolved(_noted(kwargs)))
 
 
 class _Noted(NamedTuple):
-    """A tensor argument of a recorded operation, as it was when the operation was recorded."""
+    """The values and layout that a tensor argument had when its operation was recorded."""
 
     values: Values
     place: _Place
@@ -319,7 +319,7 @@ def _part(results: Callable[[], Sequence[torch.Tensor]], index: int, place: _Pla
 
 
 def _laid(value: torch.Tensor, place: _Place) -> torch.Tensor:
-    """Return `value`, which has memory, with the layout `place`; copy it if necessary."""
+    """Return the tensor `value`, or a copy if its layout is not `place`."""
     if (value.dtype, value.stride(), value.storage_offset()) == (
         place.dtype,
         tuple(place.stride),

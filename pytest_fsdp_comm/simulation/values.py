@@ -1,21 +1,21 @@
-"""Tensors without memory, some of whose values are known."""
+"""Simulates tensors without memory, and computes those of their values that can be known."""
 
 # Note [Known values]
-# Integers and booleans have known values, and so do floats that depend only on known values and
-# constants, such as an optimizer's step count. Weights, activations and random floats are unknown,
-# but assumed to be finite, so `isfinite` and comparisons with infinity are known.
+# Values that depend only on integers, booleans and constants are known, for example an optimizer's
+# step count. Weights, activations and random floats are unknown, but assumed to be finite, so
+# `isfinite` and comparisons with infinity are known.
 # The result of a collective on known values is computed as if every peer had sent the same values.
-# It is marked as mirrored, and so is everything computed from it. Reading a mirrored value is
-# recorded as an assumption, because on real ranks the peers' values could differ.
-# Ranks that run (real axes) send each other integers, booleans and objects. The receiver waits for
-# such a value when it is first used, not in the collective, because code can call a receive long
-# before it needs the value.
+# The result, and everything computed from it, is marked as mirrored. Reading a mirrored value is
+# recorded as an assumption, because the peers' values could differ on real ranks.
+# Peers on real axes do run, and exchange integers, booleans and objects with this rank. This rank
+# does not wait for such a value in the collective, but when the value is first used, because code
+# can call a receive long before it needs the value.
 
 # Note [Declared routing]
-# A router chooses experts with one operation on the last dimension of their scores, which are
+# A router chooses experts with one operation on the last dimension of a tensor of scores, which are
 # unknown. With `simulation_splits`, the indices that the operation returns are known, and so are
-# the counts, sorted orders and split sizes computed from them. The counts of all ranks are then
-# consistent, which they would not be if each count were assumed separately.
+# the counts, sorted orders and split sizes computed from them. If each count were assumed
+# separately, the counts of different ranks would contradict each other.
 
 from __future__ import annotations
 
@@ -56,26 +56,26 @@ _CHOICES: Final = {
     torch.ops.aten.argmax.default,
     torch.ops.aten.max.dim,
 }
-"""Operations that choose experts; their last result holds the indices of the experts."""
+"""Operations with which routers choose experts; the last result is the indices of the experts."""
 _ROUNDING: Final = 1e-9
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _DRAWS: Final = {
     *("bernoulli", "bernoulli_", "geometric", "geometric_", "multinomial"),
     *("randint", "randint_like", "random_", "randperm"),
 }
-"""Random operations whose results are known if their arguments are known."""
+"""Random operations whose results count as known if their arguments are known."""
 _SHAPED: Final = {
     *("full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "randint_like"),
 }
-"""Operations that read only the shape and dtype of their tensor argument, not its values."""
+"""Operations that read only the shape and dtype of a tensor argument, not its values."""
 _OVERWRITES: Final = {"bernoulli_", "copy_", "fill_", "random_", "zero_"}
 _CHOOSES: Final = {"argmax", "argmin", "argsort", "max", "min", "multinomial", "sort", "topk"}
 _COMPARES: Final = {"eq", "ne", "lt", "le", "gt", "ge"}
 _ABSORBS: Final = {"bitwise_or": 1, "logical_or": 1, "bitwise_and": 0, "logical_and": 0}
-"""The value of one argument that determines the result, whatever the other argument is."""
+"""For each operation, the value that determines the result if either argument has it."""
 _KEEP_STATISTICS: Final = {"native_batch_norm", "cudnn_batch_norm"}
 _STATISTICS: Final = {"running_mean", "running_var"}
-"""Arguments that `_KEEP_STATISTICS` operations write, although their schemas do not say so."""
+"""Arguments that `_KEEP_STATISTICS` operations overwrite without declaring it in their schemas."""
 _ASKS_FINITE: Final = {"isnan", "isinf", "isposinf", "isneginf"}
 _MARK: Final = "_fsdp_comm_device"
 """Attribute of a storage that holds its simulated device; see Note [Cuda without CUDA]."""
@@ -95,7 +95,7 @@ _TRUTHS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 _READ: Final = torch.ops.aten._local_scalar_dense.default
 _COPY: Final = torch.ops.aten.copy_.default
 _MOST_ANSWERS: Final = 10_000
-"""Number of unknown values that one line can read in a test before the test fails."""
+"""Maximum number of unknown values that a line of code can read per test; reading more raises."""
 _ADVICE: Final = {
     "floats": (
         "they depend on floats. Compute tokens, labels and counts from integers (for example "
@@ -121,10 +121,10 @@ _ADVICE: Final = {
         "in the snapshot, move the line to code that the test does not run"
     ),
 }
-"""For each reason why values are unknown: an explanation, and what to do about it."""
+"""For each reason why values are unknown: an explanation for the user, and remedies."""
 _awaited: Final[dict[int, list[Callable[[], None]]]] = {}
-"""Functions that write received values into a storage, keyed by the storage's address. They hold a
-reference to the storage, so it stays alive and its address stays unique."""
+"""Functions that write received values into a storage, keyed by the storage's address. Each holds a
+reference to the storage, so that no other storage can get the same address."""
 
 
 _PLAIN: Final = frozenset(
@@ -133,7 +133,7 @@ _PLAIN: Final = frozenset(
         *(torch.device, torch.dtype, torch.layout, torch.memory_format),
     }
 )
-"""Types whose equal values can share a cache entry."""
+"""Types of arguments that a cache key can contain as they are."""
 _PLAIN_TENSORS: Final = frozenset({FakeTensor, torch.Tensor, torch.nn.Parameter})
 _LISTS: Final = frozenset({list, tuple, torch.Size})
 
@@ -156,7 +156,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     has_marks = False
     has_cuda = False
-    # torch stores these attributes in the mode. All threads share it, so store a value per thread.
+    # torch stores these attributes in the mode, which all threads share here, so store them
+    # separately for each thread.
     in_kernel_invocation = _OfThread(bool)
     enter_stack = _OfThread(list)
     _is_composing = _OfThread(bool)
@@ -164,15 +165,15 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
         hide_from_compiler()
-        # Accept tensors that have memory because they were created earlier, such as globals of a
-        # test module; their values are known.
+        # Accept real tensors, which were created before the simulation, for example as globals of a
+        # test module. Their values are known.
         super().__init__(allow_non_fake_inputs=True)
         self._answers = answers
         self._shares = shares
         self.begin(None)
 
     def begin(self, groups: RealGroups | None) -> None:
-        """Begin a test; `groups` connects this rank to other real ranks, None if it runs alone."""
+        """Begin a test; `groups` connects this rank to its peers on real axes, if there are any."""
         self._groups = groups
         self._answered: Counter[str] = Counter()
         SimulatedTensors.has_cuda = False
@@ -187,7 +188,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     @staticmethod
     def _should_skip_dynamo() -> bool:
-        # Avoid torch's wrapper that skips the compiler, because it takes as long as an operation.
+        # Without this, torch would disable the compiler around each operation, which takes as long
+        # as the operation.
         return False
 
     def __torch_dispatch__(
@@ -197,8 +199,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Return early in two frequent cases: half of all operations in a step read a device, and an
-        # eighth are operations on DTensors.
+        # Return early in the two most frequent cases: half of all operations in a step read a
+        # device, and an eighth have DTensors as arguments.
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if DTensor in types:
@@ -234,7 +236,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if marks and marks[0].type == "cuda":
             for tensor in (*_fake_tensors(result), *(tensors if _writes(func) else ())):
                 mark(tensor, marks[0])
-        elif place:  # unmark the result, which torch can create from a marked copy
+        elif place:  # unmark the result, which may be based on a marked copy
             for tensor in _fake_tensors(result):
                 vars(tensor.untyped_storage()).pop(_MARK, None)
         return result
@@ -247,7 +249,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
     ) -> Any:
-        # Decompose composite operations here, because torch does not do so in inference mode.
+        # Decompose composite operations here, because torch does not decompose them in inference
+        # mode.
         if _is_composite(func) and all(tensor.__class__ in _PLAIN_TENSORS for tensor in tensors):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -281,8 +284,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     def _shaped(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        # If torch decomposes this operation, `_is_composing` makes `__torch_dispatch__` pass the
-        # inner operations to torch, because only the outer operation is handled here.
+        # torch may decompose this operation. `_is_composing` makes `__torch_dispatch__` pass the
+        # inner operations straight to torch, because we handle only the outer operation.
         self._is_composing = isinstance(func, OpOverload)
         try:
             return self.dispatch(func, types, args, kwargs)
@@ -297,7 +300,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         tensors: Sequence[torch.Tensor],
         result: Any,
     ) -> None:
-        """Deduce results that are known although some inputs are not; forget overwritten values."""
+        """Set the results that are known despite unknown inputs; forget overwritten values."""
         if func.namespace in NAMESPACES:
             self._communicate(func, args, kwargs, result)
         elif _writes(func):
@@ -345,8 +348,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
     def _size(self, func: Any, args: Sequence[Any]) -> Any:
-        """Run an operation in `_SIZED`, whose result size does not depend on the unknown values."""
-        if func is _INDEX:  # convert masks to indices, so that no memory is needed
+        """Run an operation of `_SIZED` to get the size of its result; its values stay unknown."""
+        if func is _INDEX:  # convert masks to indices, for which torch needs no memory
             places: list[torch.Tensor | None] = []
             with self:
                 for index in args[1]:
@@ -364,16 +367,16 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
-        """Return a length for jagged tensors as torch does, but not as a symbolic integer."""
+        """Return the length of a jagged dimension; override torch, which creates a symbolic one."""
         self.nt_tensor_id_counter += nt_tensor_id is None
         return torch._C._get_nested_int(nt_tensor_id or self.nt_tensor_id_counter - 1, 1)
 
-    # Overrides a private method (checked in torch 2.13). If torch renames it, torch's slower method
-    # runs instead.
+    # This overrides a private method (checked in torch 2.13). If torch renames that method, torch's
+    # slower code runs instead.
     def _cache_key(
         self, state: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Build the cache key for common arguments faster than torch; saves a sixth of a step."""
+        """Build cache keys for common arguments faster than torch; this saves a sixth of a step."""
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         key.append(torch.is_inference_mode_enabled())
         if self._add_to_key(key, args) and self._add_to_key(key, [*kwargs, *kwargs.values()]):
@@ -381,7 +384,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return super()._cache_key(state, func, args, kwargs)
 
     def _add_to_key(self, key: list[Any], args: Sequence[Any]) -> bool:
-        """Add everything that the result can depend on; return False if torch has to build it."""
+        """Add to `key` everything that the result depends on; return False if only torch can."""
         key.append(len(args))
         for arg in args:
             kind = type(arg)
@@ -406,15 +409,15 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     def swap(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Swap tensors for `Module.to` and ``to_empty``, as torch does."""
-        # Drop torch's weak references to tensors that were created on meta: a swap fails while such
-        # references exist.
+        # Drop torch's weak references to tensors that were created on meta, because tensors with
+        # weak references cannot be swapped.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
         _SWAP(first, second)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _communicate(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Set the results of a collective, if its inputs are known. See Note [Known values]."""
+        """Set the results of a collective if its inputs are known. See Note [Known values]."""
         call = call_of(func)
         if call is None:  # the operation waits for a collective, or wraps its result
             for tensor, source in zip(
@@ -425,7 +428,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         bound, operation = call.bind(args, kwargs), call.operation
         group = group_of(bound)
         sent = operation.tensors_sent(bound)
-        # Combine both lists, because c10d's schemas do not declare all writes.
+        # Combine the lists, because the schemas of c10d do not declare all writes.
         outputs = [*operation.tensors_received(bound, result), *_written(func, args, kwargs)]
         if operation.kind == "reduce" or operation.kind.startswith(UNKNOWN):
             outputs += sent
@@ -472,7 +475,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return answer
 
     def _answer_mirrored(self, func: Any, args: Sequence[Any]) -> None:
-        """Record a read of mirrored values as an assumption, or raise if assumptions are off."""
+        """Record a read of mirrored values as an assumption, or raise if none may be made."""
         if self._shares is not None and running():
             return  # simulation_splits declares that all ranks route in the same way
         if not self._answers:
@@ -482,7 +485,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 "they do, as with balanced routing, use simulation_splits='even' or simulate=True; "
                 "otherwise run the test on real ranks, without simulate="
             ) from None
-        # A count can affect communication long after it is read, so record it for the process.
+        # A count can still affect communication in later blocks, so record it for the process.
         note_answer("mirrored", _how(func), of_process=not _is_answered(func, args))
 
     def _choose(self, named: Mapping[str, Any], result: Any) -> None:
@@ -501,8 +504,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 f"share of an expert is at most {1 / k:.3g}, but simulation_splits has a share of "
                 f"{most:.3g}: use smaller shares, or 'even'"
             )
-        # Place all choices at equal distances on the cumulative shares. The choices of one token
-        # are as far apart as possible, so that the token gets different experts.
+        # Spread all choices evenly over the cumulative shares, and the choices of each token as far
+        # apart as possible, so that no token gets the same expert twice.
         total = indices.numel()
         places = torch.arange(total, device="cpu").view(k, -1).T.flatten()
         limits = torch.tensor(shares, device="cpu", dtype=torch.float64).cumsum(0)
@@ -511,8 +514,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
 
 def _is_answered(func: Any, args: Sequence[Any]) -> bool:
-    # Assume only floats and booleans, which rarely affect communication. An assumed count would
-    # determine shapes.
+    # Assume only floats and booleans, which rarely affect communication. Assumed integers would
+    # affect it, because they determine shapes.
     if func in _TRUTHS:
         return True
     dtype = args[0].dtype
@@ -542,7 +545,7 @@ def mark_of(tensor: torch.Tensor) -> torch.device | None:
 
 
 def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
-    # Do not use torch's tree_leaves for this, because it would take a fifth of a step.
+    # Do not use torch's tree_leaves, which would take a fifth of a step.
     tensors = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -561,7 +564,7 @@ def _fake_tensors(result: Any) -> list[FakeTensor]:
 def _values_sent(
     sent: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor] | None, str]:
-    """Return the values that a collective sends (None if unknown), and why results are unknown."""
+    """Return a collective's known inputs (or None), and the reason if its results are unknown."""
     if not all(map(is_known, sent)):
         return None, next(filter(None, map(memory.reason_of, sent)), "peer")
     if memory.are_too_many([*sent, *outputs]):
@@ -571,7 +574,7 @@ def _values_sent(
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    # Check for kernels first, because some operations that read sizes have none at all.
+    # Check for kernels first, because some operations that read sizes have no kernel at all.
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func._schema.name):
         return False
     return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -579,7 +582,7 @@ def _is_composite(func: Any) -> bool:
 
 @functools.cache
 def _custom_function(func: Any) -> Callable[..., Any] | None:
-    """Return a custom operator's function, to run instead of its fake one, which sends nothing."""
+    """Return a custom operator's implementation; its fake implementation does not communicate."""
     operator = OPDEFS.get(func._schema.name) if isinstance(func, OpOverload) else None
     return operator._init_fn if operator else None
 
@@ -591,7 +594,7 @@ def _names_group(args: Iterable[Any]) -> bool:
 
 @functools.cache
 def _is_made_up(func: Any) -> bool:
-    """Return whether results are unknown even if all arguments are known."""
+    """Return whether the results are unknown even if all arguments are known."""
     if not isinstance(func, OpOverload) or func.namespace in NAMESPACES:
         return True
     is_drawn = torch.Tag.nondeterministic_seeded in func.tags and func._opname not in _DRAWS
@@ -613,7 +616,7 @@ def _deduce(
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[FakeTensor],
 ) -> None:
-    """Set integer or boolean outputs that do not depend on unknown values; explain the others."""
+    """Set integer or boolean outputs that do not depend on unknown values, or store a reason."""
     name = func._opname
     if "empty" in name:  # uninitialized on a real rank, so any value will do
         _zero(outputs[0])
@@ -633,7 +636,7 @@ def _deduce(
 
 
 def _absorbs(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
-    """Return whether a known argument alone determines the result, as True does in `or`."""
+    """Return whether an argument determines the result alone, as True does in ``True or x``."""
     value = _ABSORBS.get(name)  # among integers, only zero absorbs
     if value is None or (value and to != torch.bool) or not is_known(tensor):
         return False
@@ -641,7 +644,7 @@ def _absorbs(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
 
 
 def _is_bound(left: Any, right: Any) -> bool:
-    """Return whether a comparison has the same result for all finite numbers."""
+    """Return whether a comparison has the same result for all finite tensor values."""
     return left is right or (isinstance(right, float) and not math.isfinite(right))
 
 
@@ -657,7 +660,7 @@ def _zero(tensor: torch.Tensor) -> None:
 
 
 def _blank(tensor: Any, name: str) -> Any:
-    """Return a substitute for a tensor whose values are not read; return other types unchanged."""
+    """Replace a tensor whose values are not read by zeros; return other arguments unchanged."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     shape = () if name.startswith("new_") else tensor.shape
@@ -665,7 +668,7 @@ def _blank(tensor: Any, name: str) -> Any:
 
 
 def _reason(name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
-    """Return why integers or booleans in a result are unknown: a key of `_ADVICE`."""
+    """Return why integers or booleans in a result are unknown, as a key of `_ADVICE`."""
     if name in {"eq", "ne"} and isinstance(args[1], torch.Tensor):
         return "matches"
     reason = next(filter(None, map(memory.reason_of, tensors)), None)
@@ -679,7 +682,7 @@ def is_own(tensor: torch.Tensor) -> bool:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with memory that holds the values; return `tensor` if they are unknown."""
+    """Return a tensor with memory that holds the values, or `tensor` if they are unknown."""
     _await([tensor])
     return memory.real(tensor)
 

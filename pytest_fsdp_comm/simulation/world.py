@@ -1,7 +1,7 @@
 """Patches torch while a rank is simulated."""
 
-# Some tensors stay real, because torch reads their values: the rank numbers of a mesh, and the
-# bytes of pickled objects. FSDP2 splits each parameter into the chunks of all ranks but uses only
+# Two kinds of tensors stay real, because torch reads their values: the rank numbers of a mesh, and
+# the bytes of pickled objects. FSDP2 splits each parameter into chunks for all ranks, but uses only
 # one chunk, so `LazyChunks` creates a chunk only when it is accessed. Checked in torch 2.7 to 2.15.
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _MAKE_GROUP = "_new_process_group_helper"  # read in torch 2.7 to 2.15
 _FAKE_OPTIONS = {"backend_options": None, "device_id": None}
 _PIPELINES = "torch.distributed.pipelining."
 _SENDS_BY_BACKEND = {"torch.distributed.nn.functional", "torch.distributed.distributed_c10d"}
-"""torch modules whose communication depends on the backend."""
+"""torch modules that communicate differently for different backends."""
 _COPY: Final[Callable[..., Any]] = torch.Tensor.__deepcopy__
 _ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
 _ADDRESSES: Final = 2**60
-"""First address of simulated storages, higher than any real address in a process."""
+"""The first address for simulated storages; real addresses are lower."""
 _NO_MEMORY: Final = "its data is not allocated yet"
-"""Part of an error message from c10's TensorImpl in torch 2.7 to 2.15."""
+"""Part of the error message of c10's TensorImpl about missing memory (torch 2.7 to 2.15)."""
 _PLACE: Final = "_fsdp_comm_address"
 _addresses: Final = itertools.count(_ADDRESSES, 2**42)
 
@@ -70,11 +70,11 @@ def simulated(
     """Simulate this rank during the block.
 
     Args:
-        answers: Whether reading an unknown float returns 1.0, and an unknown boolean False;
-            otherwise, reading either raises. Reading an unknown integer always raises.
+        answers: Whether reads of unknown floats return 1.0, and reads of unknown booleans False;
+            otherwise, they raise. Reads of unknown integers always raise.
         shares: Each expert's share of the tokens that a router distributes by scores, in any unit;
             empty if all shares are equal, None if they are unknown.
-        groups: Exchanges values along real axes; None if this rank runs alone.
+        groups: Exchanges values with peers on real axes; None if there are no real axes.
     """
     _complete_collectives()
     tensors = _tensors(answers, shares)
@@ -83,8 +83,8 @@ def simulated(
         patched(*_attributes(tensors, groups)),
         reporting_reads(),
         cuda_on_cpu(answers=answers),
-        # Compiled code communicates as eager code does, but it would use fake tensors of a
-        # different mode.
+        # Do not compile: compiled code communicates like eager code, but would use fake tensors of
+        # a different mode.
         torch.compiler.set_stance("force_eager"),
         tensors,
     ):
@@ -99,7 +99,7 @@ def _complete_collectives() -> Any:
         func = getattr(torch.ops.c10d, f"{name}_coalesced_").default
         if not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
             library.impl(func, lambda *_, **__: FakeWork().boxed(), "Meta")
-    return library  # the cache keeps it alive: without it, torch removes the kernels
+    return library  # cached, because torch removes the kernels with the library
 
 
 def _attributes(
@@ -122,19 +122,19 @@ def _attributes(
     for module in (dist, distributed_c10d):
         yield module, "get_backend", _backend_of_real(dist.get_backend, groups)
     yield FakeWork, "is_completed", lambda _: True
-    # torch draws the ids of works from Python's `random`, which would change the test's random
-    # numbers, so count instead.
+    # torch draws ids of works from Python's `random`, which would change the random numbers of the
+    # test. So use consecutive numbers instead.
     numbers = itertools.count(1).__next__
     numbering: Any = sys.modules["torch.distributed._meta_registrations"]
     yield numbering, "generate_unique_id", numbers
     yield distributed_c10d, _MAKE_GROUP, _made_fake(getattr(distributed_c10d, _MAKE_GROUP))
     timeout = distributed_c10d.default_pg_timeout
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout
-    # Disable TorchScript as PYTORCH_JIT=0 does, because it cannot compile the replaced functions.
+    # Disable TorchScript, as PYTORCH_JIT=0 does: it cannot compile the functions replaced here.
     yield torch.jit._state._enabled, "enabled", False
     yield torch.utils, "swap_tensors", tensors.swap
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
-    with contextlib.suppress(ImportError):  # import it now, so that its loaders are patched, too
+    with contextlib.suppress(ImportError):  # import it now, so that its loaders get patched
         importlib.import_module("torchdata.stateful_dataloader")
     for loader in (DataLoader, *_subclasses(DataLoader)):
         if "__iter__" in vars(loader):
@@ -143,22 +143,22 @@ def _attributes(
 
 
 def _of_sharding() -> Iterator[tuple[Any, str, Any]]:
-    if hasattr(_fsdp_param, _CHUNKS):  # if torch renames it, a simulation is only slower
+    if hasattr(_fsdp_param, _CHUNKS):  # otherwise, simulations are only slower
         yield _fsdp_param, _CHUNKS, LazyChunks
-    # DTensor runs operations on full-size fake tensors to find the shapes of results. Do so
-    # outside the simulation, so that the tensors do not count as memory of this rank.
+    # DTensor runs operations on full-size fake tensors to find the shapes of results. Run them
+    # outside the simulation, so that those tensors do not count as memory of this rank.
     learn = getattr(ShardingPropagator, _LEARN, None)
-    if learn is not None:  # if torch renames it, only memory estimates are too large
+    if learn is not None:  # otherwise, only memory estimates are too large
         yield ShardingPropagator, _LEARN, _on_real(learn)
-    if hasattr(_sharding_prop, _STRIDED):  # if renamed, a simulation is only slower
+    if hasattr(_sharding_prop, _STRIDED):  # otherwise, simulations are only slower
         yield _sharding_prop, _STRIDED, _looked_for_once(getattr(_sharding_prop, _STRIDED))
     if hasattr(_meta_registrations, _GROUPED):
         yield _meta_registrations, _GROUPED, _of_any_dtype(getattr(_meta_registrations, _GROUPED))
 
 
 def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
-    # Patch conversions of simulated tensors: in some, torch raises unhelpful errors; in others, it
-    # reads memory that does not exist (checked in torch 2.13).
+    # Patch conversions of simulated tensors, because some make torch raise unhelpful errors, and
+    # others make it read memory that does not exist (checked in torch 2.13).
     yield torch.Tensor, "__deepcopy__", _copied_as_it_is
     yield FakeTensor, "__deepcopy__", _copied
     yield FakeTensor, "__format__", _formatted
@@ -175,7 +175,7 @@ def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "asarray", _of_storage(torch.asarray, tensors)
     yield FakeTensor, "numpy", _array
     yield FakeTensor, "tolist", lambda tensor: _array(tensor).tolist()
-    # These functions read memory before they run an operation, so the mode cannot intercept it.
+    # These functions read memory before they run any operation that the mode could intercept.
     for make in (torch.tensor, torch.as_tensor):
         yield torch, make.__name__, _joined(make)
     for place in (torch, torch.Tensor):
@@ -183,7 +183,7 @@ def _of_memory(tensors: SimulatedTensors) -> Iterator[tuple[Any, str, Any]]:
 
 
 def of_user(error: FsdpCommError) -> FsdpCommError:
-    """Remove frames of torch and of this package from the traceback of a SimulationError."""
+    """Remove torch's and this package's frames from the traceback of a SimulationError."""
     if not isinstance(error, SimulationError):
         return error
     at, outside = error.__traceback__, []
@@ -207,7 +207,7 @@ def note_memory(error: RuntimeError) -> None:
 
 
 def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:
-    """Look for strided shards once per operation, not once for each of its strategies."""
+    """Make torch look for strided shards once per operation, not for each sharding strategy."""
     schema: Any = None
     is_needed = False
 
@@ -224,8 +224,8 @@ def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    # torch's meta kernel of a grouped matrix product accepts only bfloat16, as a GPU does. The CPU
-    # also accepts other dtypes, so handle those here.
+    # Like a GPU, torch's meta kernel for grouped matrix products accepts only bfloat16. The CPU
+    # accepts other dtypes, too, so handle those here.
     @functools.wraps(size)
     def run(*args: Any, scale_a: Any = None, offs: Any = None, **options: Any) -> torch.Tensor:
         if scale_a is None and args[0].dtype != torch.bfloat16:
@@ -246,13 +246,13 @@ def _refuse_ddp(*_: Any, **__: Any) -> None:
 
 @functools.cache
 def _tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensors:
-    # Use one mode per process: tensors of module fixtures outlive a test, and torch cannot mix
-    # tensors of two modes.
+    # Use the same mode in all tests, because tensors of module fixtures outlive a test, and torch
+    # cannot mix tensors of two modes.
     return SimulatedTensors(answers=answers, shares=shares)
 
 
 def _real(attribute: Any) -> Any:
-    """Wrap a mesh's method or property to use real tensors; return None for other attributes."""
+    """Make a mesh's method or property use real tensors; return None for other attributes."""
     if isinstance(attribute, property) and attribute.fget is not None:
         return property(_on_real(attribute.fget), attribute.fset, attribute.fdel)
     if isinstance(attribute, staticmethod):
@@ -262,7 +262,7 @@ def _real(attribute: Any) -> Any:
 
 def _made_once(make: Any) -> Any:
     """Cache the meshes that `make` returns, because FSDP requests a mesh for each parameter."""
-    # Separate objects for equal meshes would be slow, because torch compares meshes rank by rank.
+    # Equal meshes that are separate objects would be slow: torch compares them rank by rank.
     made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     is_static = isinstance(make, staticmethod)
 
@@ -291,7 +291,7 @@ def _on_real(
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Most calls have a mesh as the only argument, so skip the slow search for tensors in them.
+        # The search for tensors is slow, so skip it for the most common argument, a single mesh.
         if kwargs or [*map(type, args)] != [device_mesh.DeviceMesh]:
             args, kwargs = tree_map_only(torch.Tensor, values_of, (args, kwargs))
         with unset_fake_temporarily():
@@ -304,8 +304,7 @@ def _on_real(
 def _of_this_rank(convert: Callable[..., Any], groups: RealGroups | None) -> Callable[..., Any]:
     @functools.wraps(convert)
     def run(value: Any, place: Any, group: Any, *options: Any) -> Any:  # torch 2.15 adds an option
-        # Raise before anything is sent, because reading the objects of thousands of ranks takes
-        # minutes.
+        # Raise before the objects of thousands of ranks are read, which would take minutes.
         is_gathered = sys._getframe(1).f_code.co_name in _GATHERS
         group = group or distributed_c10d.GroupMember.WORLD
         has_peers = group.size() == 1 or (groups is not None and groups.has(group))
@@ -343,7 +342,7 @@ def _backend_of_real(
 
 
 def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTensors) -> Any:
-    """Make new threads enter the mode, because modes are thread-local in torch."""
+    """Make new threads enter the mode, because torch's modes are thread-local."""
 
     @functools.wraps(start)
     def started(thread: threading.Thread) -> None:
@@ -360,7 +359,7 @@ def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTenso
 
 
 def _made_fake(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Make new groups use the fake backend, whatever backend the code requests."""
+    """Make new process groups use the fake backend, whatever backend the caller requests."""
 
     def run(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         del backend
@@ -389,7 +388,7 @@ class LazyChunks(Sequence[torch.Tensor]):
 
 @functools.wraps(_COPY)
 def _copied_as_it_is(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-    # A plain tensor, such as the rank numbers of a mesh, has memory, so copy it outside the mode.
+    # Plain tensors, such as the rank numbers of a mesh, have memory, so copy them outside the mode.
     with unset_fake_temporarily() if type(tensor) is torch.Tensor else contextlib.nullcontext():
         return _COPY(tensor, memo)
 
@@ -414,7 +413,7 @@ def _formatted(tensor: FakeTensor, spec: str) -> str:
 
 def _array(tensor: FakeTensor, *, force: bool = False) -> Any:
     del force
-    # `item` returns a known or an assumed value, or raises.
+    # `item` returns a known or assumed value, or raises an error.
     first = tensor[(0,) * tensor.dim()].item() if tensor.numel() else 0
     values: torch.Tensor = values_of(tensor.detach())
     with unset_fake_temporarily():
@@ -439,7 +438,7 @@ def _data_ptr(tensor: FakeTensor) -> int:
 
 
 def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function fail if an argument is a simulated storage or its address."""
+    """Make a function raise an error if an argument is a simulated storage or its address."""
 
     @functools.wraps(function)
     def read(*args: Any) -> Any:
@@ -464,7 +463,7 @@ def _exported(tensor: torch.Tensor, **how: Any) -> Any:
 def _of_storage(
     convert: Callable[..., torch.Tensor], tensors: SimulatedTensors
 ) -> Callable[..., torch.Tensor]:
-    # safetensors calls this with storages that it has read from a file.
+    # safetensors calls this function with storages that it has read from a file.
     @functools.wraps(convert)
     def asarray(data: Any, **how: Any) -> torch.Tensor:
         if not isinstance(data, torch.UntypedStorage):
@@ -523,7 +522,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _in_this_process(iterate: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a loader run without workers, because they would send tensors through shared memory."""
+    """Make a DataLoader run without workers, which would send tensors through shared memory."""
 
     @functools.wraps(iterate)
     def run(loader: DataLoader[Any]) -> Any:

@@ -38,7 +38,7 @@ _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serializatio
 _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
-"""Matches calls of methods that wait in C++, where the Python stack shows no frame of torch."""
+"""Matches calls of methods that wait in C++, without a torch frame on the Python stack."""
 _LIMITED_WAIT: Final = re.compile(r"\bwait\([^)]")
 """Matches a call of ``Work.wait`` with a timeout."""
 _JOINS: Final = "rank/process_group.py:join_group"

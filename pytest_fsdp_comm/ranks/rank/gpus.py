@@ -17,13 +17,11 @@ from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 # Asking the driver starts it, and a started driver does not survive a fork: torch raises an error
 # if the child uses CUDA. Only a forked child can tell whether the driver has been started (torch
 # 2.13). If the driver found no GPU, ranks do not need it, so they are forked anyway, and fail with
-# torch's error for a missing GPU (checked in 2.13 and 2.15). tests/unit/ranks/test_gpus.py tests
-# the private names used here.
+# torch's error for a missing GPU (2.13, 2.15). tests/unit/ranks/test_gpus.py tests private names.
 
 # The kernel drivers of NVIDIA and ROCm create these files, so without them there is no GPU.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-# Exit status of a forked child in which CUDA is unusable; otherwise, the child's answer (at most
-# `_MOST`) is its exit status.
+# Exit status of a forked child in which CUDA is unusable; other statuses are the child's answer.
 _UNUSABLE = 255
 _MOST = 254
 
@@ -96,7 +94,7 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:
-    """Return how many GPUs a test can use, assuming that all machines have equally many."""
+    """Return how many GPUs a test can use if all machines have the same number of GPUs."""
     count = visible_gpu_count()
     return count if launched is None else count // launched.local_world_size * launched.world_size
 

@@ -66,7 +66,7 @@ def set_environment(
     if settings.simulation:
         os.environ |= simulated_variables(rank, settings.world_size)
     # By default, torch uses one thread per core in each process, so ranks would compete for the
-    # cores. Besides, OpenMP's threads do not survive a fork; see `spawn`.
+    # cores. Also, OpenMP's threads do not survive a fork; see `spawn`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Launchers other than torchrun may not say how many ranks run on this machine.
     is_sure = launched is None or launched.launcher == "torchrun"

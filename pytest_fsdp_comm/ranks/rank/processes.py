@@ -134,7 +134,7 @@ def forget_exit_functions() -> None:
 
 
 def run_exit_functions() -> list[str]:
-    """Run exit functions registered since `forget_exit_functions`; return their tracebacks."""
+    """Run exit functions registered since `forget_exit_functions`; return errors' tracebacks."""
     problems: list[str] = []
 
     def note(raised: sys.UnraisableHookArgs) -> None:

@@ -435,7 +435,7 @@ def _exit_session(
 
 
 def _show_remark(config: pytest.Config, text: str) -> None:
-    if hasattr(config, "workerinput"):  # its warnings reach the terminal, its output does not
+    if hasattr(config, "workerinput"):  # under xdist, only warnings reach the terminal
         warning = warnings.WarningMessage(text, pytest.PytestWarning, __file__, 1)
         sent = {"warning_message": warning, "when": "collect", "nodeid": "", "location": None}
         config.hook.pytest_warning_recorded.call_historic(kwargs=sent)

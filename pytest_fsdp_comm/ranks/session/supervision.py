@@ -320,8 +320,8 @@ class Supervision:
             self._drain(result.rank)
         self._locate()
         for result in running:
-            # Ignore new messages after the deadline, because SIGUSR1 may have interrupted the call
-            # that hung, and so have let the test continue.
+            # Ignore messages that arrive after the deadline: SIGUSR1 may have interrupted the call
+            # that hung, so that the test continued.
             if why is Stopped.AFTER_FAILURE and not result.is_over:
                 self._drain(result.rank)
             if not result.is_over:

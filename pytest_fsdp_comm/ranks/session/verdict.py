@@ -116,7 +116,7 @@ def merge_reports(
         if report.failed
     ]
     failures = sorted(
-        # At equal times, a death leads, because the sort is stable and deaths are listed first.
+        # Deaths are listed first and the sort is stable, so a death precedes simultaneous failures.
         [*_deaths(ranks), *raised, *_timeouts(ranks, limit, are_forked=are_forked)],
         key=lambda failure: (
             failure.at == math.inf,

@@ -352,7 +352,7 @@ class ForkServer:
                 try:
                     socket.send_fds(connection, [b"."], [end.fileno() for end in ends])
                 finally:
-                    connection.detach()  # not a dup above, which fails if too many files are open
+                    connection.detach()  # avoids a dup, which fails if too many files are open
         except BlockingIOError:
             self.kill()  # the server has stopped reading
             raise ServerDiedError from None

@@ -45,7 +45,7 @@ class IssuedCollective:
     is_last: bool = False
     """Whether this is the last collective that the rank called on any group."""
     is_waited_in: bool = False
-    """Whether the main thread waits for the collective; False if it runs in the background."""
+    """Whether the main thread waits for the collective; False for one in the background."""
     timeout_s: float = 0.0
     """How long the rank will wait at most; 0 if user code sets a timeout in ``Work.wait``."""
 
