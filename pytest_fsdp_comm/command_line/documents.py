@@ -23,8 +23,8 @@ from pytest_fsdp_comm.tree.profile import fold as fold_tree
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
     """Read a snapshot, or convert a JSON recording or tree into a snapshot.
 
-    The profile of a converted recording also has call sites, which snapshots omit. Errors name the
-    file `where`, by default its path.
+    The profile of a converted recording also has call sites, which snapshots omit. In errors,
+    the file is called `where`, which defaults to its path.
     """
     where = where or str(path)
     if path.is_dir():

@@ -178,7 +178,7 @@ class World:
     """The recorded ranks, ascending; empty for all ranks."""
     mesh_axes: tuple[MeshAxis, ...]
     end: int
-    """Number of the first line after those with world size, ranks and mesh."""
+    """Number of the first line below the world size, ranks and mesh."""
 
     def read_ranks(self, text: str) -> tuple[int, ...]:
         """Parse a list of ranks; both `text` and the result are empty for all recorded ranks."""

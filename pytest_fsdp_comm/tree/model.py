@@ -61,7 +61,8 @@ class ModuleNode:
     wrappers: tuple[str, ...] = ()
     """Classes of the wrappers around the module, outermost first; FQNs do not contain them."""
     alias_of: int | None = None
-    """Index of the module's first node, which has the parameters and children; None there."""
+    """Index of the module's first node, which has its parameters and children; None if this node is
+    the first."""
     has_forward: bool = True
     """Whether the module can run, and so be a unit; ``ModuleList`` and ``ModuleDict`` cannot."""
 
