@@ -83,7 +83,7 @@ class Exchange:
         )
         own_digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         digests = self.share(str(self._rounds), own_digest, complaint)
-        # For each distinct string, the lowest rank that has it sends it to the ranks that do not.
+        # For each distinct string, the lowest rank with it sends it to the ranks without it.
         senders = dict(zip(reversed(digests), reversed(self._ranks), strict=True))
         texts = {own_digest: text}
         if len(senders) > 1 and senders[own_digest] == self._rank:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 # Set by a pytest process that a launcher started. If one of its tests starts pytest again, the new
-# process inherits the launcher's variables, but this variable tells it that it is not a rank.
+# process inherits the launcher's variables, but this one shows that it is not a rank.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
 # Set for rank 0 under a launcher if pytest cannot fork that rank and starts a new process instead.
 OWN_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_OWN_RANK"

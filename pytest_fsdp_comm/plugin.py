@@ -129,7 +129,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test that needs torch or fork() if the system does not have it."""
+    """Fail a test that needs torch or fork() if that is missing."""
     # Fail after skip marks have been evaluated, but before the test's code can raise an obscure
     # error.
     if marker.may_record(item) and (missing := upstream.missing_torch()):

@@ -45,7 +45,7 @@ SESSION_PLUGIN: Final = "fsdp-comm-report"
 # Name of the report attribute that carries a test's record from an xdist worker to the controller.
 _RECORD: Final = "comm_record"
 
-# The page of a test shows at most this many characters of a failure, from its end.
+# A test's page shows at most this many characters from the end of its failure text.
 _MAX_PROBLEM: Final = 8_000
 _MAX_MESSAGE: Final = 300
 # The report contains at most this many comparisons per test, so that a test that compares in a loop
@@ -72,8 +72,8 @@ def register(config: pytest.Config, directory: Path) -> None:
 # same value on every rank. Only the lowest rank stores results that are equal on all ranks: the
 # comparison with its explanation, the text and the tree. Other ranks store `_UNCOMPARED` instead.
 # Every rank stores the timeline of its recording. `Notes.merge` adds the timelines of all ranks to
-# the lowest rank's results. If that rank died, the next rank's `_UNCOMPARED` entries get the
-# timelines.
+# the lowest rank's results. If the lowest rank died, they go to the `_UNCOMPARED` entries of the
+# next rank.
 
 
 class Notes:

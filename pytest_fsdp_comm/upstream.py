@@ -52,12 +52,12 @@ def look_up(module: str, name: str, use: str = _RECORDER) -> Any:
 def moved_error(
     package: str, name: str, use: str = _RECORDER, *, remedy: str = _UPGRADE
 ) -> UpstreamChangedError:
-    """Create the error about a private name that no longer exists; `use` completes "which ..."."""
+    """Create the error for a private name that no longer exists; `use` completes "which ..."."""
     return _changed(package, f"no longer has {name}, which {use}", remedy)
 
 
 def misread_error(package: str, subject: str, problem: object) -> UpstreamChangedError:
-    """Create the error about a private name of `subject` that no longer works as before."""
+    """Create the error for a private name of `subject` that no longer works as before."""
     return _changed(package, f"moved a private name of {subject}: {problem}", _UPGRADE)
 
 

@@ -66,7 +66,7 @@ class Recorder(Protocol):
 
 _KEY: Final = "pytest_fsdp_comm.recordings"
 _STARTED_IN: Final = "_fsdp_comm_recordings"
-"""Attribute of a thread: the numbers of the recordings that were running when it started."""
+"""Thread attribute that holds the numbers of the recordings running when the thread started."""
 
 _lock = threading.Lock()
 _recorders: tuple[Recorder, ...] = ()
@@ -76,8 +76,8 @@ _is_stashed: Callable[[str], bool] = look_up("torch._C", "_is_key_in_tls")
 _stashed: Callable[[str], tuple[Recorder, ...]] = look_up("torch._C", "_get_obj_in_tls")
 _stash: Callable[[str, tuple[Recorder, ...]], None] = look_up("torch._C", "_stash_obj_in_tls")
 
-# The recordings in torch's thread-local state, keyed by thread id. We keep this copy because a step
-# reads it about a thousand times.
+# A copy of the recordings in torch's thread-local state, keyed by thread id, because a step looks
+# them up about a thousand times.
 _entered: Final[dict[int, tuple[Recorder, ...]]] = {}
 
 

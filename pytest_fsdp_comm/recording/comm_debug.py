@@ -50,7 +50,7 @@ class TracedModule:
     """Placements of its direct parameters, keyed by name. Those of gathered parameters are None
     until `settle` reads them."""
     callers: tuple[TracedModule, ...] = ()
-    """The modules that were running when it was first called, outermost first."""
+    """The modules that were running when this one was first called, outermost first."""
     name: str = GLOBAL
     """Its name in CommDebugMode: the class of the root, then the FQN below it. `settle` sets it."""
 

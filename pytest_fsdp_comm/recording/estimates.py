@@ -30,7 +30,7 @@ _TRACKED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A rank's operations, and its peak memory as computed by torch's ``FSDPMemTracker``.
+    """A rank's peak memory, estimated by torch's ``FSDPMemTracker``, and its operations.
 
     Only the memory of tensors counts, without the allocator's rounding.
     """

@@ -64,9 +64,9 @@ class Flight:
     """Dtype (torch's name) and number of elements of each input tensor."""
     received: tuple[tuple[str, int], ...]
     thread_id: int
-    """The value of ``threading.get_ident()`` on the thread that issued it."""
+    """The value of ``threading.get_ident()`` on the thread that issued the collective."""
     is_done: bool
-    """Whether the backend has finished it, or gloo has failed while running it."""
+    """Whether the backend has finished the collective, or gloo has failed while running it."""
     timeout_s: float = 0.0
 
     @property
@@ -79,7 +79,7 @@ class Flight:
 
 
 def flown(since_ns: int) -> tuple[list[Flight], int]:
-    """Return this process's collectives since `since_ns` (a ``time.time_ns()``), in order."""
+    """Return the collectives that this process ran since `since_ns`, a ``time.time_ns()``."""
     # Also return the number of entries in the buffer if it may have dropped older ones, else 0.
     collectives: list[Flight] = []
     num_stored = 0

@@ -240,7 +240,7 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __init__(self, tracer: ModuleTracer | None, calls: Iterable[Call] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._tracer = tracer
-        # Keyed by id, because torch's operations hash slowly.
+        # Keyed by id, because torch's operations are slow to hash.
         self._calls = {id(call.func): call for call in calls}
 
     def __torch_dispatch__(

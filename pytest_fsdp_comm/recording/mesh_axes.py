@@ -41,7 +41,7 @@ class GroupNames:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo the block's changes to this object when the block ends, but keep new groups."""
+        """Restore this object's state when the block ends, but keep new groups."""
         # Keep new groups, because another thread may have used one during the block.
         saved = {name: copy.copy(value) for name, value in vars(self).items()}
         del saved["_groups"]

@@ -25,15 +25,16 @@ NAMESPACES: Final = frozenset(
 )
 
 UNKNOWN: Final = "unknown:"
-"""Prefix of the kind of an operation that is not in the tables, such as an operation of symmetric
-memory. All its tensors count as sent."""
+"""Prefix of the kind of an operation that is not in the tables, such as a symmetric-memory
+operation. All its tensors count as sent."""
 
 
 class Place(Enum):
     """Where an operation's tensors are, if no single named argument holds them."""
 
     NOWHERE = auto()
-    """There are no tensors, or (for `received`) the operation overwrites those that it sends."""
+    """There are no tensors, or (for `received`) the operation overwrites the tensors that it
+    sends."""
     RESULT = auto()
     ALL = auto()
     """In all arguments, because the operation is not in the tables."""
@@ -285,9 +286,9 @@ def timing_categories(kind: str, source: Source) -> tuple[str, ...]:
     return ("all", "reduce") if kind in REDUCING else ("all",)
 
 
-# torch 2.13 tags these operations data_dependent_output or dynamic_output_shape. Operations with
-# these tags that are composed of others are not listed. Conversions to sparse tensors are covered,
-# because they call nonzero, or masked_select in torch 2.7.
+# These are the operations that torch 2.13 tags data_dependent_output or dynamic_output_shape,
+# except those composed of other operations. Conversions to sparse tensors are covered, because they
+# call nonzero, or masked_select in torch 2.7.
 VALUE_READS: Final = tuple(
     f"aten::{name}"
     for name in (

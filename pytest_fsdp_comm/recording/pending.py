@@ -63,8 +63,8 @@ class Pending(Generic[Event]):
         values["issued_in"] = names.issued_in(call)
         values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
-        # Only the all-gather has a prefetch distance; before it, an extension (float8) may send
-        # collectives of other kinds.
+        # Only the all-gather has a prefetch distance. Before the all-gather, an extension (float8)
+        # may send collectives of other kinds.
         gather = call.gather if record is Reshard or kind == "all_gather" else None
         if record is Reshard or record is Collective:
             values["ahead"] = gather and gather.ahead

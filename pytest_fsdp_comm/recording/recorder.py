@@ -99,7 +99,7 @@ class Recorder:
         self.lacks_root = not models
         self.idle: list[nn.Module] = []
         """The user's models of which no module has run yet."""
-        # Each call takes its index before it runs, so events caused by the call come after it.
+        # A call takes its index before it runs, so events that the call causes have higher indices.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
         self._groups = GroupNames()
@@ -243,7 +243,7 @@ class Recorder:
         )
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
-        """Return the gaps and notes. Call this only after the axes are named."""
+        """Return the gaps and notes. Call this only after naming the axes."""
         if self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.groups_and_axes(used_groups)[0])
@@ -303,7 +303,7 @@ class Recorder:
         recorded: Sequence[Collective],
         used_groups: Iterable[str],
     ) -> Names:
-        """Return the names that queries may use. Call this only after the axes are named."""
+        """Return the names that queries may use. Call this only after naming the axes."""
         if dist.is_initialized():  # the block may have destroyed the process group
             for unit in units:
                 self._groups.learn_unit(unit)

@@ -80,7 +80,7 @@ class ValueReads:
 
 
 class KeptAnswers:
-    """Assumed values that were returned outside of blocks, mostly to code that asks for a device.
+    """Assumed values that were returned outside of blocks, mostly to code that queries devices.
 
     A test's recordings list the values that its code and its fixtures received, even if an earlier
     test set the fixture up.
@@ -119,7 +119,7 @@ answers_of_process: Final = KeptAnswers()
 
 
 def note_answer(value: object, how: str, *, of_process: bool = False) -> None:
-    """Record that user code gets an assumed value in place of an unknown one."""
+    """Record that user code receives an assumed value instead of an unknown value."""
     frame = find_caller()
     site = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" if frame else "?"
     answer = Answer(value=str(value), site=site, how=how, call_site=call_site_of(frame))
@@ -133,7 +133,7 @@ _num_reporters = 0
 
 @contextlib.contextmanager
 def reporting_reads() -> Iterator[None]:
-    """While the block runs, leave it to the caller to report value reads."""
+    """While the block runs, only the caller reports value reads; kernels and patches do not."""
     global _num_reporters  # noqa: PLW0603  # the whole process shares it, like the patches
     _num_reporters += 1
     try:

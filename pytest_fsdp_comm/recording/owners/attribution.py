@@ -225,7 +225,7 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
     """Return the ids of the tensors to whose gradients a backward adds: `inputs`, or all leaves."""
     if inputs:
         return set(map(id, inputs))
-    # Leaves inside a reentrant checkpoint are not found here, but by its nested backward.
+    # This misses leaves inside a reentrant checkpoint, but its nested backward finds them.
     pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
     visited, leaves = {None, *pending}, set[int]()
     # This is fast: it takes a few hundred nanoseconds per node, for a few thousand nodes.

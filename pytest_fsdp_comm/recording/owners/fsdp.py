@@ -103,7 +103,7 @@ class GatheredMemory:
         self.peak = 0
 
     def learn(self, unit: Any, get_nbytes: Callable[[Any], int]) -> None:
-        """Start tracking a unit, just before its first change or at the end of the block."""
+        """Start tracking a unit, just before its state first changes or at the end of the block."""
         # The unit has held these bytes since the block began, so add them to the peak as well. That
         # way, the peak is the same whether this step or an earlier forward gathered the root.
         if unit not in self._nbytes:
@@ -295,8 +295,8 @@ class UnitWatch:
             self._memory.learn(group, self._gathered_nbytes)
         yield
         self._memory.hold(group, self._gathered_nbytes(group))
-        # Without this, a later use could be matched with the freed gather, because after
-        # set_unshard_in_backward(False) backward does not gather the unit again.
+        # Otherwise, a use in backward could be matched with the freed gather: after
+        # set_unshard_in_backward(False), backward does not gather the unit again.
         if not self._used_nbytes(group):
             self._prefetches.freed(group)
 
@@ -342,7 +342,7 @@ class UnitWatch:
 
     def _prefetch_handle(self, _: Any, args: Arguments) -> Iterator[ActingUnit]:
         handle = args[0]
-        # FSDP1 calls this at each use of a gathered unit, to prefetch the next one.
+        # FSDP1 calls this whenever it uses a gathered unit, to prefetch the next unit.
         if self._open_slot_of_handle(handle):
             self._prefetches.used(handle)
         yield ActingUnit(() if handle is None else (handle._fully_sharded_module,), serves=False)

@@ -152,7 +152,6 @@ def _without_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
 def _outside(name: str, ddp: Sequence[str]) -> str:
     for wrapped in reversed(ddp):
         if name == wrapped or name.startswith(wrapped + "."):
-            # Drop ``module`` and the dots around it.
             outer = wrapped.removesuffix("module").removesuffix(".")
             inner = name[len(wrapped) :].removeprefix(".")
             name = f"{outer}.{inner}" if outer and inner else outer or inner

@@ -54,7 +54,7 @@ _PASSES_ON: Final = frozenset(
 
 
 class Extent(NamedTuple):
-    """The bytes that a tensor occupies in its storage, from `start` up to `end` (excluded)."""
+    """The bytes that a tensor occupies in its storage, from `start` to `end` (exclusive)."""
 
     storage: int
     start: int
