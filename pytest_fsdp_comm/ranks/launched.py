@@ -189,7 +189,7 @@ def become_rank(
     finally:
         with suppress(BaseException):
             save_coverage()
-            ending.kill_children([], within_s=ending.HURRIED_S)  # started by tests
+            ending.kill_children([], within_s=ending.HURRIED_S)  # left over from tests
         os._exit(status)
 
 

@@ -66,7 +66,7 @@ _IDLE: Final = (
     *("current_stream", "default_stream", "ExternalStream"),
 )
 _TO: Final = torch.Tensor.to
-_CAPTURABLE: Final = "_get_capturable_supported_devices"  # read in torch 2.7 to 2.15
+_CAPTURABLE: Final = "_get_capturable_supported_devices"  # checked in torch 2.7 to 2.15
 _GENERATOR: Final = torch.Generator
 
 

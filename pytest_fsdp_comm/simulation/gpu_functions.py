@@ -20,7 +20,7 @@ _constructors: Iterable[Callable[..., Any]] = _device_constructors()
 _CONSTRUCTORS: Final = tuple(
     make.__name__ for make in _constructors if vars(torch).get(make.__name__) is make
 )
-_EAGER_FLEX: Final = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # read in torch 2.13 and 2.15
+_EAGER_FLEX: Final = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # checked in torch 2.13 and 2.15
 
 
 def replaced_functions(device: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:

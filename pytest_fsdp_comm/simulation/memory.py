@@ -209,7 +209,7 @@ def share(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def reason_of(tensor: torch.Tensor) -> str | None:
-    """Return why the values of a tensor are unknown; None if that is not stored."""
+    """Return why the values of a tensor are unknown; None if no reason is stored."""
     return _attributes(tensor).get(_REASON)
 
 

@@ -408,7 +408,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return True
 
     def swap(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Swap tensors for `Module.to` and ``to_empty``, as torch does."""
+        """Swap two tensors, as torch does for `Module.to` and ``to_empty``."""
         # Drop torch's weak references to tensors that were created on meta, because tensors with
         # weak references cannot be swapped.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()

@@ -43,12 +43,12 @@ from pytest_fsdp_comm.simulation.values import SimulatedTensors, is_own, values_
 
 _MESHES_OF = frozenset({"__getitem__", "_concatenate"})
 _CHUNKS = "_chunk_with_empty"
-_LEARN = "_propagate_tensor_meta_non_cached"  # read in torch 2.13
-_STRIDED = "_propagate_use_strided_shard_flag"  # read in torch 2.13 and 2.15
-_GROUPED = "_meta_grouped_mm_common"  # read in torch 2.13 and 2.15
+_LEARN = "_propagate_tensor_meta_non_cached"  # checked in torch 2.13
+_STRIDED = "_propagate_use_strided_shard_flag"  # checked in torch 2.13 and 2.15
+_GROUPED = "_meta_grouped_mm_common"  # checked in torch 2.13 and 2.15
 _GATHERS = {"all_gather_object", "gather_object"}
-_OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13 and 2.15
-_MAKE_GROUP = "_new_process_group_helper"  # read in torch 2.7 to 2.15
+_OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # checked in torch 2.13 and 2.15
+_MAKE_GROUP = "_new_process_group_helper"  # checked in torch 2.7 to 2.15
 _FAKE_OPTIONS = {"backend_options": None, "device_id": None}
 _PIPELINES = "torch.distributed.pipelining."
 _SENDS_BY_BACKEND = {"torch.distributed.nn.functional", "torch.distributed.distributed_c10d"}
@@ -270,7 +270,7 @@ def _made_once(make: Any) -> Any:
         flat = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
         key = tuple(part if isinstance(part, str) else id(part) for part in flat)
         if key not in made:
-            made[key] = (make(*args), *flat)  # references keep the ids unique
+            made[key] = (make(*args), *flat)  # references to the arguments keep their ids unique
         return made[key][0]
 
     return staticmethod(run) if is_static else run

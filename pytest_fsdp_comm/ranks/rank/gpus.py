@@ -1,4 +1,4 @@
-"""Counts the GPUs that ranks may use; checks whether the CUDA driver runs, without starting it."""
+"""Counts the GPUs that ranks may use, and checks whether the CUDA driver has been started."""
 
 from __future__ import annotations
 

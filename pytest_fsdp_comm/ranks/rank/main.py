@@ -62,12 +62,12 @@ class RankTemplate:
         processes.forget_exit_functions()
         for item in session.items:
             if SETTINGS in item.stash:
-                _ = item.location  # pytest caches it, so ranks need not compute it
-        # Otherwise a rank's first garbage collection would visit a million objects and copy their
-        # pages. Do not collect first: freeing garbage would run finalizers, and leave holes in
-        # pages that ranks then write to.
+                _ = item.location  # pytest caches it, so ranks do not compute it again
+        # Without `freeze`, a rank's first garbage collection would visit a million objects and copy
+        # their pages. Do not collect before `freeze`, because freeing garbage would run finalizers,
+        # and leave holes in pages that ranks then write to.
         gc.freeze()
-        gc.collect()  # empties the interpreter's free lists, which each rank would do otherwise
+        gc.collect()  # empties the interpreter's free lists here instead of in each rank
 
     def run_rank(
         self, spec: messages.RankSetSpec, rank: int, descriptors: tuple[int, int]

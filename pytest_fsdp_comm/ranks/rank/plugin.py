@@ -249,8 +249,8 @@ class RankPlugin:
         if is_subtest(report):
             self._has_failed_subtest |= report.failed
         elif self._has_failed_subtest and report.passed:
-            # pytest 9 fails a test whose subtests failed in the hook below, which the terminal
-            # reporter calls. A rank has no terminal reporter, so call the hook here.
+            # In the hook below, pytest 9 fails tests with failed subtests. The terminal reporter
+            # usually calls the hook, but a rank has no terminal reporter, so call it here.
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         self._channel.send(
             PhaseReport(

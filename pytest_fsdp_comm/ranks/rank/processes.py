@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.gathering import Exchange
     from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
-# The path of a socket has at most 108 bytes on Linux, and 104 on macOS. multiprocessing appends
-# ``/listener-`` and 8 characters to the directory.
+# The longest directory that can hold a socket of multiprocessing: a socket's path has at most 108
+# bytes on Linux (macOS: 104), of which ``/listener-`` and a random suffix take 18.
 _LONGEST_DIRECTORY = 85
 
 
@@ -156,7 +156,7 @@ def run_exit_functions() -> list[str]:
 # and seed each library whose states differ with the same number. They do not touch libraries that
 # the user has seeded equally. Kept ranks start each test with the random states of the first test.
 
-_LARGEST_SEED = 2**32 - 1  # numpy's
+_LARGEST_SEED = 2**32 - 1  # the largest seed that numpy accepts
 
 _Generator: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], object], Callable[[int], object]]"
 """Functions to read, restore and seed a library's global generator."""

@@ -154,7 +154,7 @@ class RankRunner:
         """Replace a fork server that has died; return how it ended, in words."""
         status = self._close_server()
         self._start_server()
-        if not status:  # also if a test has reaped the server with os.wait()
+        if not status:  # the status is also 0 if a test has reaped the server
             return "has ended"
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 

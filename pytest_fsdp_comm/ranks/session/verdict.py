@@ -104,8 +104,8 @@ def merge_reports(
 ) -> list[pytest.TestReport]:
     """Merge the reports of all ranks into the reports that pytest logs for the test.
 
-    Return a report for each phase that ran, each after the reports of the phase's subtests. `limit`
-    is the time limit in words, such as ``120 s``.
+    Return a report for each phase that ran, preceded by the reports of its subtests. `limit` is the
+    time limit in words, such as ``120 s``.
     """
     ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
     subtests = _merged_subtests(ranks)
@@ -485,7 +485,7 @@ def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
 
 
 def _later(failures: Sequence[_Failure]) -> list[str]:
-    """Describe, one line each, the failures that differ from the first."""
+    """Describe the failures that differ from the first, one line for each."""
     first = failures[0]
     texts = {}
     for failure in failures:

@@ -44,7 +44,7 @@ class RankSetSpec:
     terminal: tuple[int, ...] = ()
     """Descriptors of the session's stdin, stdout and stderr; empty if there is no terminal."""
     foreground: int = 0
-    """The process group of pytest, which has the terminal unless a debugger is running."""
+    """pytest's process group, which has the terminal while no rank is in a debugger."""
     debugged_rank: int = 0
     gpus: tuple[str, ...] = ()
     """The GPUs to make visible to ranks, as the user listed them; if empty, hide no GPUs."""

@@ -177,7 +177,7 @@ class RankResult:
 
     @property
     def unfinished_s(self) -> float:
-        """How many seconds the unfinished phase took; 0 if the rank finished the test."""
+        """How many seconds the unfinished phase lasted; 0 if the rank finished the test."""
         return 0.0 if self.ended_at is None else self.ended_at - self.phase_began_at
 
     @property
