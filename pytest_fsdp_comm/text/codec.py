@@ -18,10 +18,10 @@ from typing import Any, Final, TypeVar, cast
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# Why no library: every session imports this module, even one without distributed tests, so the
-# import must be fast. It takes less than 1 ms, but msgspec 0.22 takes 6 to 7 ms and cattrs 26.2
-# about 30 ms. msgspec also rejects text that is not UTF-8, such as a rank's output, and unions of
-# dataclasses, such as the messages of a channel.
+# This module does not use a library, because every session imports it, even one without distributed
+# tests, so the import must be fast. It takes less than 1 ms; msgspec 0.22 takes 6 to 7 ms, cattrs
+# 26.2 about 30 ms. msgspec also rejects text that is not UTF-8, which a rank may print, and unions
+# of dataclasses, such as the messages of a channel.
 
 _Value = TypeVar("_Value")
 _Reader = Callable[[Any, str], Any]
@@ -32,7 +32,7 @@ _MAX_QUOTED: Final = 60
 
 
 class CodecError(FsdpCommError):
-    """A JSON value does not fit its class; the message names the field."""
+    """Raised if a JSON value does not fit its class; the message names the field."""
 
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911  # one return per type
@@ -67,7 +67,7 @@ def to_json(value: Any) -> Any:  # noqa: PLR0911  # one return per type
 
 
 def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
-    """Convert the output of `to_json` back to a class, or raise CodecError.
+    """Convert the output of `to_json` back to an instance of `cls`, or raise CodecError.
 
     Fields may be str, int, float, bool, None, Path, Enum, Literal, Any, dataclasses, and tuples,
     dicts and unions of these. Errors start with `where`, by default the name of the class.
@@ -76,12 +76,12 @@ def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
 
 
 def dump_tagged(value: Any) -> str:
-    """Write a dataclass as one line of JSON that includes the name of its class."""
+    """Write a dataclass instance as one line of JSON that includes the name of its class."""
     return _write({_TAG: type(value).__name__, **to_json(value)})
 
 
 def load_tagged(classes: Mapping[str, type[_Value]], text: str | bytes) -> _Value:
-    """Convert the output of `dump_tagged` back to one of `classes`, or raise CodecError."""
+    """Convert the output of `dump_tagged` back to an instance of its class, or raise CodecError."""
     data = _parse(text, "a message")
     name = data.pop(_TAG, None) if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in classes:
@@ -90,7 +90,7 @@ def load_tagged(classes: Mapping[str, type[_Value]], text: str | bytes) -> _Valu
 
 
 def dump_document(kind: str, version: int, value: Any) -> str:
-    """Write a dataclass as the JSON content of a file, with its kind and format version."""
+    """Write a dataclass instance as a JSON document that includes its kind and format version."""
     return _write({"kind": kind, "version": version, "value": to_json(value)})
 
 
@@ -122,13 +122,13 @@ def _field_names(cls: Hashable) -> tuple[str, ...] | None:
     return tuple(entry.name for entry in fields(cls)) if is_dataclass(cls) else None
 
 
-# Readers are composed once for each annotation and cached, because ranks send many messages:
-# resolving the annotations of a dataclass costs more than reading an instance.
+# The reader for each annotation is built once and cached: ranks send many messages, and resolving
+# the annotations of a dataclass takes longer than reading an instance.
 
 
 @cache
 def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # one return per type
-    """Return the reader for an annotation: a function of the data and of its name in errors."""
+    """Return the reader for an annotation; call it with the data and the data's name in errors."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind) or kind:
         case typing.Any:

@@ -16,21 +16,21 @@ from pytest_fsdp_comm.text.rank_lists import runs_of
 # writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` also accepts patterns
 # that `fold_fqns` would write differently; to reject such a pattern, fold its FQNs and compare.
 
-# Text for the root, whose FQN is empty. It equals no escaped FQN, since parentheses are escaped.
+# Written for the root, whose FQN is empty. No other FQN looks like it: parentheses are escaped.
 ROOT_TEXT: Final = "(root)"
 
-# Module name in rows that have no module.
+# Written in place of the module's name in rows that have no module.
 NO_MODULE: Final = "(no-module)"
 
-# `expand` rejects a pattern that describes more FQNs than this.
+# The most FQNs that a pattern may describe; `expand` raises ValueError if there are more.
 MAX_NAMES: Final = 131_072
 
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
 _DIGITS: Final = re.compile(r"([0-9]+)")
-# Split at `+` as well as `.`, because `events` joins the modules of one FSDP unit with `+`.
+# Names are split at `+` as well as `.`, because `+` joins the modules of one FSDP unit.
 _SEPARATOR: Final = re.compile(r"([.+])")
-# At most nine digits: any program can read such a number exactly, and no model has more siblings.
+# Numbers have at most nine digits: every program reads those exactly, and lists are never longer.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")
@@ -38,9 +38,9 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 
 _NaturalPart: TypeAlias = tuple[bool, int, str]
 NaturalKey: TypeAlias = tuple[tuple[tuple[_NaturalPart, ...], ...], str]
-# FQNs that differ only in numbers: all combinations of the ascending values of each number.
+# The ascending values of each number in a pattern, which describes all combinations of them.
 Box: TypeAlias = tuple[tuple[int, ...], ...]
-# The values of one number, as ascending runs `(first, last)` with gaps between them.
+# The values of one number, as ascending runs `(first, last)` that do not touch.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
@@ -63,7 +63,7 @@ def _natural_part(part: str) -> _NaturalPart:
 
 
 def escape(fqn: str) -> str:
-    """Write an FQN as one word, with escapes for reserved characters; the root is `ROOT_TEXT`."""
+    """Write an FQN as one word, escaping reserved characters; write the root as `ROOT_TEXT`."""
     return _escape_word(fqn) if fqn else ROOT_TEXT
 
 
@@ -149,7 +149,7 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
-    """Merge points into boxes, starting with the innermost number."""
+    """Merge the numbers of FQNs (`points`) into boxes, starting with the innermost number."""
     boxes: list[Box] = [tuple((number,) for number in point) for point in points]
     for axis in reversed(range(len(points[0]))):
         merged: dict[Box, list[int]] = {}
@@ -178,7 +178,7 @@ def _write_ranges(ranges: Ranges) -> str:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """List the FQNs of a pattern, varying the last number fastest; raise ValueError if invalid."""
+    """List the FQNs of a pattern, varying the last number fastest, or raise ValueError."""
     literals, axes = _split_pattern(pattern)
     words = [unescape(literal) for literal in literals]
     sizes = (sum(last - first + 1 for first, last in ranges) for ranges in axes)
@@ -191,7 +191,7 @@ def expand(pattern: str) -> tuple[str, ...]:
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a predicate that matches FQNs; ``*`` matches a segment or part of one."""
+    """Return a predicate for FQNs that match `pattern`; ``*`` matches a segment or part of one."""
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
     literals, ranges = _split_pattern(pattern)
@@ -223,7 +223,7 @@ def _split_pattern(pattern: str) -> tuple[list[str], list[Ranges]]:
 
 
 def first_name(pattern: str) -> str:
-    """Return the first FQN of a valid pattern."""
+    """Return the first FQN that a valid pattern describes."""
     return unescape(re.sub(r"\{([0-9]+)[^{}]*\}", r"\1", pattern))
 
 

@@ -1,4 +1,4 @@
-"""Lists of ranks as text: ``0-3``, ``0-62/2``, ``0-39:8/16``."""
+"""Write and read lists of ranks: ``0-3``, ``0-62/2``, ``0-39:8/16``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pytest_fsdp_comm.errors import quoted_part
 #   mesh that share some coordinates form such runs.
 # - All other runs are listed in ascending order: `0,2-3`.
 
-# Fold only this many runs or more, because `0,2,4` is easier to read than a stride.
+# The fewest runs that are folded, because `0,2,4` is easier to read than a stride.
 FOLDED: Final = 4
-# A regular expression that every list of ranks matches.
+# Regular expression that matches every list of ranks, but also some invalid ones.
 RANKS_PATTERN: Final = r"[0-9][0-9,:/-]*"
 
 _NUMBER: Final = r"[1-9][0-9]{0,8}"
@@ -101,12 +101,12 @@ def _read_entry(entry: str, world_size: int) -> list[int]:
 
 
 def ranks_or_empty_if_all(ranks: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the ranks, or an empty tuple if they are all `count` ranks."""
+    """Return `ranks` as a tuple, or an empty tuple if it contains all `count` ranks."""
     return () if len(ranks) == count else tuple(ranks)
 
 
 def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Group ranks whose strings are equal, ordered by the lowest rank of each group."""
+    """Group ranks that have equal texts, and sort the groups by their lowest rank."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(texts):
         groups.setdefault(texts[rank], []).append(rank)

@@ -23,7 +23,7 @@ _AMOUNT: Final = re.compile(
     rf"|{_NBYTES}(?: in (?:all|total))?"
 )
 
-# At this ratio and above, `show_growth` writes a factor instead of a percentage.
+# The smallest ratio that `show_growth` writes as a factor instead of a percentage.
 _FACTOR: Final = 3
 
 
@@ -33,7 +33,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Truncate text to `most` characters (at least 60), and append how many were cut."""
+    """Truncate text to `most` (at least 60) characters; the last line says how many were cut."""
     if len(text) <= most:
         return text
     beginning = text[: most - 40]
@@ -41,7 +41,7 @@ def cut(text: str, most: int) -> str:
 
 
 def first_of(entries: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
-    """Return the first entries, and how many are left out."""
+    """Return the first entries, at most ``most + 1``, and the number of entries left out."""
     # Never leave out a single entry, because "1 more" needs as much room as the entry.
     if len(entries) <= most + 1:
         return entries, 0
@@ -75,8 +75,8 @@ def shell_word(text: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return an element's size in bytes; 1 if the dtype has no digits in its name, as ``bool``."""
-    # For mixed dtypes such as ``bfloat16+float32``, return the size of the largest one, because
+    """Return the element size of a dtype in bytes; 1 if its name has no digits, as ``bool``."""
+    # For several dtypes such as ``bfloat16+float32``, return the size of the largest one, because
     # FSDP reduces gradients in that dtype.
     names = (re.search(r"\d+", name) for name in dtype.split("+"))
     return max(int(bits[0]) // 8 if bits else 1 for bits in names)
