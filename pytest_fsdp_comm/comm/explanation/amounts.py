@@ -29,26 +29,27 @@ from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey, replace_fields
 from pytest_fsdp_comm.text.words import itemsize
 
-# Each proposal takes its factor from the most common ratios; applying it shows whether the other
-# rows agree. Fractions are proposed only if all products are whole numbers, because a later step
-# that writes the same rows could hide a rounded product.
+# The factors that are proposed are the most common ratios of new to old values; applying a step
+# shows whether it is right for all other rows. Fractions are proposed only if all products are
+# whole numbers: a later step that writes the same row could hide a rounded product.
 
 
 _ONE: Final = Fraction(1)
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 _MOST_TERMS: Final = 64
-"""Largest product of numerator and denominator: 3/2 is a change, 129/65 a coincidence."""
+"""Largest product of a factor's numerator and denominator. 3/2 is a plausible change, while 129/65
+is a coincidence."""
 _MOST_RATIOS: Final = 3
 
 
 class Scope(Enum):
-    """Which calls change their count."""
+    """The calls whose counts are multiplied by `Counts.factor`."""
 
     EVERYTHING = auto()
     PASSES = auto()
-    """Those in forward, backward and recomputation; gradient reductions have a separate factor."""
+    """Calls in forward, backward and recomputation, except gradient reductions."""
     PASSES_AND_OUTSIDE = auto()
-    """Those of `PASSES`, and those in the outside phase."""
+    """The calls of `PASSES`, and calls in the outside phase."""
     FORWARD = auto()
     ACTIVATIONS = auto()
     OPTIMIZER = auto()
@@ -81,13 +82,13 @@ class Counts(GlobalStep):
     has_activations: bool
     """Whether any calls send activations; if not, only gathers show how many forwards ran."""
     reductions: Fraction = Fraction(1)
-    """Factor of gradient reductions, for scopes that do not include them."""
+    """Factor for the counts of gradient reductions, if the scope does not include them."""
     excluded: tuple[Owner, ...] = ()
-    """Units that the forward scope ignores because they stay unsharded."""
+    """Units whose gathers the forward scope excludes, because these units stay unsharded."""
 
     @property
     def description_cost(self) -> float:
-        # Prefer factors n and 1/n, and changes in all counts.
+        # Prefer the factors n and 1/n, and prefer changes in all counts.
         is_simple = self.factor.numerator == 1 or self.factor.denominator == 1
         return (2.0 if is_simple else 3.0) + (0.0 if self.scope is Scope.EVERYTHING else 0.5)
 
@@ -127,7 +128,7 @@ class Counts(GlobalStep):
 
 
 def propose_counts(between: Between) -> Iterator[Step]:
-    """Propose changes in counts."""
+    """Propose that counts changed by a common factor."""
     unique = set(between.state.values())
     sends = any(call.role == Role.ACTIVATIONS for content in unique for _, call in content.calls())
     reductions = _ratios(
@@ -146,7 +147,7 @@ def propose_counts(between: Between) -> Iterator[Step]:
             if before and scope.includes(key, before[0].calls[0], group.old)
         )
         for ratio in _ratios(pairs):
-            # Only the forward scope ignores units.
+            # Only the forward scope excludes units.
             units = between.state.items() if scope is Scope.FORWARD else ()
             excluded = tuple(owner for owner, content in units if content.stays_unsharded)
             step = Counts(scope=scope, factor=ratio, has_activations=sends, excluded=excluded)
@@ -158,8 +159,8 @@ def propose_counts(between: Between) -> Iterator[Step]:
 
 
 def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
-    """Return the most common ratios; `pairs` hold old value, new value and number of modules."""
-    # Most modules share a few pairs, so create each fraction once: fractions are slow to create.
+    """Return the most common ratios of new to old values, weighted by the number of modules."""
+    # Fractions are slow to create, so add up the modules of equal pairs before creating any.
     weights: Counter[tuple[int, int]] = Counter()
     for old, new, weight in pairs:
         if old and new and old != new:
@@ -202,18 +203,18 @@ class _Scaled(GlobalStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(_Scaled):
-    """All activations, or all gradients on an axis, have `factor` times the bytes."""
+    """All activations, or all gradients over one axis, have `factor` times as many bytes."""
 
     kind: str = "sizes"
     factor: Fraction
     axis: str = ""
-    """The axis of the gradients; empty for activations, which change on all axes."""
+    """The axis of the gradients; empty for activations, which change over all axes."""
     with_loss: bool = False
-    """Whether calls without a role in the outside phase, such as a parallel loss, change too."""
+    """Whether outside calls that have no role, such as those of a parallel loss, change too."""
 
     @property
     def description_cost(self) -> float:
-        # Prefer factors n and 1/n, and changes in activations.
+        # Prefer the factors n and 1/n, and prefer changes in activations.
         is_simple = self.factor.numerator == 1 or self.factor.denominator == 1
         return 2.0 if is_simple and not self.axis else 2.5
 
@@ -228,7 +229,7 @@ class Sizes(_Scaled):
 
 
 def propose_sizes(between: Between) -> Iterator[Step]:
-    """Propose changes in the sizes of activations, and of gradients on an axis."""
+    """Propose that the sizes of activations, or of gradients over one axis, changed."""
     sizes_by_part: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
     for group in between.differences:
         for key, before, after in group.rows:
@@ -246,13 +247,13 @@ def propose_sizes(between: Between) -> Iterator[Step]:
 
 @dataclass(frozen=True, kw_only=True)
 class Dtype(_Scaled):
-    """All collectives of some roles and axes changed dtype, and with it their sizes."""
+    """All collectives with certain roles and axes have a new dtype, which changes their sizes."""
 
     kind: str = "dtype"
     factor: Fraction
-    """Bytes of the new dtype, divided by those of the old."""
+    """The new bytes of each call, divided by the old bytes."""
     parts: frozenset[tuple[str, str]]
-    """Pairs of a role and an axis."""
+    """The roles and axes of these collectives, as pairs."""
     old: str
     new: str
     owners: frozenset[Owner] = frozenset()
@@ -278,7 +279,7 @@ class Dtype(_Scaled):
 
 
 def propose_dtypes(between: Between) -> Iterator[Step]:
-    """Propose changes in the dtype of parameters, gradients and activations."""
+    """Propose that the dtype of parameters, gradients or activations changed."""
     candidates: dict[tuple[str, str, Fraction], dict[tuple[str, str], set[Owner]]] = {}
     for group in between.differences:
         for key, was, now in group.rows:

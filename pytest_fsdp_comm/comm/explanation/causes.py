@@ -1,4 +1,4 @@
-"""Find the probable causes of steps."""
+"""Find the likely causes of the steps that explain a diff."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.text.fqn import name_owners
 
 # A step is exact, so its cause explains all of its rows. The rule for a kind of step names every
-# known cause, except those that the recordings, the test's trees or a change of torch rule out.
-# Other rules handle combinations of steps, and leftover rows. docs/causes.md lists the causes;
-# `tests/regressions/look_alikes.json` lists changes whose diffs look alike.
+# known cause, except those that the recordings, the test's trees or the torch versions rule out.
+# Other rules handle combinations of steps, and leftover rows. docs/causes.md lists the causes, and
+# `tests/regressions/look_alikes.json` lists changes that have the same diff.
 
 _NOT_REDUCED: Final = ", FSDP does not reduce their gradients"
 _MISSING_ROOT: Final = (
@@ -34,19 +34,19 @@ _MODEL_DTYPE: Final = "the dtype of the model's parameters"
 _FROZEN: Final = "frozen, as the tree shows"
 _THAWED: Final = f"parameters are no longer {_FROZEN}"
 _REDUCES_IN_FLOAT32: Final = (2, 15)
-"""The first torch whose FSDP2 reduces in the parameter's dtype if ``reduce_dtype`` is unset, and
-casts partial gradients before DTensor reduces them. Older versions of FSDP2, and all versions of
-FSDP1, use ``param_dtype`` for both. Recorded with torch 2.13.0 and 2.15.0."""
+"""The first version of torch in which FSDP2 reduces in the parameter's dtype if ``reduce_dtype`` is
+unset, and casts partial gradients before DTensor reduces them. Older versions of FSDP2, and all
+versions of FSDP1, use ``param_dtype`` for both. Observed with torch 2.13.0 and 2.15.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A probable cause, with the remedy if one is known."""
+    """A likely cause, with the remedy if one is known."""
 
     text: str
     steps: tuple[Step, ...] = ()
     is_of_torch: bool = False
-    """Whether a different torch version causes the change, and not the user's code."""
+    """Whether a different version of torch caused the change, rather than the user's code."""
     is_unwanted: bool = False
     """Whether the cause is a regression regardless of its steps."""
 
@@ -59,7 +59,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Evidence for causes: both recordings, and the trees compared together with them."""
+    """Evidence for causes: both recordings, and changes in the trees that the test compares."""
 
     old: CommProfile
     new: CommProfile
@@ -71,7 +71,7 @@ class Inputs:
 
 
 def _is_regression(step: Replaced) -> bool:
-    """Whether a step is a regression, if its cause is known."""
+    """Whether a step with a known cause counts as a regression."""
     match step.kind:
         case "reduced times" | "redistributed" | "gathered in full" | "called":
             return True
@@ -85,7 +85,7 @@ def _is_regression(step: Replaced) -> bool:
 def find_causes(
     explanation: Explanation, inputs: Inputs, *, is_same_mesh: bool = True
 ) -> tuple[Cause, ...]:
-    """Find the probable causes of a diff: regressions first, changes of torch last."""
+    """Find the likely causes of a diff: regressions first, changes in torch last."""
     causes = [
         *_roots(explanation, inputs),
         *swapped_axes(*inputs.sides),
@@ -96,7 +96,7 @@ def find_causes(
     explained = [step for cause in causes for step in cause.steps]
     for step in explanation.steps:
         is_of_mesh = step.kind in {"sizes", "redistributed"} and not is_same_mesh
-        # If rows are left over, gathers in recomputation may have moved there from elsewhere.
+        # If rows are left over, the recomputed gathers may have moved there from another phase.
         is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
             text = _cause(step, inputs)
@@ -109,7 +109,7 @@ def find_causes(
     )
 
 
-# Rules for several steps, or for leftover rows.
+# The following rules are for several steps, or for leftover rows.
 def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
     """Detect a root unit that was removed or is not called, so that units below it become roots."""
     lost_roots, unresharded = (
@@ -123,7 +123,7 @@ def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
     lost_roots = [step for step in lost_roots if step.owners == (ROOT_FQN,)]
     trees = inputs.trees
     if trees is not None and trees.lost_root:
-        # Units in only one of the trees were added or removed together with the root.
+        # Ignore units that only one tree has: they were added or removed together with the root.
         units, roots = trees.units, trees.new_roots
         unresharded = [step for step in unresharded if units.intersection(step.owners) <= roots]
         # If the snapshot has no backward, there were no reductions to lose.
@@ -173,7 +173,7 @@ def _norms_one_by_one(explanation: Explanation, inputs: Inputs) -> Iterator[Caus
 
 
 def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
-    """Count all-reduces by size in phases that reduce norms of DTensors, and count the norms."""
+    """Count the all-reduces of each size in phases that reduce DTensor norms, and the norms."""
     norms, calls = Counter[Phase](), Counter[int]()
     rows = [row for row in profile.rows if row.owner is None]
     for row in rows:
@@ -185,7 +185,7 @@ def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
 
 
 def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect diffs in which only reshards of units are missing, after backward or the step."""
+    """Detect units that are not resharded after backward or the step, if nothing else changed."""
     rows = set(explanation.before) ^ set(explanation.after)
     was, now = (
         Counter({(row.owner, row.phase, row.what): row.count for row in side})
@@ -209,7 +209,7 @@ def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]
 
 
 def _evaluations(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect evaluations: forward gathers all units, or all that it reshards, more often."""
+    """Detect added evaluations: forward gathers all units, or all that it reshards, more often."""
     phases = {row.phase for row in {*explanation.before} ^ {*explanation.after}}
     freed, units = (_acts(inputs.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
     more = _more_acts(inputs, Phase.FORWARD, "unshard").keys()
@@ -242,7 +242,7 @@ def _prefetching(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
             yield Cause(text=f"{call} lists different modules, as the tree shows")
 
 
-# Rules for one step.
+# The following rules are for one step.
 def _cause(step: Step, inputs: Inputs) -> str:
     """Return a step's cause; empty if it is unknown, or if the step's sentence already names it."""
     match step:
@@ -342,10 +342,10 @@ def _of_dtype(step: Dtype, inputs: Inputs) -> str:
             return f"{_MODEL_DTYPE if is_dtype else 'MixedPrecisionPolicy'}, as the tree shows"
     if torchs := _change_of_torch(step, inputs):
         return torchs
-    # If the number of gathers changed too, no step reports a change in their dtype.
+    # Compare the gathers too: if their number changed, no step reports that their dtype changed.
     types = [{dtype for *_, dtype in _gathers(side)} for side in inputs.sides]
     if Role.PARAMETERS in step.roles or types[0] != types[1]:
-        # Trees do not show hooks, so they cannot rule this out.
+        # Trees do not show hooks, so they cannot rule out this cause.
         hook = "an fsdp_pre_all_gather hook of the weights, such as torchao's float8 all-gather"
         if is_refuted:
             return hook
@@ -372,7 +372,7 @@ def _change_of_torch(step: Dtype, inputs: Inputs) -> str:
         or step.roles != {Role.GRADIENTS}
         or high != "float32"
         or low not in {"bfloat16", "float16"}
-        # DDP never reshards.
+        # This rule is only for FSDP, which reshards; DDP does not.
         or all(row.subject != "reshard" for row in old.rows)
     ):
         return ""
@@ -400,7 +400,7 @@ def _of_passes(step: Replaced) -> str:
     facts = step.facts
     match step.kind, step.is_added:
         case "recomputed", _ if facts["is_moved"]:
-            return ""  # changed lists of units to prefetch move gathers too
+            return ""  # unknown: a different list of units to prefetch also moves gathers
         case "recomputed", is_added:
             if is_added and facts["gathers_again"]:
                 return (
@@ -504,7 +504,7 @@ def _of_called(step: Replaced, inputs: Inputs) -> str:
             "before, or leave it in its parent's unit"
         )
     again = "the unit runs again without a backward, e.g. under no_grad()"
-    # In a list of layers, all but the first get inputs that require gradients.
+    # In a list of layers, every layer but the first gets inputs that require gradients.
     lists = Counter(template(owner) for owner in step.owners if owner is not None)
     if any("*" in name and number > 1 for name, number in lists.items()):
         return again
@@ -545,7 +545,7 @@ def _units_in(step: Replaced, trees: Evidence | None) -> set[str]:
 
 
 def _policy(step: Replaced, trees: Evidence | None) -> str:
-    """Return how the policy after forward changed in the trees; empty if it did not."""
+    """Describe how the units' resharding after forward changed in the trees; "" if it did not."""
     owners = _units_in(step, trees)
     if not owners or trees is None:
         return ""
@@ -554,7 +554,7 @@ def _policy(step: Replaced, trees: Evidence | None) -> str:
 
 
 def _frozen_or_thawed(step: Replaced, trees: Evidence | None) -> str:
-    """Return why units now reduce gradients or no longer do so, if the trees show it."""
+    """Return why units now reduce gradients or no longer do; empty if the trees do not show it."""
     owners = _units_in(step, trees)
     if not owners or trees is None:
         return ""

@@ -1,4 +1,4 @@
-"""Propose steps about gradients; see Note [Evidence of a proposal] in `units`."""
+"""Propose changed reductions of gradients; see Note [Evidence of a proposal] in `units`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Keys: TypeAlias = Mapping[Owner, Iterable[RowKey]]
 
 
 def propose_reductions(between: Between) -> Iterator[Step]:
-    """Propose changed gradient reductions of units whose gathers did not change."""
+    """Propose that the gradient reductions of units changed, but not their gathers."""
     keys_by_change: defaultdict[tuple[str, Fraction], dict[Owner, list[RowKey]]] = defaultdict(dict)
     for group in between.differences:
         old, new = group.old, group.new
@@ -55,7 +55,7 @@ def propose_reductions(between: Between) -> Iterator[Step]:
 
 
 def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """Return how a row changed, and by which ratio of counts, or 1 for more and 0 for less."""
+    """Return the kind of step, and the ratio of new to old counts, or 1 for more, 0 for less."""
     if before == after:
         return None
     if not (before and after):
@@ -79,7 +79,7 @@ def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fract
 
 def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[Step]:
     is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
-    # If forward gathers each of these units only once, the step has no micro-batches.
+    # Units with unchanged reductions. If forward gathers each once, there are no micro-batches.
     other_units = [
         content
         for owner, content in between.state.items()
@@ -101,7 +101,7 @@ def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[St
 
 def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Step]:
     less, more = between.sides(is_added=is_added)
-    # The step also covers missing reshards: without a reduction, backward does not reshard a unit.
+    # Include missing reshards: backward does not reshard a unit whose gradients it does not reduce.
     freed = {
         owner: [
             key
@@ -111,7 +111,7 @@ def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Ste
         for owner in keys
         if not less[owner].reductions
     }
-    # The phases and axes in which other kinds of collectives still reduce gradients.
+    # The phases and axes in which the gradients are reduced even without the change.
     places = {(key.phase, key.axis) for owner in keys for key in less[owner].reductions}
     yield from replaced(
         between,
@@ -123,7 +123,7 @@ def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Ste
 
 
 def propose_buckets(between: Between) -> Iterator[Step]:
-    """Propose that the same bytes of gradients are reduced in a different number of calls."""
+    """Propose that the same bytes of gradients are now reduced in more or fewer calls."""
     keys = between.select_rows(
         lambda _, before, after: (
             role_of(before) == role_of(after) == Role.GRADIENTS

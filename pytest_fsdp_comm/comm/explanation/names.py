@@ -29,7 +29,7 @@ _List: TypeAlias = dict[int, dict[str, Content]]
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRenamed(GlobalStep):
-    """All collectives over one mesh axis moved to another, new axis."""
+    """All collectives over one mesh axis moved to a new axis."""
 
     kind: str = "axis renamed"
     order: ClassVar[int] = 0
@@ -42,12 +42,12 @@ class AxisRenamed(GlobalStep):
         return replace(row, axis=self.new) if row.axis == self.old else row
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # The new profile has no rows over the old axis.
+        # A renamed axis must have no rows in the new profile.
         return key.axis == self.old
 
 
 def propose_axes(between: Between) -> Iterator[Step]:
-    """Propose renamed axes."""
+    """Propose that an axis was renamed."""
     old, new = ({axis.name: axis for axis in axes} for axes in between.axes)
     used = {key.axis for key in between.state.row_keys()}
     for lost in sorted(used.intersection(old).difference(new)):
@@ -67,7 +67,7 @@ class Renamed(Step):
     new: str
     keeps_root: bool = False
     is_leaf: bool = False
-    """Whether it has no submodules. If so, a different module with equal rows looks the same."""
+    """Whether the module has no submodules; if so, it may have been replaced, not renamed."""
 
     def apply(self, state: State, pool: Pool) -> State:
         return State({self.name(owner): content for owner, content in state.items()})
@@ -78,14 +78,14 @@ class Renamed(Step):
         return replace_prefix(owner, self.old, self.new)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # The new profile has no rows below the old prefix, unless the new prefix contains them.
+        # No rows may be left below the old prefix, unless the new prefix includes them.
         if owner is None or self.name(owner) == owner:
             return False
         return not self.new or replace_prefix(owner, self.new, "\0") == owner
 
 
 def propose_names(between: Between) -> Iterator[Step]:
-    """Propose renamed modules."""
+    """Propose that modules were renamed."""
     removed = [owner for owner in between.removed if owner is not None]
     templates = {template(owner) for owner in between.added if owner is not None}
     prefixes: Counter[tuple[str, str]] = Counter()
@@ -132,7 +132,7 @@ def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Layers(Step):
-    """A list of modules is longer or shorter, and added modules repeat their siblings.
+    """A list of modules grew or shrank, and added modules repeat their siblings.
 
     The modules after an added or removed one are renumbered, so their rows differ as well. The
     step adds or removes modules at one position and renumbers those that follow.
@@ -147,7 +147,7 @@ class Layers(Step):
     at: int
     """Index of the first added or removed module."""
     period: int = 1
-    """How many modules form the repeated pattern: 2 if every second one is a mixture of experts."""
+    """Length of the repeated pattern: 2 if every second layer is a mixture of experts."""
     has_units: bool = True
     """Whether all modules are units; if not, the modules that send nothing are not counted."""
 
@@ -176,7 +176,7 @@ class Layers(Step):
         return self.prefix.count(".") + 1 if self.prefix else 0
 
     def _place(self, owner: Owner) -> int | None:
-        """Return the index of the item that is or contains a module; None if no item does."""
+        """Return the index of the list item that is or contains a module; None if there is none."""
         segments = [] if owner is None else owner.split(".")
         depth = self._depth
         if len(segments) <= depth or not segments[depth].isdecimal():
@@ -196,7 +196,7 @@ class Layers(Step):
 
 
 def propose_layers(between: Between) -> Iterator[Step]:
-    """Propose steps in which a list of modules grew or shrank."""
+    """Propose that a list of modules grew or shrank."""
     old, new = _lists(between.state), _lists(between.target)
     for prefix in sorted(set(old) & set(new)):
         before, after = _length(old[prefix]), _length(new[prefix])
@@ -230,7 +230,8 @@ def _length(lists: Mapping[str, _List]) -> int:
 
 def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]]:
     """Yield possible values of `Layers.at` and `Layers.period`, based on the shorter list."""
-    # All positions among equal modules are equivalent, so try the end, and where neighbours differ.
+    # All positions among equal modules are equivalent, so try only the end of the list, and the
+    # positions where neighbours differ.
     contents = [modules[n] for n in range(min(before, after))]
     ends = [n for n in range(1, len(contents)) if contents[n] != contents[n - 1]]
     places = list(dict.fromkeys([len(contents), *reversed(ends)]))[:4]

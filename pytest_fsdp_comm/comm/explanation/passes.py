@@ -1,7 +1,4 @@
-"""Propose steps that change phases, axes or activations.
-
-Note [Evidence of a proposal] in `units` says what a proposal may rely on.
-"""
+"""Propose changes to phases, axes or activations; see Note [Evidence of a proposal] in `units`."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
 NORM: Final = "_NormPartial("
-"""How DTensor prints the placement of an unreduced norm (checked with torch 2.7 to 2.15)."""
+"""Start of the placement of an unreduced norm, as DTensor prints it (checked in 2.7 to 2.15)."""
 _PARTS: Final = (
     (Phase.BACKWARD, Phase.RECOMPUTE),
     (Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER),
@@ -37,7 +34,7 @@ _PARTS: Final = (
 
 
 def propose_of_passes(between: Between) -> Iterator[Step]:
-    """Propose steps that change phases, axes or activations."""
+    """Propose changes to phases, axes or activations."""
     for propose in (_axes, _recomputed, _sequence_parallel, _phases):
         for is_added in (True, False):
             yield from propose(between, is_added=is_added)
@@ -65,7 +62,7 @@ def _recomputed(between: Between, *, is_added: bool) -> Iterator[Step]:
         for at, owner_keys in keys.items()
         for key in owner_keys
     ]
-    # Recomputation repeats collectives of forward, so it cannot send more bytes than forward.
+    # Recomputation repeats collectives of forward, so it cannot send more bytes than forward did.
     if any(was or not sent or nbytes_of(again) > nbytes_of(sent) for was, again, sent in rows):
         return
     gathers = [more[at].gathers for at in keys]
@@ -136,13 +133,13 @@ def _phases(between: Between, *, is_added: bool) -> Iterator[Step]:
     less, more = between.sides(is_added=is_added)
     without, having = ({key.phase for key in state.row_keys()} for state in (less, more))
     for phases in _PARTS:
-        # Recomputation may be absent; the other phases must exist.
+        # The model need not recompute, but the other phases must exist.
         is_there = {phases[0], phases[-1]} <= {*having, Phase.RECOMPUTE}
         if not (without.isdisjoint(phases) and is_there):
             continue
         keys = between.select(partial(_rows_of_phases, phases), is_added=is_added)
         yield from _phase(between, phases, keys, is_added=is_added)
-        # A loss that ranks compute together sends outside every module.
+        # If ranks compute the loss together, they communicate outside all modules.
         loss = [
             key
             for key in keys_that_differ(less[None], more[None])
@@ -173,7 +170,7 @@ def _phase(
     is_added: bool,
 ) -> Iterator[Step]:
     old, new = between.origin[None], between.target[None]
-    # If gradients are no longer reduced at all, lost norms follow from that: do not report them.
+    # If no gradients are reduced any more, their norms are lost too: do not report that.
     was_reduced, is_reduced = (
         any(content.reductions for content in state.values())
         for state in (between.origin, between.target)

@@ -38,16 +38,16 @@ from pytest_fsdp_comm.comm.explanation.steps import WRITES, Step
 from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 
-# Note [Search]: a beam search. A path is a list of steps with the states after them. It costs the
-# sum of its steps and of the rows still left over, so a step is added only if it saves more than it
-# costs. If several paths reach the same state, the search follows the cheapest, but prefers an
-# exact path if no rows are left over. Each set of steps is tried once, in `Step.order`. The result
-# is the cheapest path whose claims are exact (see Note [Exactness]), even if rows are left over.
-# The empty path is always exact, so there is always a result.
+# Note [Search]: this is a beam search. A path is a list of steps with the states that they lead to.
+# Its cost is that of its steps plus that of all leftover rows, so a step is added only if it saves
+# more than it costs. If several paths reach the same state, the search follows the cheapest, but
+# prefers an exact path if no rows are left over. Each set of steps is tried in only one order, that
+# of `Step.order`. The result is the cheapest exact path (see Note [Exactness]), even if rows are
+# left over. There always is one, because the empty path is exact.
 
 BEAM: Final = 5
-"""Number of paths that each round extends. 2 are enough for all cases of `tests/regressions`, but
-three changes at once, such as a switch from DDP to HSDP, need 5."""
+"""Number of paths that are extended in each round. 2 are enough for all cases of
+`tests/regressions`, but three changes at once, such as a switch from DDP to HSDP, need 5."""
 DEPTH: Final = 6
 """Maximum number of steps in an explanation."""
 _LEAST_COST: Final = 1.5
@@ -65,18 +65,19 @@ _PROPOSALS: Final = (
     (5, propose_of_passes),
     (5, propose_of_units),
 )
-"""The proposal functions, each with the highest `Step.order` among its proposals."""
+"""The functions that propose steps, each with the highest `Step.order` of its steps."""
 
 
 Subject: TypeAlias = Literal["ahead", "is_async"]
-"""The field of `Calls` that changed."""
+"""The timing field of `Calls` that changed."""
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
-"""Each value, ascending, with its share of the calls. Not its count, because counts may change."""
+"""Each value of the field, ascending, and the share of calls that have it. Unlike counts, shares
+stay the same if all calls are repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingChange:
-    """Some owners' calls are issued earlier or later, or became synchronous or asynchronous."""
+    """Calls of some owners are issued earlier or later, or became synchronous or asynchronous."""
 
     subject: Subject
     key: RowKey
@@ -88,15 +89,15 @@ class TimingChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The steps from the old profile to the new one, and the rows that they leave over."""
+    """The steps from the old profile to the new one, and the rows that they do not explain."""
 
     steps: tuple[Step, ...]
     is_exact: bool
     before: tuple[Row, ...]
-    """For owners that still differ after the steps: their old rows, as changed by the steps."""
+    """The rows after all steps, for each owner that still differs from the new profile."""
     after: tuple[Row, ...]
     timings: tuple[TimingChange, ...]
-    """Timing differences between rows that both profiles have."""
+    """Changes in the timing of rows that both profiles have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +126,7 @@ class _Search:
             for owner in owners_that_differ(state, self.target)
         }
         pairs = {(old, new) for _, old, new in groups}
-        # Modules with equal differences share lines, each of which names all of them.
+        # Modules with equal differences are reported on the same lines, so count their rows once.
         return sum(map(self._cost_between, pairs)) + 0.5 * (len(groups) - len(pairs))
 
     def _cost_between(self, pair: tuple[Content, Content]) -> float:
@@ -164,7 +165,7 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
     search = _Search(old, new)
     frontier = [_Path(states=(search.old,), steps=(), cost=search.cost_left(search.old))]
     done = list(frontier)
-    least = frontier[0].cost  # of the cheapest exact path so far
+    least = frontier[0].cost  # cost of the cheapest exact path so far
     for _ in range(DEPTH):
         reached: dict[object, _Path] = {}
         for path in frontier:
@@ -177,7 +178,7 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
         complete = [path.cost for path in frontier if path.cost == path.description_cost]
         if complete and min(complete) < least:
             least = min([least, *(path.cost for path in frontier if search.is_exact(path))])
-        # Extend only paths that may still become cheaper than the best exact one.
+        # Extend only paths that can still become cheaper than the cheapest exact one.
         frontier = [path for path in frontier if path.description_cost + _LEAST_COST < least]
         if not frontier:
             break
@@ -193,22 +194,22 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
     )
 
 
-# Note [Exactness]: users can rely on each sentence, even if other rows are left over, because steps
-# are reported only if:
-# 1. Rows that a step changed are, after all steps, equal to those of the new profile.
-# 2. All rows that a step claims are also equal to those of the new profile.
+# Note [Exactness]: users can rely on the sentence of each step, even if rows are left over, because
+# steps are reported only if they meet these conditions:
+# 1. After all steps, the rows that a step changed are equal to those of the new profile.
+# 2. So are the rows that it claims (see `Step.claims`).
 # 3. No two steps write the counts, or the sizes, of the same row.
 # 4. No step changes only rows that another step wrote.
-# 5. A step about all modules changes at least two rows.
+# 5. A step that changes counts or sizes of all modules changes at least two rows.
 # 6. No step reports other units as unchanged if another step changes them.
 
 _NAMES: Final = 1
-"""Steps up to this order only rename, so they may change every row."""
+"""Highest `Step.order` of steps that only rename. Conditions 1, 3, 4 and 5 do not apply to them."""
 _OF_UNITS: Final = frozenset({"called", "unit", "unit sizes", "split off", "regrouped"})
 
 
 def is_exact(states: Sequence[State], steps: Sequence[Step], target: State) -> bool:
-    """Whether steps are exact; `states` are those before the first step and after each step."""
+    """Whether steps meet the conditions of Note [Exactness]; see `_Path` for the arguments."""
     kinds = [step.kind for step in steps]
     if "unit" in kinds and sum(kind in _OF_UNITS for kind in kinds) > 1:
         return False
@@ -231,7 +232,7 @@ def _calls_that_differ(*sides: Rows) -> set[Calls]:
 def _are_apart(
     states: Sequence[State], steps: Sequence[Step], wrong: set[tuple[Owner, RowKey]]
 ) -> bool:
-    """Check each step by the rows that it changes: conditions 1, 3, 4 and 5."""
+    """Whether steps meet conditions 1, 3, 4 and 5; `wrong` are the rows that still differ."""
     written: defaultdict[str, set[tuple[Owner, RowKey]]] = defaultdict(set)
     for before, step, after in zip(states, steps, states[1:], strict=False):
         if step.order <= _NAMES:

@@ -31,7 +31,7 @@ _FULL: Final = {
     frozenset({"all_reduce"}): ("partial", "reduced"),
     frozenset({"all_gather", "all_reduce"}): ("full or partial", "gathered or reduced"),
 }
-"""An adjective and a verb for DTensors that become full, keyed by their kinds of collectives."""
+"""An adjective and a verb for DTensors that are gathered in full, keyed by the kinds used."""
 _PLACES: Final[Mapping[str, str]] = {
     Phase.OUTSIDE: "outside forward and backward",
     Phase.OPTIMIZER: "in the optimizer",
@@ -286,7 +286,7 @@ def _times(count: int) -> str:
 
 
 def _sums(step: Replaced) -> str:
-    """Name the kinds of a step's collectives: ``all_reduce[rep], reduce_scatter[dp]``."""
+    """Name the kinds and axes of a step's collectives: ``all_reduce[rep], reduce_scatter[dp]``."""
     return ", ".join(sorted({str(key) for rows in step.rows.values() for key in rows if key.axis}))
 
 
@@ -300,7 +300,7 @@ def _calls(
 ) -> str:
     """Describe the calls that a step adds: ``3 calls, 30.0 KiB in total``; empty if there are none.
 
-    `is_change` writes ``+3 calls, +30.0 KiB`` instead; `is_new` ignores the rows before the step.
+    With `is_change`, write ``+3 calls, +30.0 KiB``; with `is_new`, ignore the rows before the step.
     """
     amounts: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)  # keyed by ranks
     is_sized = True
@@ -353,7 +353,7 @@ def _with_calls(text: str, calls: str) -> str:
 
 def _sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
     """Write bytes before and after, largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
-    # A module whose calls have several sizes has 0 bytes.
+    # The bytes are 0 for modules whose calls have several sizes.
     owners: dict[tuple[int, int], list[Owner]] = {}
     for owner, nbytes in sizes.items():
         owners.setdefault(nbytes, []).append(owner)
@@ -409,7 +409,7 @@ def _amount(volume: Volume) -> str:
 
 
 def timing_sentence(change: TimingChange) -> str:
-    """Describe a change in when calls are issued."""
+    """Describe in one line that calls are issued at other times, or became (a)synchronous."""
     where, calls = name_place(change.owners, change.key.phase), str(change.key)
     if change.subject == "ahead":
         some, how = _prefetching(change.before, change.after)
@@ -427,7 +427,7 @@ def timing_sentence(change: TimingChange) -> str:
 
 
 def _prefetching(was: Shares, now: Shares) -> tuple[str, str]:
-    """Describe a change in prefetching; gathers 0 units ahead of use are not prefetched."""
+    """Describe a change in prefetching; a gather 0 units ahead of its use is not prefetched."""
     (fewest_was, most_was), (fewest, most) = ((side[0][0], side[-1][0]) for side in (was, now))
     if most == 0 or fewest == 0 < fewest_was:
         return "some " if most else "", "no longer prefetched"

@@ -1,4 +1,4 @@
-"""States of the search: the rows of each module on both sides, and their differences."""
+"""Define the states of the search: the rows of each module, and how two states differ."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from pytest_fsdp_comm.text.fqn import natural_key
 
 _T = TypeVar("_T")
 
-# Note [Contents]: a content is the rows of a module without its name. A model of 126 layers has
-# thousands of rows, but only a dozen contents. Each search has a `Pool`, which creates each content
-# once, so contents are compared by identity, and a step changes each only once, however many
-# modules share it. Never compare contents of two pools. Contents omit prefetch distances, because
-# they depend on the order of units, and `is_async`: `search.find_timing_changes` compares both.
+# Note [Contents]: a `Content` has the rows of a module without the module's name. A model of 126
+# layers has thousands of rows, but only a dozen contents. Each search has a `Pool`, which creates
+# each content only once. Contents are therefore compared by identity, and a step changes a content
+# once for all modules that share it. Never compare contents of two pools. Contents omit prefetch
+# distances, because they depend on the order of units, and `is_async`; for both, see
+# `search.find_timing_changes`.
 
 Owner: TypeAlias = str | None
 Rows: TypeAlias = "tuple[Row, ...]"
-"""The rows of one key, without owner and sites; several if ranks differ."""
+"""The rows that have one key, without their owner and sites; several if ranks differ."""
 
 
 class Content:
@@ -57,7 +58,7 @@ class Content:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Bytes of each gather of a unit in forward; 0 if there are no gathers or several sizes."""
+        """Bytes of one forward gather of the unit; 0 if there is none, or if their sizes differ."""
         gathers = self.gathers[Phase.FORWARD].values()
         return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)
 
@@ -79,13 +80,13 @@ class Content:
 
     @cached_property
     def stays_unsharded(self) -> bool:
-        """Whether a unit is gathered in forward and not gathered again in backward."""
+        """Whether the unit is gathered in forward and not gathered again in backward."""
         phases = {key.phase for key, call in self.calls() if is_gather(key, call)}
         return Phase.FORWARD in phases and Phase.BACKWARD not in phases
 
     @cached_property
     def is_resharded(self) -> bool:
-        """Whether a unit is resharded after its forward."""
+        """Whether the unit is resharded after its forward."""
         return any(key.what == "reshard" and key.phase is Phase.FORWARD for key in self.rows)
 
 
@@ -93,7 +94,7 @@ NOTHING: Final = Content(())
 
 
 class State(dict[Owner, Content]):
-    """The content of each module with rows; `NOTHING` for other modules."""
+    """Maps each module that has rows to its content, and all other modules to `NOTHING`."""
 
     def __missing__(self, owner: Owner) -> Content:
         return NOTHING
@@ -103,7 +104,7 @@ class State(dict[Owner, Content]):
 
 
 class Pool:
-    """Create each content once; see Note [Contents]."""
+    """Creates all contents of a search, each only once; see Note [Contents]."""
 
     def __init__(self) -> None:
         self._contents: dict[frozenset[Row], Content] = {frozenset(): NOTHING}
@@ -117,7 +118,7 @@ class Pool:
 
     def state(self, profile: CommProfile) -> State:
         rows_by_owner: defaultdict[Owner, list[Row]] = defaultdict(list)
-        # Equal layers share calls, because calls are slow to hash and to copy.
+        # Let equal layers share their rows, because calls are slow to hash and to copy.
         shared: dict[object, Row] = {}
         for row in profile.rows:
             place = row.key, row.calls, row.ranks
@@ -136,7 +137,7 @@ class Pool:
 
 
 def rows_in(state: State, owners: Iterable[Owner]) -> tuple[Row, ...]:
-    """Return the rows of some modules in profile order."""
+    """Return the rows of `owners` in the order of a profile."""
     return sort_rows(
         replace(row, owner=owner)
         for owner in owners
@@ -191,14 +192,14 @@ def sole(values: Iterable[_T], otherwise: _T) -> _T:
 
 
 def role_of(rows: Rows) -> str:
-    """Return the role of all calls; empty if they have no role or several roles."""
-    # Ignore the map of unused parameters that DDP sends in addition to gradients.
+    """Return the role that all calls share; empty if they have none, or if their roles differ."""
+    # Ignore the map of used parameters, which DDP sends in addition to gradients.
     ignored = Role.UNUSED_PARAMETERS
     return sole((call.role for call in calls_of(rows) if call.role != ignored), "")
 
 
 def sizes_of(before: Rows, after: Rows) -> tuple[int, int] | None:
-    """Return the bytes per call of both sides; None if a side has no calls or several sizes."""
+    """Return the bytes per call on both sides; None if a side has no calls or several sizes."""
     old, new = (sole((call.nbytes for call in calls_of(rows)), -1) for rows in (before, after))
     return None if -1 in {old, new} else (old, new)
 
@@ -226,7 +227,7 @@ def is_of_whole_unit(key: RowKey, call: Calls) -> bool:
 def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
     """Whether a call sends gradients.
 
-    Outside forward, a redistribution counts if its phase sends gradients and no activations.
+    Outside forward, redistributions count too if the same phase sends gradients, not activations.
     """
     if key.subject != "redistribution" or key.phase is Phase.FORWARD:
         return call.role == Role.GRADIENTS
@@ -235,7 +236,7 @@ def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
 
 
 class Difference(NamedTuple):
-    """A difference and the modules that have it."""
+    """A difference between two states, and the modules that have it."""
 
     owners: list[Owner]
     old: Content
@@ -268,8 +269,8 @@ class Between:
     def sides(self, *, is_added: bool) -> tuple[State, State]:
         """Return the side without a change, then the side with it.
 
-        Most changes have a reverse, as merging is the reverse of splitting off, and one function
-        proposes both. If `is_added`, the target has the change; otherwise, the state has it.
+        One function proposes both a change, such as splitting off a unit, and its reverse, such as
+        merging it. If `is_added`, the target has the change; otherwise, the state has it.
         """
         return (self.state, self.target) if is_added else (self.target, self.state)
 
@@ -280,7 +281,7 @@ class Between:
     def select(
         self, choose: Callable[[Content, Content], Iterable[RowKey]], *, is_added: bool = True
     ) -> dict[Owner, list[RowKey]]:
-        """Call `choose` with each module's content without and with a change; return its keys."""
+        """Call `choose(without, having)` for each module that differs; return the chosen keys."""
         return self._chosen(
             list(choose(*((group.old, group.new) if is_added else (group.new, group.old))))
             for group in self.differences
@@ -336,7 +337,7 @@ def sort_owners(owners: Iterable[Owner]) -> tuple[Owner, ...]:
 
 @lru_cache(maxsize=100_000)
 def template(fqn: str) -> str:
-    """Write ``*`` for each number: ``layers.*.experts.*`` for ``layers.3.experts.7``."""
+    """Replace numbers with ``*``: ``layers.3.experts.7`` becomes ``layers.*.experts.*``."""
     # "+" joins the modules of one unit.
     return "+".join(
         ".".join("*" if segment.isdecimal() else segment for segment in part.split("."))
@@ -346,7 +347,7 @@ def template(fqn: str) -> str:
 
 @lru_cache(maxsize=100_000)
 def replace_prefix(fqn: str, old: str, new: str) -> str:
-    """Replace the prefix `old` in a name, or in each name of a unit of several modules.
+    """Replace the prefix `old` with `new` in an FQN, or in each of several joined with ``+``.
 
     A prefix consists of whole segments, with ``*`` for numbers. An empty `old` matches all names.
     """

@@ -1,4 +1,4 @@
-"""Define the steps that explain a diff, each of which is one change."""
+"""Define the steps that explain a diff; each step is one change."""
 
 from __future__ import annotations
 
@@ -31,36 +31,37 @@ from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Changes of units that a test's trees show; units have the names that owners have."""
+    """Changes to FSDP units, as a test's trees show them. Units are named like owners of rows."""
 
     units: frozenset[str]
+    """Units that exist in both trees."""
     frozen: frozenset[str] = frozenset()
-    """Units whose trainable parameters are all frozen now."""
+    """Units in which parameters were newly frozen, and none are trainable now."""
     partly_frozen: frozenset[str] = frozenset()
-    """Units with both frozen and trainable parameters now."""
+    """Units in which some parameters were newly frozen, and others are trainable now."""
     thawed: frozenset[str] = frozenset()
-    """Units with parameters that were frozen and are trainable now."""
+    """Units in which parameters that used to be frozen are trainable now."""
     trainable: frozenset[str] = frozenset()
     """Units of either tree, and other modules, that have trainable parameters now."""
     policies: Mapping[str, str]
-    """Text of `tree.profile.policy_change` for each unit whose policy after forward changed."""
+    """Maps each unit whose resharding after forward changed to `tree.profile.policy_change`."""
     new_roots: frozenset[str] = frozenset()
     lost_root: str = ""
-    """Text of `tree.profile.lost_root`: why units became roots."""
+    """The text of `tree.profile.lost_root`: why units became roots."""
     prefetching: frozenset[str] = frozenset()
-    """Fields of `tree.profile.UnitFacts` about prefetching that differ."""
+    """Names of those prefetch fields of `tree.profile.UnitFacts` that differ for some unit."""
     is_other_dtype: bool = False
     is_other_policy: bool = False
     """Whether the mixed precision of a unit changed."""
     is_other_shape: bool = False
-    """Whether a parameter was added, was removed or changed its shape."""
+    """Whether a parameter was added or removed, or changed its shape."""
     is_reduce_dtype_unset: bool = False
     """Whether all units with a `param_dtype` use FSDP2 and set no `reduce_dtype`, on both sides."""
 
 
 WRITES: Final[Mapping[str, str]] = {
     "counts": "counts",
-    # The bytes depend on the dtype, so a step that writes one also writes the other.
+    # The bytes of a call depend on its dtype, so a step that writes one also writes the other.
     **dict.fromkeys(("sizes", "dtype", "unit sizes", "part reduced", "gradient sizes"), "sizes"),
 }
 """The part of a row that each kind of step writes; other kinds write entire rows."""
@@ -83,7 +84,7 @@ class Step:
         raise NotImplementedError
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Whether the sentence covers a call of the target, or of the state after the step."""
+        """Whether the sentence covers a call, which must then be the same after all steps."""
         return False
 
     def includes(self, owner: Owner) -> bool:
@@ -112,15 +113,15 @@ class GlobalStep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced(Step):
-    """Replace some modules' rows with those of the new profile."""
+    """A step that replaces some modules' rows with those of the new profile."""
 
     is_added: bool = True
     """False for the reverse of `kind`, such as merging instead of splitting off."""
     rows: Mapping[Owner, Mapping[RowKey, Rows]]
-    """The new profile's rows for each key; an empty tuple if it has none."""
+    """The rows of the new profile, for each module and key; empty if it has none."""
     was: Mapping[Owner, Mapping[RowKey, Rows]] = field(compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Facts for the sentence and the cause; the proposing function chooses the names."""
+    """More values that the sentence and the cause use; the names depend on `kind`."""
 
     @property
     def owners(self) -> tuple[Owner, ...]:
@@ -132,7 +133,7 @@ class Replaced(Step):
     @cached_property
     def description_cost(self) -> float:
         kinds = {(template(owner or ""), *rows) for owner, rows in self.rows.items()}
-        # These two kinds say the least, so make the search prefer all others.
+        # The sentences of these two kinds say the least, so make the search prefer all others.
         return 1.5 + 0.5 * len(kinds) + 0.5 * (self.kind in {"regrouped", "unit"})
 
     def apply(self, state: State, pool: Pool) -> State:
@@ -147,7 +148,8 @@ class Replaced(Step):
         return after
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # "phase" says that forward is unchanged, "unit" that other units' gathers in forward are.
+        # "phase" says that forward did not change, "unit" that forward gathers of other units did
+        # not change.
         is_covered = self.kind == "phase" or (self.kind == "unit" and is_gather(key, call))
         return is_covered and key.phase is Phase.FORWARD
 

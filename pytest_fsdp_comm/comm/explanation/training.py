@@ -21,12 +21,12 @@ from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.words import itemsize
 
-# If its gradients are not reduced, a model trains wrongly, and often sends less. Lost reductions
-# are found by comparing both profiles, because a step of the search summarizes many rows and may
-# hide one. They are not reported if a harmless change has the same rows: another module reduces as
+# A model whose gradients are not reduced trains wrongly, and often sends less. To find lost
+# reductions, compare both profiles: a step of the search summarizes many rows and may hide one.
+# Do not report a lost reduction if a harmless change has the same rows: another module reduces as
 # many gradients instead, other axes replace the axis, forward changed over the same axis, the
-# module was removed, or the tree shows frozen parameters. An evaluation that replaced a training
-# step is reported, because its rows equal those of a step with a detached loss.
+# module was removed, or the tree shows frozen parameters. If an evaluation replaced a training
+# step, do report it, because a training step with a detached loss has the same rows.
 
 Problem: TypeAlias = Literal[
     "unsharded", "unreduced", "part", "backwards", "ranks", "times", "passes", "reduce_op", "dtype"
@@ -46,7 +46,7 @@ _AFTER_FORWARD: Final = frozenset({Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingChange:
-    """A change in how some modules' gradients are reduced that breaks training."""
+    """A change that breaks training: some modules' gradients are reduced differently."""
 
     problem: Problem
     owners: tuple[Owner, ...]
@@ -54,10 +54,10 @@ class TrainingChange:
     axes: tuple[str, ...]
     """The affected axes, sorted; if the reduction was lost, these are their old names."""
     before: str = ""
-    """Number, op or dtype in the snapshot; empty if the problem has no such value."""
+    """The number, op or dtype in the snapshot; empty for problems without such a value."""
     after: str = ""
     was: Volume
-    """Gradients that the snapshot reduces over `axes`, on the rank with the most bytes."""
+    """Gradient reductions over `axes` in the snapshot, on the rank that reduces the most bytes."""
     now: Volume
 
     def covers(self, owners: Iterable[Owner], key: RowKey, calls: Iterable[Calls]) -> bool:
@@ -77,7 +77,7 @@ def find_training_changes(
 ) -> tuple[TrainingChange | Step, ...]:
     """Return changes and steps (except `of_torch`) that break training, worst first."""
     training = _Training(_Side(old, new, steps), _Side(new, new), trees)
-    # If the world size or the recorded ranks differ, all other reductions differ anyway.
+    # If the world size or the recorded ranks differ, only `backwards` can be compared.
     is_same_world = (old.world_size, old.recorded_ranks) == (new.world_size, new.recorded_ranks)
     problems = [pair for pair in training.problems() if is_same_world or pair[1][0] == "backwards"]
     owners_by_problem: defaultdict[_AxisProblem, list[Owner]] = defaultdict(list)
@@ -90,12 +90,13 @@ def find_training_changes(
     reported = [(_PROBLEMS.index(change.problem), change) for change in changes]
     for step in steps:
         name = _problem_of(step)
-        # A step is harmless if other modules reduce the gradients, or if forwards changed as much.
+        # Lost reductions are harmless if other modules reduce the gradients instead, and more
+        # reductions are harmless if there are more forwards by the same factor.
         is_real = name not in _LOST or any(map(step.includes, lost))
         if isinstance(step, Replaced) and name == "times":
             is_real = step.facts.get("times") not in training.ratios
         if name is not None and is_real and not (step in of_torch or reports_step(changes, step)):
-            # Report a lost phase before the gradients that it used to reduce.
+            # Report a lost phase before lost reductions, because it explains them.
             place = 0 if step.kind == "phase" else len(reported)
             reported.insert(place, (_PROBLEMS.index(name), step))
     return tuple(change for _, change in sorted(reported, key=lambda item: item[0]))
@@ -162,7 +163,7 @@ class _Side:
                 owner = step.name(owner)
             self.owners.add(owner)
             axis = self.axes.get(row.axis, "")
-            # Skip groups of one rank: FSDP1 reduces over them as well.
+            # Skip groups of one rank: FSDP1 reduces even over these.
             if row.what in REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
                 self.reduced[owner][axis].append(row)
             roles = {call.role for call in row.calls}
@@ -179,7 +180,7 @@ class _Side:
         return prod(self.sizes.get(axis, 1) for axis in axes)
 
     def num_gradients(self, owner: Owner) -> int:
-        """Count the gradient elements that a module reduces, counting each only once."""
+        """Count the gradient elements that a module reduces, each only once."""
         sizes: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
         for row in chain.from_iterable(self.reduced.get(owner, {}).values()):
             for call in _gradients(row):
@@ -191,7 +192,7 @@ class _Side:
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
 
     def forward(self, axis: str) -> set[tuple[str, str]]:
-        """Return module and kind of forward collectives over an axis that send no parameters."""
+        """Return module and kind of forward collectives over an axis, except parameter gathers."""
         return {
             (template(row.owner or ""), row.what)
             for row in self.profile.collectives
@@ -206,7 +207,7 @@ class _Side:
 
 
 def _new_names(profile: CommProfile, new: CommProfile) -> dict[str, str]:
-    """Map each axis to the name of a new axis with the same ranks, or else to its old name."""
+    """Map each axis to its name in the new profile, where a renamed axis has the same ranks."""
     old = {axis.name for axis in profile.mesh_axes}
     new_names = {axis.name for axis in new.mesh_axes}
     renamed = {replace(axis, name=""): axis.name for axis in new.mesh_axes if axis.name not in old}
@@ -249,7 +250,7 @@ class _Training:
         self.grown = set(grown)
 
     def problems(self) -> Iterator[tuple[Owner, _AxisProblem]]:
-        """Yield each module with a problem of its gradients, once per problem."""
+        """Yield each problem with a module's gradients, together with that module."""
         old, new = self.old, self.new
         has_tree = self.trees is not None and self.trees.units
         if old.has_units and not (new.has_units or new.reduces or has_tree):
@@ -308,7 +309,7 @@ class _Training:
             yield problem, tuple(axes), before, after
 
     def _is_harmless(self, owner: Owner, was: set[str], now: set[str]) -> bool:
-        """Whether another change may explain why a module reduces over fewer ranks."""
+        """Whether a harmless change may explain why a module reduces over fewer ranks."""
         old, new, trees = self.old, self.new, self.trees
         # Ranks that had separate batches may now share one.
         before, after = (
@@ -352,7 +353,8 @@ class _Training:
             was, now = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
             runs = {(count, after.get(place, 0)) for place, count in before.items()}
             acts = {key.what for key, _ in before}
-            # Each backward reshards every unit; each forward gathers only units that it reshards.
+            # The number of backwards is that of reshards. Forward gathers count forwards only for
+            # units that forward reshards; backward gathers those again.
             if len(runs) == 1 and "reshard" in acts:
                 units_by_runs[runs.pop()][owner] = "unshard" in acts and was == now
         for (runs_before, runs_now), owners in units_by_runs.items():
@@ -365,7 +367,7 @@ class _Training:
         """Return how often gradients are reduced; None if forward calls explain the change."""
         calls = [[call for row in rows for call in _gradients(row)] for rows in (was, now)]
         before, after = (max(call.count for call in side) for side in calls)
-        # Calls of several sizes are buckets of different gradients.
+        # Calls of several sizes are buckets of different gradients, whose number may change.
         if before == after or any(len({call.nbytes for call in side}) > 1 for side in calls):
             return None
         ratios = self.ratios or _ratios(self.old.units[owner], self.new.units[owner])
@@ -374,7 +376,7 @@ class _Training:
 
 
 def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
-    """Return new/old ratios of counts in the phases before backward, for rows of both sides."""
+    """Return the ratios of new to old counts for rows of both sides in forward or outside."""
     before = {(row.owner, row.key, row.ranks): row.count for row in old}
     return {
         Fraction(row.count, before[place])

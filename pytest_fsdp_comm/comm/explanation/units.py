@@ -28,13 +28,14 @@ from pytest_fsdp_comm.comm.explanation.states import (
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
-# Note [Evidence of a proposal]: a step here copies its rows from the new profile, so they match it
-# even if the step's sentence is wrong. The proposing function must check what the sentence claims
-# (unchanged forward gathers, equal total bytes, unchanged other units); no later code does.
+# Note [Evidence of a proposal]: a `Replaced` step copies its rows from the new profile, so they are
+# right even if the step's sentence is wrong. The function that proposes the step must check all
+# claims of the sentence (unchanged forward gathers, equal total bytes, unchanged other units),
+# because no later code checks them.
 
 
 def propose_of_units(between: Between) -> Iterator[Step]:
-    """Propose steps about how some units are gathered and reduced."""
+    """Propose changes in how some units are gathered and reduced."""
     yield from _unit_sizes(between)
     yield from _gathered_elsewhere(between)
     yield from propose_reductions(between)
@@ -57,13 +58,13 @@ def _unit_sizes(between: Between) -> Iterator[Step]:
         owner: (between.state[owner].gathered_nbytes, between.target[owner].gathered_nbytes)
         for owner in rows
     }
-    # `rows` are the old rows with new sizes, because counts of the target may differ too.
+    # Do not copy rows from the target, whose counts may differ too: `rows` change only the sizes.
     was = {owner: between.state[owner].rows for owner in rows}
     yield Replaced(kind="unit sizes", rows=rows, was=was, facts={"sizes": nbytes})
 
 
 def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
-    """Return a unit's rows with new sizes; empty if sizes on an axis changed by several ratios."""
+    """Return a unit's old rows with new sizes; empty if their ratio is not the same on an axis."""
     gathers = old.gathers[Phase.FORWARD]
     if not gathers or old.rows.keys() != new.rows.keys():
         return {}
@@ -122,8 +123,8 @@ def _rows_but_reductions(*sides: Content) -> list[RowKey]:
 
 
 def _gathers_no_more(first: Content, second: Content) -> bool:
-    """Whether forward gathers the first unit like the second, and no more often."""
-    # A unit that stays unsharded is gathered only once for several micro-batches.
+    """Whether all forward gathers of `first`, of which there must be some, are also in `second`."""
+    # Counts may differ: a unit that stays unsharded is gathered only once for all micro-batches.
     less, more = first.gathers[Phase.FORWARD], second.gathers[Phase.FORWARD]
     return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
 
@@ -185,12 +186,12 @@ def _is_sharding(replicated: Content, sharded: Content) -> bool:
 
 
 # A unit that only one side has was split off from its parent, was regrouped with others, or is new.
-# Bytes tell these apart: `_split_off` and `_regrouped` require equal total bytes in gathers and in
-# reductions, and `_units` requires that no other unit lost bytes. If several apply,
-# `Replaced.description_cost` makes the search prefer the split.
+# Bytes tell these cases apart: `_split_off` and `_regrouped` require equal total bytes in gathers
+# and in reductions, and `_units` requires that no other unit lost bytes. If several cases apply,
+# `Replaced.description_cost` makes the search prefer `_split_off`.
 def _split_off(between: Between, *, is_added: bool) -> Iterator[Step]:
     large, small = between.sides(is_added=is_added)
-    # Modules that are units on only one side, keyed by the closest unit above on the other side.
+    # Modules that are units only in `small`, keyed by the closest unit above them in `large`.
     children: defaultdict[str, list[str]] = defaultdict(list)
     for owner in between.owners:
         if owner and small[owner].gathers[Phase.FORWARD]:
@@ -203,7 +204,7 @@ def _split_off(between: Between, *, is_added: bool) -> Iterator[Step]:
         if _have_same_bytes([large[parent]], [small[owner] for owner in (parent, *modules)])
     }
     modules = tuple(chain.from_iterable(units.values()))
-    # Ignore units that stay unsharded, because they are gathered once for all micro-batches.
+    # Ignore units that stay unsharded, because they are gathered only once for all micro-batches.
     other_count = max(
         (
             forward_gathers(content)
@@ -240,8 +241,8 @@ def _unit_above(owner: str, state: State) -> str | None:
 
 
 def _have_same_bytes(*sides: Sequence[Content]) -> bool:
-    """Whether one gather and one reduction of every unit have equal total bytes on all sides."""
-    # A unit without gathers is fine, but gathers of several sizes cannot be compared.
+    """Whether gathering and reducing each unit once takes the same total bytes on all sides."""
+    # Units without gathers are allowed, but gathers of several sizes cannot be compared.
     if any(unit.gathers[Phase.FORWARD] and not unit.gathered_nbytes for unit in chain(*sides)):
         return False
     gathered = {sum(unit.gathered_nbytes for unit in side) for side in sides}
@@ -286,7 +287,7 @@ def _regrouped(between: Between) -> Iterator[Step]:
 
 
 def _policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
-    """Return, for all units but the root, whether they stay unsharded and how often they gather."""
+    """Return whether units, except the root, stay unsharded, and how often forward gathers them."""
     return {(state[unit].stays_unsharded, forward_gathers(state[unit])) for unit in units if unit}
 
 
@@ -303,7 +304,7 @@ def _called(between: Between) -> Iterator[Step]:
         return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
     keys = between.select(rows)
-    # Other units must be gathered as before; units that stay unsharded are, in any case.
+    # Other units must be gathered as before. Those that stay unsharded always are.
     other_units = [
         (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
         for owner, content in between.state.items()
@@ -345,7 +346,7 @@ def _units(between: Between, *, is_added: bool) -> Iterator[Step]:
         return
 
     other_units = {at for at, unit in without.items() if unit.gathers[Phase.FORWARD]} - keys.keys()
-    # The other units may stay unsharded now, so that backward no longer gathers them.
+    # Backward may no longer gather the other units, if they stay unsharded now.
     is_regathered = any(
         between.origin.get(owner, between.state[owner]).gathers[Phase.BACKWARD]
         != between.target[owner].gathers[Phase.BACKWARD]
