@@ -141,7 +141,7 @@ _RUN_AS: Final = {"reduce_scatter": "all_reduce", "sparse_all_reduce": "all_redu
 """Maps a kind to the kind that gloo lists for it, where the two differ."""
 
 _SENT_AS: Final = {"complex64": "float32", "complex128": "float64"}
-"""Maps a dtype to the one that gloo sends: a complex number is sent as two real numbers."""
+"""Maps a dtype to the dtype that gloo sends: it sends a complex number as two real numbers."""
 
 
 class _Sent(NamedTuple):

@@ -33,8 +33,7 @@ class Place(Enum):
     """Where an operation's tensors are, if no single named argument holds them."""
 
     NOWHERE = auto()
-    """There are no tensors, or (for `received`) the operation overwrites the tensors that it
-    sends."""
+    """There are no tensors, or (for `received`) the operation overwrites the sent tensors."""
     RESULT = auto()
     ALL = auto()
     """In all arguments, because the operation is not in the tables."""

@@ -98,7 +98,7 @@ class Recorder:
         self._has_models = bool(models)
         self.lacks_root = not models
         self.idle: list[nn.Module] = []
-        """The user's models of which no module has run yet."""
+        """Models passed by the user, none of whose modules has run yet."""
         # A call takes its index before it runs, so events that the call causes have higher indices.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
