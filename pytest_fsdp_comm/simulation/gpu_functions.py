@@ -38,7 +38,7 @@ def replaced_functions(device: Callable[[Any], Any]) -> Iterator[tuple[Any, str,
 
     yield flex_attention, "_validate_device", checked
     yield flex_attention, hop, _scored(getattr(flex_attention, hop))
-    if hasattr(flex_attention, _EAGER_FLEX):  # otherwise, torch would warn that it is not compiled
+    if hasattr(flex_attention, _EAGER_FLEX):  # keeps torch from warning about eager mode
         yield flex_attention, _EAGER_FLEX, True
 
 

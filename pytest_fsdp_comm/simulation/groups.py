@@ -61,7 +61,7 @@ class RealGroups:
                 )
 
     def check_used(self) -> None:
-        """Raise FsdpCommError if meshes were created, but none of them has one of the real axes."""
+        """Raise FsdpCommError if meshes were created, but all of them lack one of the real axes."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
         # Do not raise if there is no mesh, or if a mesh has no axis names, because the real axis
@@ -184,7 +184,7 @@ def mirrored(
     sent: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """Compute outputs as if all peers sent the same values as this rank; None for unknown ones."""
+    """Compute outputs as if all peers sent this rank's values; an unknown output is None."""
     parts = _parts(kind, group, bound, sent, len(outputs))
     if not parts:
         return [None] * len(outputs)
@@ -201,7 +201,7 @@ def _parts(
     sent: Sequence[torch.Tensor],
     num_outputs: int,
 ) -> Sequence[torch.Tensor]:
-    """Return the values of the outputs, which `_filled` may have to repeat; empty if unknown."""
+    """Return the parts from which `_filled` creates the outputs; empty if they are unknown."""
     rank, size = group.rank(), group.size()
     if kind in {"all_gather", "gather", "broadcast"}:
         return sent

@@ -348,7 +348,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
     def _size(self, func: Any, args: Sequence[Any]) -> Any:
-        """Run an operation of `_SIZED` to get the size of its result; its values stay unknown."""
+        """Run an operation of `_SIZED`, whose result has a known size despite unknown values."""
         if func is _INDEX:  # convert masks to indices, for which torch needs no memory
             places: list[torch.Tensor | None] = []
             with self:
@@ -475,7 +475,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return answer
 
     def _answer_mirrored(self, func: Any, args: Sequence[Any]) -> None:
-        """Record a read of mirrored values as an assumption, or raise if none may be made."""
+        """Record a read of mirrored values as an assumption, or raise under ``strict``."""
         if self._shares is not None and running():
             return  # simulation_splits declares that all ranks route in the same way
         if not self._answers:
@@ -660,7 +660,7 @@ def _zero(tensor: torch.Tensor) -> None:
 
 
 def _blank(tensor: Any, name: str) -> Any:
-    """Replace a tensor whose values are not read by zeros; return other arguments unchanged."""
+    """Return zeros in place of a tensor whose values are not read; return other types unchanged."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     shape = () if name.startswith("new_") else tensor.shape

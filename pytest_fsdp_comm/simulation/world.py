@@ -143,14 +143,14 @@ def _attributes(
 
 
 def _of_sharding() -> Iterator[tuple[Any, str, Any]]:
-    if hasattr(_fsdp_param, _CHUNKS):  # otherwise, simulations are only slower
+    if hasattr(_fsdp_param, _CHUNKS):  # without it, simulations are just slower
         yield _fsdp_param, _CHUNKS, LazyChunks
     # DTensor runs operations on full-size fake tensors to find the shapes of results. Run them
     # outside the simulation, so that those tensors do not count as memory of this rank.
     learn = getattr(ShardingPropagator, _LEARN, None)
-    if learn is not None:  # otherwise, only memory estimates are too large
+    if learn is not None:  # without it, memory estimates are just too large
         yield ShardingPropagator, _LEARN, _on_real(learn)
-    if hasattr(_sharding_prop, _STRIDED):  # otherwise, simulations are only slower
+    if hasattr(_sharding_prop, _STRIDED):  # without it, simulations are just slower
         yield _sharding_prop, _STRIDED, _looked_for_once(getattr(_sharding_prop, _STRIDED))
     if hasattr(_meta_registrations, _GROUPED):
         yield _meta_registrations, _GROUPED, _of_any_dtype(getattr(_meta_registrations, _GROUPED))

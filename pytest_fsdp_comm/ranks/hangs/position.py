@@ -100,9 +100,9 @@ def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
-    # `Channel.receive` waits at most four calls deep in multiprocessing.connection.
+    # While `Channel.receive` is waiting, its frame is one of the five innermost frames.
     if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
-        # The rank is waiting for its next test. Until that test begins, sys holds the exception.
+        # The rank is waiting for its next test; until then, sys has the last test's exception.
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":

@@ -111,7 +111,7 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
 
 
 def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by text, rarest first; `others` replaces the commonest if there are too many."""
+    """Group ranks by text, rarest first; if there are too many, `others` replaces the last ones."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
     if len(folded) <= _MOST_WAYS:
         return folded

@@ -198,7 +198,7 @@ def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
 ) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
     """Run a test's protocol; return `payloads`, `escaped` and `session_exit` of `TestEnded`."""
-    # An exception can leave the session in any state, so do not ask extensions for payloads then.
+    # Do not ask extensions for payloads after an exception: the session can be in any state then.
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except pytest.exit.Exception as error:

@@ -131,7 +131,7 @@ class RankPlugin:
 
     def end_tests(self, item: pytest.Item) -> None:
         """Tear down all fixtures, because no other test will run; report failures for `item`."""
-        # pytest, too, passes None at the end of a session, to tear down all fixtures.
+        # Pass None to tear down all fixtures, as pytest does at the end of a session.
         self._report_failure(item, partial(item.session._setupstate.teardown_exact, None))  # noqa: SLF001
         self._report_failure(item, partial(processes.raise_lost_exceptions, item))
 
@@ -145,7 +145,7 @@ class RankPlugin:
             self.pytest_warning_recorded(warning, "runtest", item.nodeid, None)
 
     # pytest evaluates skip marks before this hook (tryfirst), so a skipped test creates no process
-    # group. pytest sets up fixtures after this hook, because plugins registered later run earlier.
+    # group. pytest sets up fixtures after this hook, because hooks of later plugins run first.
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         self._has_failed_subtest = False

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.simulation.groups import RealGroups
 
 
-# How much longer the timeout of a process group is than that of the test. With a longer timeout, a
-# hang ends with the supervisor's report on all ranks, not with a timeout error on one rank.
+# How much longer the timeout of a process group is than the test's, so that a hang ends with the
+# supervisor's report on all ranks instead of a timeout error on one rank.
 BEYOND_DEADLINE_S = 3600.0
 
 
@@ -55,7 +55,7 @@ def set_environment(
     gpus: Sequence[str] = (),
     launched: LaunchedRank | None = None,
 ) -> None:
-    """Set torchrun's variables, limit torch to one thread, and hide all GPUs but `gpus`, if any."""
+    """Set torchrun's variables, limit torch to one thread, and hide all GPUs except any `gpus`."""
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     local_size = launched.local_world_size if launched else settings.world_size

@@ -84,8 +84,8 @@ def put_sockets_below(directory: Path) -> None:
     # By default, each process creates a directory in TMPDIR, and leaves it there if killed.
     process: Any = multiprocessing.process.current_process()
     config = getattr(process, "_config", None)
-    # `_config` is private (checked in Python 3.11 to 3.14). If it has moved, those directories are
-    # created as before.
+    # `_config` is private (checked in Python 3.11 to 3.14). If it has moved, multiprocessing still
+    # creates those directories.
     if isinstance(config, dict) and len(str(directory)) <= _LONGEST_DIRECTORY:
         config["tempdir"] = str(directory)
 
@@ -134,7 +134,7 @@ def forget_exit_functions() -> None:
 
 
 def run_exit_functions() -> list[str]:
-    """Run exit functions registered since `forget_exit_functions`; return errors' tracebacks."""
+    """Run the exit functions registered since `forget_exit_functions`; return any tracebacks."""
     problems: list[str] = []
 
     def note(raised: sys.UnraisableHookArgs) -> None:

@@ -31,7 +31,7 @@ def merge_user_properties(
 
 
 def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Property]:
-    """Merge properties in order; add the ranks to a property's name if its values differ."""
+    """Merge properties in order; if values differ between ranks, add the ranks to the name."""
     names = dict.fromkeys(name for properties in by_rank.values() for name, _ in properties)
     merged: list[_Property] = []
     for name in names:

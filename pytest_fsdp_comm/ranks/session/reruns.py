@@ -62,7 +62,7 @@ def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
     message = str(crash.message if crash is not None else report.longrepr)
     is_error = crash is not None and not has_headline(report)
     match = _CRASH.fullmatch(message) if is_error else None
-    # If pytest explains an AssertionError, the message lacks that name, so it is the default.
+    # The message of an AssertionError that pytest explains lacks that name, so assume it.
     name, text = "AssertionError" if crash is not None else "RankFailure", message
     if match and ("." in match["name"] or match["name"][0].isupper()):
         name, text = match["name"].rpartition(".")[2], match["text"] or ""

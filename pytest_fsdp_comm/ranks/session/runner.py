@@ -203,7 +203,7 @@ class RankRunner:
         finally:
             # xdist interrupts a worker soon after its session, so close the server even then.
             self._close_server()
-        # Each problem is reported with the next test, but there is none, so print the last ones.
+        # Problems are reported with the next test. There is none left, so print the last problems.
         for problem in self._problems:
             text = printable(problem, "\n")
             sys.stderr.write(f"fsdp-comm: {text}\n")
@@ -289,7 +289,7 @@ class RankRunner:
                 )
             )
         except BaseException:
-            # No rank must outlive its test. Hurry, because the user may have pressed Ctrl-C.
+            # Do not let ranks outlive their test. Hurry, because the user may have pressed Ctrl-C.
             self._end_ranks(is_hurried=True)
             raise
         if not keeps:

@@ -38,9 +38,9 @@ from pytest_fsdp_comm.ranks.wire.results import (
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
-# How long other ranks may run once a rank has failed. Their connections to it close, so they fail
-# within a second, or they hang. A rank that is comparing snapshots or formatting its failure is not
-# waiting for other ranks, so it gets more time.
+# How long other ranks may run once a rank has failed. Most fail within a second, because their
+# connections to the failed rank close; the others hang. A rank that is comparing snapshots or
+# formatting its failure is not waiting for other ranks, so it gets more time.
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
@@ -186,7 +186,7 @@ class Supervision:
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
-        """Kill the ranks; return teardown failures of kept fixtures, and texts on unended ranks."""
+        """Kill the ranks; return failures of kept fixtures, and descriptions of surviving ranks."""
         problems = self._late_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
@@ -207,7 +207,7 @@ class Supervision:
         ]
 
     def _late_problems(self) -> list[str]:
-        """Tear down the fixtures that ranks kept for the next test; return failures in words."""
+        """Tear down the fixtures that ranks kept for the next test, and describe any failures."""
         # pytest has logged the reports of the last test, so drop them and collect only new ones.
         results = self._results.items()
         self._results = {rank: replace(result, reports=()) for rank, result in results}
@@ -393,7 +393,7 @@ class Supervision:
         return positions
 
     def _is_any_stranded(self, now: float) -> bool:
-        """Check, if a check is due, whether a rank is waiting for a rank that has finished."""
+        """If a check is due, return whether a rank is stuck waiting for a finished rank."""
         # A rank may run much longer than another rank, but cannot complete a collective that the
         # finished rank never called. A rank counts as stuck if two checks in a row find it in such
         # a collective.

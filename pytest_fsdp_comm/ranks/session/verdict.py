@@ -157,8 +157,8 @@ def merge_reports(
     elif not failures:
         _add_disagreement(item, merged, ranks, sections["call"])
     setup, call = merged.get("setup"), merged.get("call")
-    # If setup failed on a rank, drop the call that other ranks ran. If the setup was skipped but
-    # the call failed, a plugin made the call fail, so keep it.
+    # If setup failed on a rank, drop the call report of the other ranks. If setup was skipped but
+    # the call failed, a plugin made the call fail, so keep its report.
     if setup and call and (setup.failed or (setup.skipped and not call.failed)):
         del merged["call"]
     return [
@@ -210,7 +210,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
 
 
 def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
-    """Return merged subtest reports, keyed by phase; omit subtests that a rank may be inside of."""
+    """Return merged subtest reports by phase; omit subtests that a rank may not have finished."""
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
         for key, subtest in ran.subtests.items():

@@ -47,7 +47,7 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def adopt_orphans() -> bool:
-    """Make orphaned descendants children of this process; return whether the system can do that."""
+    """Make this process adopt its orphaned descendants; return whether the system supports that."""
     return sys.platform == "linux" and not _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -136,5 +136,5 @@ def remove_directory(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists() or time.monotonic() > until:
             return
-        # A process that was just killed can still have written a file, so try again.
+        # A killed process may have written another file before it ended, so try again.
         time.sleep(_PAUSE_S)

@@ -284,7 +284,7 @@ class RankServer(Protocol):
     def end_ranks(
         self, within_s: float, *, running: Collection[int] = (), unanswered: Collection[int] = ()
     ) -> dict[int, int]:
-        """End the rank set and free its slots; return the pids of unended ranks, keyed by rank.
+        """End the rank set and free its slots; return the pids of surviving ranks, keyed by rank.
 
         `running` ranks have not finished their test; `unanswered` ranks did not answer `EndTests`.
         """

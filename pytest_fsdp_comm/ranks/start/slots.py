@@ -47,7 +47,7 @@ class Slots:
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Wait until enough slots are free, and yield them; the block locks them (`HeldSlots`)."""
+        """Wait until enough slots are free; yield them to the block, which has to lock them."""
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0
         if not leased and not bounded:

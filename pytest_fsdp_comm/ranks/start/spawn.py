@@ -148,7 +148,7 @@ def _is_harmless(thread: threading.Thread) -> bool:
 
 
 def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ...]) -> ForkServer:
-    """Start a process that spawns ranks; it starts each with this pytest process's arguments."""
+    """Start a process that spawns ranks; each rank gets this pytest process's arguments."""
     arguments, environment = arguments_of(config)
     places = (str(directory), str(config.invocation_params.dir))
 

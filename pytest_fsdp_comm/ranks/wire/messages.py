@@ -62,7 +62,7 @@ class RankSetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Debugging:
-    """Reports that the user entered or left a debugger. A test has no deadline once debugged."""
+    """Reports that the user entered or left a debugger; from then on, the test has no deadline."""
 
     has_begun: bool
 

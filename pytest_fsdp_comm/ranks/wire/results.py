@@ -45,7 +45,7 @@ class IssuedCollective:
     is_last: bool = False
     """Whether this is the last collective that the rank called on any group."""
     is_waited_in: bool = False
-    """Whether the main thread waits for the collective; False for one in the background."""
+    """Whether the main thread waits for the collective; False while it runs in the background."""
     timeout_s: float = 0.0
     """How long the rank will wait at most; 0 if user code sets a timeout in ``Work.wait``."""
 
@@ -159,7 +159,7 @@ class RankResult:
     session_exit: SessionExit | None = None
     status: int | str | None = None
     """Exit status of a rank that died, or minus the number of the signal that killed it. If the
-    rank was lost, a text that reports print after its name. None if the rank did not die."""
+    rank was lost, a description to print after its name. None if the rank did not die."""
     ended_at: float | None = None
     """`time.time` when the rank died or was stopped; None if it finished the test."""
     stopped: Stopped | None = None
