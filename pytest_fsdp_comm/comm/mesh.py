@@ -45,7 +45,7 @@ def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
 
 
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """Return `MeshAxis.dims` for ranks in group order; None if they have no such pattern."""
+    """Return the `MeshAxis.dims` of ranks in group order; None if no dims describe them."""
     # Work outwards from the innermost dimension. The next stride is the distance to the first rank
     # that the dimensions so far do not cover; the next size is how often the covered ranks repeat
     # at that distance.

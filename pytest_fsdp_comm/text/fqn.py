@@ -30,7 +30,7 @@ _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))
 _DIGITS: Final = re.compile(r"([0-9]+)")
 # Names are split at `+` as well as `.`, because `+` joins the modules of one FSDP unit.
 _SEPARATOR: Final = re.compile(r"([.+])")
-# Numbers have at most nine digits: every program reads those exactly, and lists are never longer.
+# A number of at most nine digits: every program reads it exactly, and no module list is longer.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")

@@ -52,7 +52,7 @@ DEPTH: Final = 6
 """Maximum number of steps in an explanation."""
 _LEAST_COST: Final = 1.5
 _COLLECTIVE_COST: Final = 4.0
-"""Cost of one leftover row of a collective."""
+"""Cost of each leftover row of collectives; all other leftover rows cost `_OTHER_COST`."""
 _OTHER_COST: Final = 1.0
 
 _PROPOSALS: Final = (

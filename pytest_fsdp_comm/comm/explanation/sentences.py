@@ -409,7 +409,7 @@ def _amount(volume: Volume) -> str:
 
 
 def timing_sentence(change: TimingChange) -> str:
-    """Describe in one line that calls are issued at other times, or became (a)synchronous."""
+    """Describe a change in when calls are issued, or in whether they are asynchronous."""
     where, calls = name_place(change.owners, change.key.phase), str(change.key)
     if change.subject == "ahead":
         some, how = _prefetching(change.before, change.after)

@@ -44,7 +44,7 @@ class Evidence:
     trainable: frozenset[str] = frozenset()
     """Units of either tree, and other modules, that have trainable parameters now."""
     policies: Mapping[str, str]
-    """Maps each unit whose resharding after forward changed to `tree.profile.policy_change`."""
+    """The text of `tree.profile.policy_change` for each unit that reshards differently."""
     new_roots: frozenset[str] = frozenset()
     lost_root: str = ""
     """The text of `tree.profile.lost_root`: why units became roots."""

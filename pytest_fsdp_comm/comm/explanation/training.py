@@ -207,7 +207,7 @@ class _Side:
 
 
 def _new_names(profile: CommProfile, new: CommProfile) -> dict[str, str]:
-    """Map each axis to its name in the new profile, where a renamed axis has the same ranks."""
+    """Map each axis to its name in the new profile; a renamed axis is recognized by its ranks."""
     old = {axis.name for axis in profile.mesh_axes}
     new_names = {axis.name for axis in new.mesh_axes}
     renamed = {replace(axis, name=""): axis.name for axis in new.mesh_axes if axis.name not in old}

@@ -58,13 +58,13 @@ def _unit_sizes(between: Between) -> Iterator[Step]:
         owner: (between.state[owner].gathered_nbytes, between.target[owner].gathered_nbytes)
         for owner in rows
     }
-    # Do not copy rows from the target, whose counts may differ too: `rows` change only the sizes.
+    # Change only the sizes: copying rows from the target could also change their counts.
     was = {owner: between.state[owner].rows for owner in rows}
     yield Replaced(kind="unit sizes", rows=rows, was=was, facts={"sizes": nbytes})
 
 
 def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
-    """Return a unit's old rows with new sizes; empty if their ratio is not the same on an axis."""
+    """Return a unit's rows with new sizes; empty if sizes on one axis changed by several ratios."""
     gathers = old.gathers[Phase.FORWARD]
     if not gathers or old.rows.keys() != new.rows.keys():
         return {}
@@ -123,7 +123,7 @@ def _rows_but_reductions(*sides: Content) -> list[RowKey]:
 
 
 def _gathers_no_more(first: Content, second: Content) -> bool:
-    """Whether all forward gathers of `first`, of which there must be some, are also in `second`."""
+    """Whether `first` has gathers in forward, and all of them are also in `second`."""
     # Counts may differ: a unit that stays unsharded is gathered only once for all micro-batches.
     less, more = first.gathers[Phase.FORWARD], second.gathers[Phase.FORWARD]
     return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
