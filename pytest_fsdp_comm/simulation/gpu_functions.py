@@ -74,7 +74,7 @@ def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make attention call a fused GPU kernel, because DTensor cannot shard the CPU kernels."""
 
-    # `wraps` keeps the name, by which context parallelism looks up this function to replace it.
+    # `wraps` keeps the function's name, which context parallelism needs to find and replace it.
     @functools.wraps(original)
     def attention(  # noqa: PLR0913, PLR0917  # torch's signature
         query: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Computes what the other ranks of a simulation send, and finds those with other local shapes."""
+"""Computes what the other ranks of a simulation send; finds ranks with different local shapes."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Values:
         return values
 
     def storage(self) -> torch.UntypedStorage:
-        """Return the memory of the values; compute them first if necessary."""
+        """Return the storage that holds the values; compute them first if necessary."""
         if self._storage is None:
             with torch.no_grad(), unset_fake_temporarily():
                 self._storage = self._compute().untyped_storage()

@@ -17,7 +17,7 @@ _LONGEST_NOTE: Final = 256
 
 
 def shortened(text: str) -> str:
-    """Return the text; if it is too long, return only its first and last part."""
+    """Return `text`, or only its first and last part if it is too long."""
     left_out = len(text) - 2 * KEPT_NBYTES
     if left_out <= _LONGEST_NOTE:
         return text

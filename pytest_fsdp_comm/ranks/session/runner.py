@@ -220,8 +220,8 @@ class RankRunner:
         """Return what the ranks of `item` do next if pytest's next test is `candidate`."""
         settings = item.stash[SETTINGS]
         if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
-            # Keep the ranks, but not their fixtures. Launched ranks run all tests. Ranks with slots
-            # may still have to end before the next test, if another pytest process needs the slots.
+            # Keep the ranks, but tear down their fixtures. Launched ranks run every test. Ranks
+            # with slots may still end before the next test, if another process needs their slots.
             return NextTest(is_none=False)
         if settings.scope == "test":
             return NextTest()

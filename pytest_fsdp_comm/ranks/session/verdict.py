@@ -147,7 +147,7 @@ def merge_reports(
         unfinished = [ran.result.unfinished_s for ran in ranks.values() if ran.unfinished == when]
         merged[when] = _completed(report, reports, sections[when], unfinished)
     if exited:
-        # As in pytest, a phase that called pytest.exit gets no report, nor do later phases.
+        # As in pytest, neither the phase that called pytest.exit nor a later phase gets a report.
         cut = _PHASES[min(_PHASES.index(ran.unfinished) for ran in exited) :]
         merged = {
             when: report
