@@ -53,14 +53,14 @@ class Cost:
     """The cost of a change for the rank whose bytes change most."""
 
     ranks: tuple[int, ...] = ()
-    """The ranks that have these calls, ascending; empty for all that both sides recorded."""
+    """The ranks that have these calls, ascending; empty if all ranks recorded on both sides do."""
     collectives: tuple[PartCost, ...] = ()
     """One entry for each axis and kind that either side uses, sorted by axis, then kind."""
     peak_before: int = 0
     """Peak bytes of gathered parameters; 0 if none were gathered."""
     peak_after: int = 0
     peak_ranks: tuple[int, ...] = ()
-    """The ranks that have these peaks, ascending; empty for all that both sides recorded."""
+    """The ranks that have these peaks, ascending; empty if all ranks recorded on both sides do."""
 
     @property
     def axes(self) -> tuple[PartCost, ...]:

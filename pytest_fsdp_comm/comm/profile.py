@@ -70,7 +70,7 @@ class RowKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The calls of one kind that one or more ranks issued for one module in one phase."""
+    """All calls of one kind that some ranks issued for one module in one phase."""
 
     subject: Subject = "collective"
     phase: Phase
@@ -120,7 +120,7 @@ class GatheredPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """All collectives of one kind over one axis."""
+    """Totals for all collectives of one kind over one axis."""
 
     kind: str
     axis: str

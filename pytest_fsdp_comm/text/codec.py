@@ -128,7 +128,7 @@ def _field_names(cls: Hashable) -> tuple[str, ...] | None:
 
 @cache
 def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # one return per type
-    """Return the reader for an annotation; call it with the data and the data's name in errors."""
+    """Return a reader of JSON data for an annotation; errors use its second argument as a name."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind) or kind:
         case typing.Any:

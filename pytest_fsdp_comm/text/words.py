@@ -75,7 +75,7 @@ def shell_word(text: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the element size of a dtype in bytes; 1 if its name has no digits, as ``bool``."""
+    """Return the element size of a dtype in bytes; 1 for names without digits, such as ``bool``."""
     # For several dtypes such as ``bfloat16+float32``, return the size of the largest one, because
     # FSDP reduces gradients in that dtype.
     names = (re.search(r"\d+", name) for name in dtype.split("+"))
