@@ -17,6 +17,7 @@ from pytest_fsdp_comm.comm.json import ScriptRun
 from pytest_fsdp_comm.command_line.terminal import FAILED, SAME
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.launch_environment import MAX_SIMULATED, simulated_variables
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class _Hook:
             from pytest_fsdp_comm.ranks.rank.process_group import leave_group  # noqa: PLC0415  # loads torch
 
             leave_group()
-            time.sleep(_GLOO_ENDS_S)
+            time.sleep(under_load(_GLOO_ENDS_S))
         if problem is None:
             return status
         # Let every rank print its problem, because the launcher may end the other ranks after one

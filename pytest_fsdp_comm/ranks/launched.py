@@ -35,6 +35,7 @@ from pytest_fsdp_comm.ranks.start.fork_server import ServerDiedError
 from pytest_fsdp_comm.ranks.start.spawn import arguments_of, reason_to_spawn
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
 
@@ -46,7 +47,7 @@ _ADDRESS: Final = "address"
 _JOINS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.01
-# Long enough to tear down kept fixtures on a busy machine.
+# Long enough to tear down kept fixtures.
 _ENDS_TESTS_WITHIN_S: Final = 30.0
 
 # Note [Launched ranks]: every launched process collects the same tests and serves as one rank for
@@ -361,8 +362,10 @@ class LaunchedRanks:
         connection = Connection(accepted.detach())
         first: messages.Message | None = None
         with contextlib.suppress(OSError, CodecError):
-            channel: Channel[messages.Message] = Channel(connection, stalls_s=_JOINS_WITHIN_S)
-            first = channel.receive(within_s=_JOINS_WITHIN_S)
+            channel: Channel[messages.Message] = Channel(
+                connection, stalls_s=under_load(_JOINS_WITHIN_S)
+            )
+            first = channel.receive(within_s=under_load(_JOINS_WITHIN_S))
         if isinstance(first, messages.Joined) and hmac.compare_digest(first.token, token):
             joined[first.rank, first.tests is None] = connection, first
         else:
@@ -391,7 +394,9 @@ class LaunchedRanks:
         lost = {*running}
         for rank in () if lost else unanswered:
             with contextlib.suppress(OSError, CodecError):
-                while message := self._channels[rank].receive(within_s=_ENDS_TESTS_WITHIN_S):
+                while message := self._channels[rank].receive(
+                    within_s=under_load(_ENDS_TESTS_WITHIN_S)
+                ):
                     if isinstance(message, messages.TestsEnded):
                         break
                 else:
@@ -431,7 +436,7 @@ class LaunchedRanks:
         for rank, channel in self._channels.items():
             if rank not in self._exited and channel.is_hung_up():
                 status = (
-                    ending.await_end(self.pids[rank], within_s=_POLL_S)
+                    ending.await_end(self.pids[rank], within_s=under_load(_POLL_S))
                     if rank in self.pids
                     else None
                 )
@@ -453,7 +458,7 @@ class LaunchedRanks:
         return self._silence[0].fileno()
 
     def close(self) -> None:
-        self._end_all(ending.PATIENCE_S / 2)
+        self._end_all(under_load(ending.PATIENCE_S / 2))
 
 
 _MOST_LISTED = 4

@@ -21,6 +21,7 @@ from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, with_source
 from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
@@ -273,5 +274,6 @@ class Watchdog:
                     position = Position(site="")
                 self._channel.send(PositionAnswer(number=question.number, position=position))
         if self._ends_process:
-            time.sleep(_LAST_S)  # gives the main thread time to print why this process ends
+            # Give the main thread time to print why this process ends.
+            time.sleep(under_load(_LAST_S))
             os._exit(1)

@@ -51,6 +51,7 @@ from pytest_fsdp_comm.ranks.start.fork_server import (
 )
 from pytest_fsdp_comm.ranks.start.slots import Slots
 from pytest_fsdp_comm.ranks.start.spawn import reason_to_spawn, spawn_server
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.ranks.wire.messages import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit
 from pytest_fsdp_comm.text.codec import load_tagged
@@ -382,7 +383,7 @@ class RankRunner:
         """End the rank set, if any. Unless hurried, a later test reports ranks that still exist."""
         supervision, self._supervision = self._supervision, None
         if supervision is not None:
-            problems, unended = supervision.end(HURRIED_S if is_hurried else PATIENCE_S)
+            problems, unended = supervision.end(HURRIED_S if is_hurried else under_load(PATIENCE_S))
             self._problems += problems if is_hurried else [*problems, *unended]
 
     def _extended(

@@ -27,6 +27,7 @@ from pytest_fsdp_comm.ranks.start.ending import remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.ranks.wire.results import (
     Activity,
     PhaseReport,
@@ -75,8 +76,8 @@ class Supervision:
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ, None)
         for rank, (connection, watchdog) in connections.items():
-            self._channels[rank] = Channel(connection, stalls_s=_STALLS_S)
-            self._watchdogs[rank] = Channel(watchdog, stalls_s=_STALLS_S)
+            self._channels[rank] = Channel(connection, stalls_s=under_load(_STALLS_S))
+            self._watchdogs[rank] = Channel(watchdog, stalls_s=under_load(_STALLS_S))
             self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
         # For each rank and stream, how many bytes of the log are in reports of earlier tests.
@@ -136,7 +137,7 @@ class Supervision:
                 self._wait(_POLL_S)
                 continue
             if grace_ends_at is None and any(result.has_failed for result in results):
-                grace_ends_at = now + GRACE_S
+                grace_ends_at = now + under_load(GRACE_S)
             # A test that has been debugged no longer has a deadline.
             if now > deadline and not was_debugged:
                 has_failed = grace_ends_at is not None
@@ -147,7 +148,7 @@ class Supervision:
                 if not any(position.is_reporting for position in self._ask(running).values()):
                     self._stop(Stopped.AFTER_FAILURE)
                     break
-                grace_ends_at = time.monotonic() + GRACE_S
+                grace_ends_at = time.monotonic() + under_load(GRACE_S)
             if grace_ends_at is None and self._is_any_stranded(now):
                 self._stop(Stopped.AT_DEADLINE)
                 break
@@ -231,7 +232,7 @@ class Supervision:
         self._next_test = messages.NextTest()
         waiting = {rank for rank, result in self._results.items() if result.is_done}
         self._tell(waiting - self._exited, messages.EndTests())
-        until = time.monotonic() + GRACE_S
+        until = time.monotonic() + under_load(GRACE_S)
         with contextlib.suppress(ServerDiedError):  # the ranks died with the server
             while waiting - self._exited - self._have_ended_tests and time.monotonic() < until:
                 self._wait(_POLL_S)
@@ -348,7 +349,7 @@ class Supervision:
         """Locate ranks whose watchdog does not answer; see Note [Locating ranks]."""
         for rank in silent:
             self.server.send_signal(rank, signal.SIGUSR1)
-        until = time.monotonic() + _DUMP_S
+        until = time.monotonic() + under_load(_DUMP_S)
         dumped = {}
         for rank in silent:
             frames = read_dump(self.spec.stacks_path(rank), until=until)
@@ -373,7 +374,7 @@ class Supervision:
                     number=self._questions, with_groups=with_groups
                 )
                 self._watchdogs[rank].send(question)
-        until = time.monotonic() + within_s
+        until = time.monotonic() + under_load(within_s)
         positions = {}
         for rank in ranks:
             with contextlib.suppress(OSError, CodecError):

@@ -15,8 +15,10 @@ from os import getpid
 from pathlib import Path
 from typing import Final
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 PATIENCE_S: Final = 10.0
-"""How long to wait for killed ranks to end; freeing their memory can be slow on a busy machine."""
+"""How long to wait for killed ranks to end; freeing their memory can be slow."""
 HURRIED_S: Final = 0.3
 """How long to wait for killed ranks after Ctrl-C, when a user is waiting for the prompt."""
 
@@ -25,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _PAUSE_S = 0.005
-# Long enough for cleaners to finish on a busy machine.
+# Long enough for cleaners to finish.
 _CLEANED_WITHIN_S = 4.0
 # Processes that clean up after ranks. joblib's copy of the resource tracker has the same name.
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
@@ -64,7 +66,7 @@ def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
     spared = set(spared)
     remaining: set[int] = set()
     until = time.monotonic() + within_s
-    cleaned_by = time.monotonic() + _CLEANED_WITHIN_S
+    cleaned_by = time.monotonic() + under_load(_CLEANED_WITHIN_S)
     while time.monotonic() < until:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -131,7 +133,7 @@ def make_session_directory() -> Path:
 
 def remove_directory(directory: Path) -> None:
     """Remove the directory of a session or a rank set; never raise."""
-    until = time.monotonic() + _REMOVED_WITHIN_S
+    until = time.monotonic() + under_load(_REMOVED_WITHIN_S)
     while True:
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists() or time.monotonic() > until:

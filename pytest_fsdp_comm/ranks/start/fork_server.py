@@ -26,6 +26,7 @@ from pytest_fsdp_comm.ranks.start import ending
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.load import under_load
 
 # The server is forked from the pytest process after collection, before any test can start a thread,
 # use OpenMP or touch CUDA, each of which can make a later fork hang or crash. The server must
@@ -319,7 +320,9 @@ class ForkServer:
         # At exit, the interpreter closes connections early, but it never closes this descriptor. So
         # the server does not see a hang-up until this process has ended.
         self._until_exit = os.dup(ours.fileno())
-        self._channel: Channel[messages.ServerReply] = Channel(ours, stalls_s=_ANSWERED_WITHIN_S)
+        self._channel: Channel[messages.ServerReply] = Channel(
+            ours, stalls_s=under_load(_ANSWERED_WITHIN_S)
+        )
         self.pids: dict[int, int] = {}
         """The pids of the last rank set's ranks, keyed by rank; some may have ended."""
         self._exited: dict[int, int] = {}
@@ -361,7 +364,7 @@ class ForkServer:
             raise ServerDiedError from None
 
     def _await(self, cls: type[_Reply], within_s: float) -> _Reply:
-        until = time.monotonic() + within_s
+        until = time.monotonic() + under_load(within_s)
         while True:
             try:
                 reply = self._channel.receive(within_s=until - time.monotonic())

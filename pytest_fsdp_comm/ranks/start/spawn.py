@@ -24,6 +24,7 @@ from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started, no_gpu_error, vi
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly, redirect_output
 from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.text.codec import dump_tagged
 
@@ -96,7 +97,7 @@ def _unsafe_native_threads() -> str:
     os.waitpid(pid, 0)
     torch: Any = sys.modules.get("torch")
     num_pooled = 0 if torch is None else torch.get_num_threads() - 1
-    until = time.monotonic() + _THREADS_END_WITHIN_S
+    until = time.monotonic() + under_load(_THREADS_END_WITHIN_S)
     while True:
         count, names = _native_threads()
         if not count or (not names and count == num_pooled):

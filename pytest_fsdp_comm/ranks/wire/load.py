@@ -1,0 +1,13 @@
+"""Scales time limits to the load of the machine."""
+
+from __future__ import annotations
+
+import os
+
+# Limits allow for this many busy processes per core.
+_PER_CORE = 2
+
+
+def under_load(seconds: float) -> float:
+    """Return `seconds`, or more if other processes compete for the cores."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / _PER_CORE)
