@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 # The Python of sessions to which a test sends no signal; acceptance/ replaces it (see warm.py).
 PYTHON = sys.executable
 QUICK_END = ("-p", "no:hypothesispytest")
@@ -42,11 +44,11 @@ def start(path, *arguments, python=sys.executable):
     )
 
 
-def wait_for(condition, *, timeout_s):
-    until = time.monotonic() + timeout_s
+def wait_for(condition, *, timeout_s=60):
+    until = time.monotonic() + under_load(timeout_s)
     while not condition():
         assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def stories(output, title):

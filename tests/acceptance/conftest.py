@@ -7,6 +7,8 @@ import running
 from sessions import OFF, set_outermost, start_warm
 from warm import WarmStarter
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _default_signals():
@@ -47,7 +49,7 @@ def run_session(tmp_path_factory, _warm_starter):
             patch.setenv("OMP_NUM_THREADS", "1")
             patch.chdir(path)
             process = _warm_starter.start(arguments, output.fileno(), output.fileno())
-            status = process.wait(timeout=300)
+            status = process.wait(timeout=under_load(300))
         output = (path / "output").read_text()
         return SimpleNamespace(output=output, path=path, status=status)
 

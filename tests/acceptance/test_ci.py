@@ -11,6 +11,8 @@ import pytest
 import running
 import yaml
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/ci.md").read_text()
 
@@ -120,7 +122,7 @@ def run(project, *arguments, status, **environment):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=under_load(300),
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout

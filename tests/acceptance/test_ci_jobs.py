@@ -18,6 +18,8 @@ import pytest
 import running
 import yaml
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 ROOT = Path(__file__).parents[2]
 ACTION = ROOT / ".github/actions/communication-gate/action.yml"
 GATE = "pytest-fsdp-comm/pytest-fsdp-comm/.github/actions/communication-gate"
@@ -236,7 +238,7 @@ class Runner:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=300,
+            timeout=under_load(300),
         )
         self.output += done.stdout
         self.status = self.status or done.returncode

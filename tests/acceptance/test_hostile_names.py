@@ -9,6 +9,8 @@ import pytest
 import running
 from markdown_it import MarkdownIt
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 # As it stands in the source of a test: no control character is in the file itself.
 HOSTILE = r"a\x1b[31m\n::error::x\r`|<b>\u202e\u2028"
 HEAD = f"""
@@ -99,7 +101,7 @@ def test_idle(device_mesh, comm_mode, comm_snapshot):
         model(torch.ones(2, 4))
     assert comm_mode == comm_snapshot
 
-@pytest.mark.distributed(world_size=2, timeout_s=3)
+@pytest.mark.distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_hang(dist_info):
     group = dist.new_group([0, 1], group_desc=NAME + "group")
     if dist_info.rank == 0:
@@ -144,7 +146,7 @@ def run(tmp_path_factory, run_pytest, directory):
     top = tmp_path_factory.mktemp("checkout")
     tests = top / "tests" / directory
     tests.mkdir(parents=True)
-    (tests / "test_it.py").write_text(SOURCE)
+    (tests / "test_it.py").write_text(SOURCE.replace("TIMEOUT_S", str(under_load(3))))
     (top / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
     environment = {
         "GITHUB_ACTIONS": "true",
@@ -176,7 +178,7 @@ def run_pytest():
             cwd=top,
             env=environment,
             capture_output=True,
-            timeout=300,
+            timeout=under_load(300),
             check=False,
         )
         return (process.stdout + process.stderr).decode("utf-8", "surrogateescape")

@@ -7,6 +7,8 @@ import pytest
 import running
 from page_checks import check_page
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 TESTS = """
 import os
 import pytest, torch
@@ -67,7 +69,7 @@ def index_of(directory):
 
 def end(path, *arguments):
     process = running.start(path, "-p", "no:randomly", *arguments, python=running.PYTHON)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=under_load(120))
     return process.returncode, out
 
 

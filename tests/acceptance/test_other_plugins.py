@@ -5,6 +5,8 @@ import re
 import pytest
 from running import UNSAFE_TO_FORK
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 SOURCE = """
 import pytest
 
@@ -105,11 +107,11 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.distributed(world_size=2)
 
-@pytest.mark.timeout(3, method={method!r})
+@pytest.mark.timeout({limit_s}, method={method!r})
 def test_hanging(dist_info):
     if dist_info.rank == 0:
         dist.all_reduce(torch.ones(1))
-    time.sleep(60)
+    time.sleep(1000)
 
 def test_after(): pass
 """
@@ -117,10 +119,11 @@ def test_after(): pass
 
 @pytest.mark.parametrize("method", ["signal", "thread"])
 def test_a_timeout_fails_only_its_own_test(run, method):
-    result = run(SLOW.format(method=method), plugins=["timeout"])
+    limit_s = under_load(3)
+    result = run(SLOW.format(method=method, limit_s=limit_s), plugins=["timeout"])
     result.assert_outcomes(passed=1, failed=1)
     shown = result.stdout.str()
-    assert "ranks 0-1 did not finish within 3 s (pytest-timeout); all ranks were stopped." in (
+    assert f"did not finish within {limit_s:g} s (pytest-timeout); all ranks were stopped." in (
         shown.replace("\n", " ")
     )
     at = r"\(innermost frame first\):\s+\S*test_it.py:\d+ in test_hanging"
@@ -137,11 +140,12 @@ import pytest
 
 @pytest.mark.distributed(world_size=2)
 @pytest.mark.parametrize("n", range(3))
-def test_it(n): time.sleep(1.5)
+def test_it(n): time.sleep(LIMIT_S * 0.4)
 """
-    run(source, "--timeout=4", "-n", "2", "--rank-slots=2", plugins=["timeout"]).assert_outcomes(
-        passed=3
-    )
+    limit_s = str(under_load(4))
+    arguments = (f"--timeout={limit_s}", "-n", "2", "--rank-slots=2")
+    result = run(source.replace("LIMIT_S", limit_s), *arguments, plugins=["timeout"])
+    result.assert_outcomes(passed=3)
 
 
 RANDOM = """

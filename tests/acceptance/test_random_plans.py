@@ -4,6 +4,8 @@ import json
 import pathlib
 import shutil
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 TESTS = pathlib.Path(__file__).parents[1]
 
 
@@ -11,7 +13,7 @@ def test_random_plans_record_same_on_all_rank_types(pytester):
     for name in ("oracle.py", "models.py", "texts.py", "torch_facts.py", "conftest.py"):
         shutil.copy(TESTS / name, pytester.path)
     shutil.copy(TESTS / "random_plans.py", pytester.path / "test_random_plans.py")
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=3000)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=under_load(3000))
     result.assert_outcomes(passed=9)
     for world_size, at_least in ((2, 12), (4, 12), (8, 3)):
         recorded = {

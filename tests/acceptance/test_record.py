@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 # Prints all that a script can see of how it was started; torch reads the variable when it is
 # imported, if not by pytest or for a simulated rank, and the encoding is the terminal's. It ends
 # late: a thread of gloo holds the context of a backward (torch 2.13: c10d's AsyncWork and its
@@ -88,7 +90,7 @@ def run(folder, *arguments, **environment):
         env=given,
         capture_output=True,
         encoding="utf-8",
-        timeout=300,
+        timeout=under_load(300),
         check=False,
     )
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import running
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"--comm-artifacts": "received", "--comm-report": "index.html", "--comm-summary": ""}
 """What each leaves in its directory; the last one's path is a file."""
@@ -71,7 +73,7 @@ def run(project, *arguments, **variables):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=under_load(300),
     )
 
 

@@ -2,10 +2,12 @@
 
 import os
 import signal
-import time
 from itertools import combinations
 
 import pytest
+from running import wait_for
+
+from pytest_fsdp_comm.ranks.wire.load import under_load
 
 pytest.importorskip("xdist")
 
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from pytest_fsdp_comm.ranks.wire.load import under_load
 
 @contextmanager
 def noted(name, n_ranks, seconds=0.5):
@@ -93,7 +96,7 @@ def test_before(dist_info):
     with noted("before", 2): pass
 
 def test_plain():
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + under_load(60)
     while "other" not in Path(os.environ["NOTES"]).read_text():
         assert time.monotonic() < deadline, "kept ranks without a test held their slots"
         time.sleep(0.05)
@@ -138,10 +141,10 @@ def test_waiting_for_slots_does_not_count_as_test_time(run):
         TIMED
         + """
 @pytest.mark.parametrize("n", range(2))
-@pytest.mark.distributed(world_size=1, timeout_s=7)
+@pytest.mark.distributed(world_size=1, timeout_s=LIMIT_S)
 def test_it(n, dist_info):
-    with noted(n, 1, seconds=4): pass
-""",
+    with noted(n, 1, seconds=LIMIT_S * 4 / 7): pass
+""".replace("LIMIT_S", str(under_load(7))),
         "--rank-slots",
         "1",
     )
@@ -168,7 +171,7 @@ def test_it(n, dist_info):
         if dist_info.rank == 0:
             # The fork server's parent: the worker.
             os.kill(parent(os.getppid()), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(1000)
 """
 )
 
@@ -179,11 +182,7 @@ def test_killed_worker_frees_slots_and_ends_its_ranks(run):
     assert "crashed while running 'test_it.py::test_it[0]'" in result.stdout.str()
     assert most_at_once(notes) <= 2
     assert {note[0] for note in notes} == {"0", "1", "2", "3"}
-    until = time.monotonic() + 10
-    pids = [note[4] for note in notes]
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < until:  # noqa: PTH110  # no path, a process
-        time.sleep(0.05)
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110  # as above
+    wait_for(lambda: not [note for note in notes if os.path.exists(f"/proc/{note[4]}")])  # noqa: PTH110  # a process
 
 
 # The daemons, killed with the ranks, emulate processes that the kernel does not release.
@@ -214,7 +213,7 @@ def test_it(n, dist_info):
         if os.fork() == 0:
             Path(f"daemon{n}").write_text(str(os.getpid()))
             os.close(1), os.close(2)
-            time.sleep(60)
+            time.sleep(1000)
         os._exit(0)
     with noted(n, 1): pass
     for file in Path().glob("daemon?"):
@@ -253,13 +252,13 @@ LEASES_CONFTEST = """
 import os
 import pytest
 from pytest_fsdp_comm.ranks.session import runner
-from test_it import noted
+from test_it import noted, under_load
 
 runner.visible_gpu_count = lambda: 2
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    with noted(os.environ["CUDA_VISIBLE_DEVICES"], 1, seconds=1): pass
+    with noted(os.environ["CUDA_VISIBLE_DEVICES"], 1, seconds=under_load(1)): pass
 """
 
 

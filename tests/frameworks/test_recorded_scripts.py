@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 RECORD = ("-m", "pytest_fsdp_comm", "record")
 # A module for torchtitan's --experimental.custom_import: a tiny model, data without a file, and
 # workarounds to run on the CPU.
@@ -111,7 +113,7 @@ def run(*arguments):
         env=environment,
         capture_output=True,
         encoding="utf-8",
-        timeout=300,
+        timeout=under_load(300),
         check=False,
     )
 

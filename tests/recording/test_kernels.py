@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pytest_fsdp_comm import CommMode
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.recording.active import entered
 from pytest_fsdp_comm.recording.operations import NAMESPACES, look_up
 
@@ -63,7 +64,7 @@ def older():
     """A thread that runs before any block; calls functions, and waits for them."""
     with ThreadPoolExecutor(1, "older") as pool:
         pool.submit(int).result()
-        yield lambda work: pool.submit(work).result(timeout=60)
+        yield lambda work: pool.submit(work).result(timeout=under_load(60))
 
 
 @pytest.mark.upstream
@@ -226,10 +227,10 @@ def test_thread_outliving_block_is_gap_of_later_block(comm_mode):
     first = CommMode()
     with first:
         pool = ThreadPoolExecutor(1, "left")
-        pool.submit(sent, 1).result(timeout=60)
+        pool.submit(sent, 1).result(timeout=under_load(60))
     with comm_mode:
         sent(2)
-        pool.submit(sent, 3).result(timeout=60)
+        pool.submit(sent, 3).result(timeout=under_load(60))
     pool.shutdown()
     assert sizes(first) == [1]
     assert sizes(comm_mode) == [2]

@@ -3,13 +3,13 @@
 import json
 import re
 import threading
-import time
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from models import TokenModel, shard
+from running import wait_for
 
 from pytest_fsdp_comm import CommMode, UnseenCollectivesWarning, record_script
 from pytest_fsdp_comm.comm.json import load_recordings
@@ -17,6 +17,7 @@ from pytest_fsdp_comm.command_line.documents import read_document
 from pytest_fsdp_comm.command_line.main import main
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.gathering import RankFiles
+from pytest_fsdp_comm.ranks.wire.load import under_load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "record.md").read_text()
 RANKS = 3
@@ -30,10 +31,8 @@ def step(model):
 def until_written(path):
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
-            thread.join(60)
-    until = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < until:
-        time.sleep(0.02)
+            thread.join(under_load(60))
+    wait_for(path.exists)
 
 
 @pytest.fixture

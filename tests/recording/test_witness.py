@@ -16,6 +16,7 @@ from models import Model, shard, step
 from torch_facts import needs_flight_recorder
 
 from pytest_fsdp_comm import UnseenCollectivesWarning
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.recording import active, kernels
 
 ws2 = pytest.mark.distributed(world_size=2)
@@ -410,7 +411,7 @@ def test_without_a_witness_nothing_is_a_gap(environment, note):
         capture_output=True,
         text=True,
         # It takes 4 s of processor time, a fourth of it at its end: minutes on a busy machine.
-        timeout=600,
+        timeout=under_load(600),
     )
     assert done.stdout == note
 

@@ -5,10 +5,12 @@ import time
 from functools import partial
 
 import pytest
+from running import wait_for
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
 from pytest_fsdp_comm.errors import RanksDivergedError
 from pytest_fsdp_comm.gathering import Exchange, TextStore, gather_values
+from pytest_fsdp_comm.ranks.wire.load import under_load
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def in_threads(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=under_load(30))
     return results
 
 
@@ -65,9 +67,7 @@ def test_store_round_trips_texts_of_any_length(connect, text):
     assert not there.has("name")
     here.put("name", text)
     # A TCP store does not confirm writes, so another client may see them later.
-    until = time.monotonic() + 10
-    while not there.has("name"):
-        assert time.monotonic() < until
+    wait_for(lambda: there.has("name"))
     assert there.get("name") == text
 
 

@@ -9,6 +9,8 @@ import time
 import pytest
 from running import command_lines, start, wait_for
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 LEAVING = """
 import os, subprocess, sys, time
 import pytest
@@ -48,11 +50,11 @@ PYTEST = ("-p", "no:cacheprovider", "-v")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
 def test_rank_outside_its_process_group_is_ended(pytester, more):
-    pytester.makepyfile(LEAVING.format(more=more, timeout_s=5, daemons=["daemon"]))
-    result = pytester.runpytest_subprocess(*PYTEST, "-W", "ignore", timeout=100)
+    pytester.makepyfile(LEAVING.format(more=more, timeout_s=under_load(5), daemons=["daemon"]))
+    result = pytester.runpytest_subprocess(*PYTEST, "-W", "ignore", timeout=under_load(100))
     result.assert_outcomes(passed=4, failed=1)
     result.stdout.fnmatch_lines(
-        ["*_hangs FAILED*", "*test_last PASSED*", "rank 0 did not finish within 5 s*"]
+        ["*_hangs FAILED*", "*test_last PASSED*", "rank 0 did not finish within * s*"]
     )
     left = [line for line in command_lines() if "4244" in line or "4245" in line]
     assert not left
@@ -80,7 +82,7 @@ import os, pathlib, time
 import pytest
 import torch.distributed as dist
 
-pytestmark = pytest.mark.distributed(world_size=2, timeout_s=3{more})
+pytestmark = pytest.mark.distributed(world_size=2, timeout_s={timeout_s}{more})
 
 def become_unkillable(dist_info):
     if dist_info.rank == 1:
@@ -109,21 +111,19 @@ def test_plain():
 
 
 def says_unended(name):
-    return f"rank 1 of {name} has not ended: its process * still exists 1 s after SIGKILL*"
+    return f"rank 1 of {name} has not ended: its process * still exists * s after SIGKILL*"
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")], ids=["one", "xdist"])
 def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
     pytester.makeconftest(UNKILLABLE.format(patience_s=1.0))
-    pytester.makepyfile(test_it=STUCK.format(more=""))
-    started_at = time.monotonic()
-    result = pytester.runpytest_subprocess(*PYTEST, *arguments, timeout=100)
-    assert time.monotonic() - started_at < 60
+    pytester.makepyfile(test_it=STUCK.format(more="", timeout_s=under_load(3)))
+    result = pytester.runpytest_subprocess(*PYTEST, *arguments, timeout=under_load(60))
     result.assert_outcomes(passed=3, failed=3)
     texts = ["*_ test_stuck _*", says_unended("test_it.py::test_stuck")]
     texts += ["Perhaps a driver or a file server does not respond: * Later tests get new ranks."]
     texts += ["*for another reason", "*- Problems -*", says_unended("*::test_stuck_and_failing")]
-    texts += ["*ranks 0-1 did not finish within 3 s*", says_unended("*::test_stuck_and_hanging")]
+    texts += ["*ranks 0-1 did not finish within * s*", says_unended("*::test_stuck_and_hanging")]
     result.stdout.fnmatch_lines(texts)
     assert "INTERNALERROR" not in result.stdout.str()
     # At the end of the session they were gone.
@@ -162,14 +162,18 @@ def spared(pytester):
 
 def test_kept_rank_that_does_not_end_is_reported(pytester, spared):
     pytester.makeconftest(UNKILLABLE.format(patience_s=1.0))
-    pytester.makepyfile(test_it=STUCK.format(more=", scope='module'") + STAYING)
-    result = pytester.runpytest_subprocess(*PYTEST, "-k", "immortal or before", timeout=60)
+    pytester.makepyfile(
+        test_it=STUCK.format(more=", scope='module'", timeout_s=under_load(3)) + STAYING
+    )
+    result = pytester.runpytest_subprocess(
+        *PYTEST, "-k", "immortal or before", timeout=under_load(60)
+    )
     result.assert_outcomes(passed=2, deselected=5)
     (pid,) = spared()
     result.stderr.fnmatch_lines(
         [
             "fsdp-comm: rank 1 of test_it.py::test_* has not ended: its process "
-            f"{pid} still exists 1 s after SIGKILL.",
+            f"{pid} still exists * s after SIGKILL.",
             f"Perhaps a driver or a file server does not respond: /proc/{pid}/stack *",
         ]
     )
@@ -201,16 +205,14 @@ def test_unkillable_rank_does_not_block_an_interrupt(tmp_path, number, sleeps):
     (tmp_path / "test_it.py").write_text(WAITING.replace("SLEEPS", str(sleeps)))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     session = start(tmp_path, "test_it.py")
-    wait_for((tmp_path / "started").exists, timeout_s=60)
-    time.sleep(1.0)
+    wait_for((tmp_path / "started").exists)
+    time.sleep(under_load(1))
     assert session.poll() is None
-    sent_at = time.monotonic()
     session.send_signal(number)
-    output, _ = session.communicate(timeout=20)
-    wait_for(lambda: not list(tmp_path.glob("fsdp-comm*")), timeout_s=10)
-    wait_for(lambda: not [x for x in command_lines() if str(tmp_path) in x], timeout_s=10)
     # The bound is 0.3 s; the wait that it must not fall into takes `patience_s`.
-    assert time.monotonic() - sent_at < 20.0
+    output, _ = session.communicate(timeout=under_load(20))
+    wait_for(lambda: not list(tmp_path.glob("fsdp-comm*")))
+    wait_for(lambda: not [x for x in command_lines() if str(tmp_path) in x])
     if number == signal.SIGINT:
         assert session.returncode == pytest.ExitCode.INTERRUPTED
         assert "KeyboardInterrupt" in output
@@ -228,7 +230,7 @@ import re
 import pytest
 import torch.distributed as dist
 
-pytestmark = pytest.mark.distributed(world_size=2, timeout_s=20{more})
+pytestmark = pytest.mark.distributed(world_size=2, timeout_s=60{more})
 
 BROKEN = [b"no json\\n", b"[1]\\n", b"\\xff\\n", b'{{"type": "PhaseReport", "report": 1}}\\n']
 
@@ -247,7 +249,7 @@ def test_after():
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
 def test_writing_to_the_connection_fails_one_test(pytester, more):
     pytester.makepyfile(BROKEN.format(more=more))
-    result = pytester.runpytest_subprocess(*PYTEST, timeout=100)
+    result = pytester.runpytest_subprocess(*PYTEST, timeout=under_load(100))
     result.assert_outcomes(passed=1, failed=4)
     output = result.stdout.str()
     assert output.count("rank 1 left the test with a broken connection to pytest (") == 4, output

@@ -2,6 +2,8 @@
 
 import pytest
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 SOURCE = """
 import multiprocessing, os, signal, sys, time
 import pytest
@@ -87,7 +89,7 @@ def test_after():
 def test_a_forked_child_never_reports_for_its_rank(pytester, more):
     pytester.makepyfile(SOURCE.replace("{more}", more))
     arguments = ("-p", "no:cacheprovider", "-v", "-rA")
-    result = pytester.runpytest_subprocess(*arguments, timeout=300)
+    result = pytester.runpytest_subprocess(*arguments, timeout=under_load(300))
     result.assert_outcomes(passed=5, failed=3)
     result.stdout.fnmatch_lines(
         [

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 pexpect = pytest.importorskip("pexpect")
 
 PROMPT = r"\(Pdb\) "
@@ -16,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-@pytest.mark.distributed(world_size=3, timeout_s=20)
+@pytest.mark.distributed(world_size=3)
 def test_failing(dist_info):
     print("printed by", dist_info.rank)
     word = "hidden " + str(dist_info.rank)
@@ -54,7 +56,9 @@ def spawn(pytester):
 
     def spawn(arguments, *, breakpoints=(), timeout_s=60):
         pytester.makepyfile(test_it=source(*breakpoints, timeout_s=timeout_s))
-        child = pytester.spawn_pytest(f"-p no:cacheprovider {arguments}", expect_timeout=60)
+        child = pytester.spawn_pytest(
+            f"-p no:cacheprovider {arguments}", expect_timeout=under_load(60)
+        )
         children.append(child)
         return child
 
@@ -76,7 +80,7 @@ def interrupt(child):
     # Python's input misses a signal that comes between the prompt and its wait for a key.
     for _ in range(12):
         child.sendintr()
-        if child.expect(["KeyboardInterrupt", pexpect.TIMEOUT], timeout=5) == 0:
+        if child.expect(["KeyboardInterrupt", pexpect.TIMEOUT], timeout=under_load(5)) == 0:
             return
     pytest.fail("Ctrl-C was not heard")
 
@@ -95,7 +99,7 @@ def test_pdb_debugs_only_the_chosen_rank(spawn):
     assert "printed by 1" in shown
     child.expect(PROMPT)
     # Longer than the others' time after a failure.
-    time.sleep(2)
+    time.sleep(under_load(2))
     assert evaluated(child, "word") == "hidden 1"
     child.sendline("c")
     shown = rest(child)
@@ -105,13 +109,14 @@ def test_pdb_debugs_only_the_chosen_rank(spawn):
 
 def test_breakpoint_suspends_the_deadline(spawn):
     ways = ("breakpoint()", "import pdb; pdb.set_trace()", "pytest.set_trace()")
-    child = spawn("--pdb-rank 1 -k breakpoint", breakpoints=ways, timeout_s=6)
+    limit_s = under_load(6)
+    child = spawn("--pdb-rank 1 -k breakpoint", breakpoints=ways, timeout_s=limit_s)
     for _ in ways:
         child.expect("PDB set_trace")
         child.expect(PROMPT)
         assert evaluated(child, "dist_info.rank") == "1"
         # Beyond the test's deadline; the others are in the collective.
-        time.sleep(7)
+        time.sleep(limit_s + 1)
         assert evaluated(child, "'total' in locals()") == "False"
         # From Python 3.13 on, a debugger stops at the line that calls it, and not after it.
         for _ in range(2 if sys.version_info >= (3, 13) else 1):

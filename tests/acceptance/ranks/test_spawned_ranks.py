@@ -7,6 +7,8 @@ import pytest
 import running
 from running import UNSAFE_TO_FORK
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 TEST = """
 import logging, os
 import pytest
@@ -49,7 +51,7 @@ def test_ranks_are_spawned_where_forking_is_unsafe(pytester, monkeypatch):
     pytester.makeconftest(UNSAFE_TO_FORK)
     pytester.makepyfile(test_it=TEST)
     options = ("-p", "no:cacheprovider", "-o", "log_cli=true", "--log-cli-level=INFO")
-    result = pytester.run(running.PYTHON, "-m", "pytest", *options, timeout=200)
+    result = pytester.run(running.PYTHON, "-m", "pytest", *options, timeout=under_load(200))
     result.assert_outcomes(passed=1, failed=1)
     shown = result.stdout.str()
     assert (

@@ -9,6 +9,8 @@ import sys
 import pytest
 import running
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 TRAINING = """
 KEPT = False
 
@@ -85,7 +87,7 @@ class Project:
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=under_load(300),
         )
 
     def shell(self, command, cwd="."):
@@ -96,7 +98,7 @@ class Project:
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=under_load(300),
         )
 
     def files(self):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import pytest
 import running
 
+from pytest_fsdp_comm.ranks.wire.load import under_load
+
 CONFTEST = """
 import pytest
 from pytest_fsdp_comm.comm.events import Phase
@@ -100,7 +102,7 @@ class Project:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=under_load(120),
         )
 
     def files(self):

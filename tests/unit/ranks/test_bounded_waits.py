@@ -1,6 +1,7 @@
 """Whoever waits for another process has a bound, and is heard by what it waits for."""
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from pytest_fsdp_comm.ranks.start import ending, fork_server
 from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.load import under_load
 
 
 @pytest.fixture
@@ -108,8 +110,10 @@ def test_ranks_of_a_dying_pytest_get_time_to_end(channels, monkeypatch):
     server = SimpleNamespace(
         _channel=theirs, _wakeup=wakeup, _patience_s=lambda: next(patience, ending.PATIENCE_S)
     )
-    gone_at = time.monotonic() + 3 * ending.HURRIED_S
-    monkeypatch.setattr(ending, "await_end", lambda _: 0 if time.monotonic() > gone_at else None)
+    clock = itertools.count(step=ending.HURRIED_S / 6)
+    monkeypatch.setattr(fork_server, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    gone_at = 3 * ending.HURRIED_S
+    monkeypatch.setattr(ending, "await_end", lambda _: 0 if next(clock) > gone_at else None)
     assert fork_server._Server._await_ends(server, {0: 10}, ending.PATIENCE_S) == {}
     for end in ends:
         end.close()
@@ -121,10 +125,10 @@ def test_a_child_that_does_not_end_is_not_waited_for():
         started_at = time.monotonic()
         assert ending.await_end(child.pid, within_s=0.1) is None
         assert ending.await_end(child.pid) is None
-        assert time.monotonic() - started_at < 5
+        assert time.monotonic() - started_at < under_load(5)
     finally:
         ending.kill([child.pid])
-    assert ending.await_end(child.pid, within_s=10) == -signal.SIGKILL
+    assert ending.await_end(child.pid, within_s=under_load(10)) == -signal.SIGKILL
     # As where somebody else has reaped it.
     assert ending.await_end(child.pid) == 0
     child.returncode = -signal.SIGKILL
@@ -146,7 +150,7 @@ import os, subprocess, sys, time
 from pytest_fsdp_comm.ranks.start import ending
 
 ending.adopt_orphans()
-ending._CLEANED_WITHIN_S = 50.0  # a busy machine may take seconds to start Python
+ending._CLEANED_WITHIN_S = 50.0
 spared = subprocess.Popen(["sleep", "4246"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 code = """
 from subprocess import DEVNULL, Popen
@@ -163,7 +167,7 @@ def kill_all_but_the_cleaner(pids):
     # It cleans up once the others are gone, and ends then.
     cleaner.stdin.close()
 ending.kill = kill_all_but_the_cleaner
-assert not ending.kill_children([spared.pid], within_s=10)
+assert not ending.kill_children([spared.pid], within_s=ending.under_load(10))
 ending.kill = kill
 try:
     os.kill(orphan, 0)
@@ -173,7 +177,7 @@ assert spared.poll() is None
 ending.kill = lambda pids: None
 assert ending.kill_children([], within_s=0.05) == {spared.pid}
 ending.kill = kill
-assert not ending.kill_children([], within_s=10)
+assert not ending.kill_children([], within_s=ending.under_load(10))
 try:
     os.kill(spared.pid, 0)
 except ProcessLookupError:
@@ -186,6 +190,10 @@ os._exit(0)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts orphans")
 def test_orphans_are_found_in_sessions_of_their_own():
     done = subprocess.run(
-        [sys.executable, "-c", ADOPTING], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", ADOPTING],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=under_load(60),
     )
     assert done.stdout.split() == ["cleaned", "gone", "gone"], done.stderr

@@ -6,14 +6,15 @@ import select
 import signal
 import stat
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from running import wait_for
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.start import fork_server
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
 RANKS = 2
@@ -35,7 +36,7 @@ def server(tmp_path, monkeypatch):
     yield found
     everybody = children(found)
     found.close()
-    eventually(lambda: all(map(is_gone, everybody)))
+    wait_for(lambda: all(map(is_gone, everybody)))
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def start(server, tmp_path):
             for connection in pair:
                 connections.enter_context(connection)
         written = {rank: f"{name} {pid}" for rank, pid in server.pids.items()}
-        eventually(lambda: written == {rank: read(directory / f"rank{rank}") for rank in written})
+        wait_for(lambda: written == {rank: read(directory / f"rank{rank}") for rank in written})
         return started
 
     with connections:
@@ -74,13 +75,6 @@ def start(server, tmp_path):
 
 def read(path):
     return path.read_text() if path.exists() else ""
-
-
-def eventually(is_so):
-    until = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def children(server):
@@ -112,7 +106,7 @@ def test_server_imports_before_the_first_request(tmp_path, monkeypatch, is_lazy)
         assert server.close() == 0
         assert not (tmp_path / "imported").exists()
     else:
-        eventually((tmp_path / "imported").exists)
+        wait_for((tmp_path / "imported").exists)
         server.close()
 
 
@@ -127,12 +121,12 @@ def test_replies_of_a_dead_server_are_read(server, tmp_path):
     directory.mkdir()
     failing = fork_server.fork_server(fail, directory)
     # Sent before its end: a client that misses the directory finds the reason.
-    eventually(lambda: not directory.exists())
+    wait_for(lambda: not directory.exists())
     with pytest.raises(fork_server.ServerDiedError, match="torch 9 no longer has name"):
         failing.exit_statuses()
     failing.close()
     killed = fork_server.fork_server(lambda: os.kill(os.getpid(), 9), directory)
-    eventually(lambda: killed.has_died)
+    wait_for(lambda: killed.has_died)
     with pytest.raises(fork_server.ServerDiedError) as caught:
         killed.exit_statuses()
     assert not str(caught.value)
@@ -149,7 +143,7 @@ def test_interrupted_close_leaves_no_directory(is_killed, tmp_path, monkeypatch)
     (directory / "rank0.stdout").touch()
 
     def prepare():
-        eventually((tmp_path / "go").exists)  # as long as torch takes on a busy machine
+        wait_for((tmp_path / "go").exists)
 
     closing = fork_server.fork_server(prepare, directory)
     kill = closing.kill
@@ -163,7 +157,7 @@ def test_interrupted_close_leaves_no_directory(is_killed, tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         closing.close()
     (tmp_path / "go").touch()
-    eventually(lambda: closing.has_died)
+    wait_for(lambda: closing.has_died)
     assert not directory.exists()
 
 
@@ -172,11 +166,11 @@ def test_rank_connections_end_with_the_rank(server, start):
     connections = start("forked")
     os.kill(server.pids[0], signal.SIGKILL)
     for connection in connections[0]:
-        assert connection.poll(30)
+        assert connection.poll(under_load(30))
         with pytest.raises(EOFError):
             connection.recv_bytes()
     assert not any(connection.poll(0) for connection in connections[1])
-    assert server.end_ranks(10) == {}
+    assert server.end_ranks(under_load(10)) == {}
 
 
 @linux
@@ -187,12 +181,12 @@ def test_pytest_has_two_open_files_per_rank(server, start, few_descriptors):
     for pair in connections.values():
         for connection in pair:
             connection.close()
-    assert server.end_ranks(10) == {}
+    assert server.end_ranks(under_load(10)) == {}
     with pytest.raises(OSError, match="Too many open files"):
         start("too many", size=80)
     # Of which no connection is taken for one of the next ranks.
     (connection, _), _ = start("few").values()
     os.kill(server.pids[0], signal.SIGKILL)
-    assert connection.poll(30)
+    assert connection.poll(under_load(30))
     with pytest.raises(EOFError):
         connection.recv_bytes()

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from pytest_fsdp_comm.ranks.start import spawn
+from pytest_fsdp_comm.ranks.wire.load import under_load
 
 THREAD = """
 import ctypes
@@ -61,7 +62,11 @@ def reason(tmp_path, code):
         "print(unsafe_to_fork())\n"
     )
     ran = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=under_load(100),
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()

@@ -14,12 +14,13 @@ from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.ranks.hangs.position import _stack, is_waiting, read_position
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
 from pytest_fsdp_comm.ranks.rank import main
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.ranks.wire.results import Activity
 
 # Everything that moves frames: calls, generators, exceptions, recursion and collections. Where
 # faulthandler walks the frames of such a thread from another one, processes crash now and then.
 BUSY = """
-import _thread, gc, sys, time
+import _thread, gc, sys
 from pytest_fsdp_comm.ranks.hangs.position import read_position
 
 def generate(count):
@@ -42,8 +43,7 @@ def read_all():
 sys.setswitchinterval(1e-5)
 has_read = []
 _thread.start_new_thread(read_all, ())
-until = time.monotonic() + 60
-while not has_read and time.monotonic() < until:
+while not has_read:
     try:
         sum(generate(10))
         (lambda: recurse(10))()
@@ -57,18 +57,24 @@ print("read", len(has_read))
 def test_read_position_with_busy_thread_never_crashes():
     code = BUSY.format(reads=5000)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=under_load(100),
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "read 1\n"), done.stderr
 
 
-def read_during(block, *, after_s=0.05, read_it=lambda: read_position(0, with_groups=False)):
+def read_during(block, *, read_it=lambda: read_position(0, with_groups=False)):
     """The position of this thread while it runs a block, which is given an event to end by."""
     found = []
     event = threading.Event()
 
     def read():
-        time.sleep(after_s)
+        while read_position(0, with_groups=False).site.endswith(" in read_during"):
+            time.sleep(0.01)
+        time.sleep(under_load(0.1))  # the block reaches its wait
         found.append(read_it())
         event.set()
 
@@ -89,19 +95,19 @@ def waits_for_torch():
 
 def test_a_position_names_what_the_user_called():
     def wait_for_the_event(event):
-        event.wait(5)
+        event.wait(1000)
 
     position = read_during(wait_for_the_event)
     assert "test_positions.py" in position.site
-    assert position.code == "event.wait(5)"
-    assert position.stack[0] == f"{position.site}: event.wait(5)"
+    assert position.code == "event.wait(1000)"
+    assert position.stack[0] == f"{position.site}: event.wait(1000)"
     assert position.stack[-1].startswith("inside wait (")
     assert position.activity is Activity.RUNS
 
     def wait_for_the_lock(event):
         lock = threading.Lock()
         lock.acquire()
-        threading.Thread(target=lambda: event.wait(5) and lock.release()).start()
+        threading.Thread(target=lambda: event.wait(1000) and lock.release()).start()
         lock.acquire()
 
     position = read_during(wait_for_the_lock)
@@ -117,9 +123,9 @@ def test_is_waiting_detects_waits_in_torch():
 
     def wait(event):
         work = Work(event)
-        work.wait(5)
+        work.wait(1000)
 
-    assert read_during(wait).code == "work.wait(5)"
+    assert read_during(wait).code == "work.wait(1000)"
     assert read_during(wait, read_it=waits_for_torch)
 
     def work_on(event):
@@ -137,7 +143,7 @@ def test_position_during_report_is_where_it_raised():
         raise LookupError("here")
 
     def pytest_runtest_makereport(call, event):
-        event.wait(5)
+        event.wait(1000)
         return call
 
     call = Call()
@@ -158,14 +164,14 @@ def test_position_during_report_is_where_it_raised():
 
 def test_rank_that_explains_a_comparison_is_reporting():
     def pytest_assertrepr_compare(event):
-        event.wait(5)
+        event.wait(1000)
 
     assert read_during(pytest_assertrepr_compare).is_reporting
 
 
 def test_rank_that_tells_the_others_is_reporting():
     def tell(event):
-        TextStore(SimpleNamespace(set=lambda *_: event.wait(5))).put("name", "text")
+        TextStore(SimpleNamespace(set=lambda *_: event.wait(1000))).put("name", "text")
 
     assert read_during(tell).is_reporting
 
@@ -175,7 +181,7 @@ def test_rank_sharing_a_comparison_is_not_reporting(tmp_path):
     ends = [Exchange(store, rank, range(2)) for rank in (0, 1)]
 
     def pytest_assertrepr_compare(event):
-        late = threading.Thread(target=lambda: event.wait(5) and ends[1].share("name"))
+        late = threading.Thread(target=lambda: event.wait(1000) and ends[1].share("name"))
         late.start()
         ends[0].share("name")
         late.join()

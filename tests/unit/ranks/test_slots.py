@@ -6,9 +6,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from running import wait_for
 
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_names, visible_gpus_variable
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots, Slots
+from pytest_fsdp_comm.ranks.wire.load import under_load
 
 
 def take(slots, *, ranks=0, gpus=0):
@@ -49,14 +51,14 @@ def test_a_large_test_is_not_overtaken(tmp_path):
     first, _ = take(slots, ranks=1)
     order = []
     large = start(lambda: order.append(("large", take(slots, ranks=2))))
-    large.join(0.2)
+    wait_for(slots.are_wanted)
     small = start(lambda: order.append(("small", take(slots, ranks=1))))
     small.join(0.2)
     assert not order, "the small one would fit, but came later"
     first.release()
-    large.join(20)
+    large.join(under_load(20))
     order[0][1][0].release()
-    small.join(20)
+    small.join(under_load(20))
     assert [name for name, _ in order] == ["large", "small"]
 
 
@@ -65,12 +67,9 @@ def test_waiting_is_seen_by_those_who_hold_slots(tmp_path):
     held, _ = take(slots, ranks=1)
     assert not slots.are_wanted()
     waiting = start(lambda: take(slots, ranks=1))
-    until = time.monotonic() + 20
-    while not slots.are_wanted() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert slots.are_wanted()
+    wait_for(slots.are_wanted)
     held.release()
-    waiting.join(20)
+    waiting.join(under_load(20))
     assert not waiting.is_alive()
     assert not slots.are_wanted()
     assert not Slots(tmp_path / "none", ranks=1, gpus=()).are_wanted()
@@ -99,7 +98,7 @@ def test_gpus_are_leased_to_one_holder_each(tmp_path):
     waiting.join(0.2)
     assert waiting.is_alive()
     second.release()
-    waiting.join(20)
+    waiting.join(under_load(20))
     assert not waiting.is_alive()
     first.release()
 

@@ -11,6 +11,7 @@ from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.load import under_load
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import (
     Activity,
@@ -81,7 +82,7 @@ def rank(supervision):
 def test_failure_received_with_the_end_counts(supervision, rank, outcome):
     rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(payloads=(), escaped=None))
-    results = supervision.run(started_at=time.monotonic(), timeout_s=20)
+    results = supervision.run(started_at=time.monotonic(), timeout_s=under_load(20))
     assert [report.has_failed for report in results[1].reports] == [outcome == "failed"]
     assert supervision.is_reusable == (outcome == "passed")
 
@@ -108,7 +109,7 @@ def test_messages_while_ranks_are_located_count(supervision, rank, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
     rank.send(PhaseReport(report={"outcome": "failed"}))
     end_test_when_located(supervision, rank, monkeypatch)
-    results = supervision.run(started_at=time.monotonic(), timeout_s=20)
+    results = supervision.run(started_at=time.monotonic(), timeout_s=under_load(20))
     assert [report.has_failed for report in results[1].reports] == [True, True]
     assert results[1].stopped is None
     assert results[1].position.activity is Activity.HAS_ENDED
@@ -128,7 +129,7 @@ def test_grace_waits_for_a_rank_that_reports(supervision, rank, monkeypatch, is_
 
     monkeypatch.setattr(supervision, "_ask", ask)
     monkeypatch.setattr(supervision, "_locate", lambda: None)
-    results = supervision.run(started_at=time.monotonic(), timeout_s=20)
+    results = supervision.run(started_at=time.monotonic(), timeout_s=under_load(20))
     assert results[1].stopped is (None if is_reporting else Stopped.AFTER_FAILURE)
     assert len(asked) == (3 if is_reporting else 1)
 
@@ -154,7 +155,7 @@ def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, 
 
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.find_stranded", find)
     monkeypatch.setattr(supervision, "_ask", lambda *_, **__: {})
-    result = supervision.run(started_at=time.monotonic(), timeout_s=20)[1]
+    result = supervision.run(started_at=time.monotonic(), timeout_s=under_load(20))[1]
     assert (result.stopped, answers) == (stopped, [])
     assert result.waited_for == (() if stopped is None else (0,))
 
