@@ -2,6 +2,8 @@
 
 import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nox
@@ -48,6 +50,18 @@ def accept(session: nox.Session) -> None:
     """Run all tests, with real ranks."""
     session.run("pytest", "--world-size", "4", "examples")
     session.run("pytest", "-n", "4", "--dist", "worksteal", *session.posargs)
+
+
+@nox.session
+def busy(session: nox.Session) -> None:
+    """Run all tests on a busy machine: next to ten endless processes of the lowest priority."""
+    endless = ("nice", "-n", "19", sys.executable, "-c", "while True: pass")
+    load = [subprocess.Popen(endless) for _ in range(10)]  # noqa: S603  # our own command
+    try:
+        session.run("pytest", "-q", "-n", "2", "--dist", "worksteal", *session.posargs)
+    finally:
+        for process in load:
+            process.kill()
 
 
 @nox.session
