@@ -140,7 +140,7 @@ class Calls:
         )
 
     def __str__(self) -> str:
-        """Write the calls as in a snapshot: ``x2 of 64 B float32 parameters ahead 1``."""
+        """Format the calls as in a snapshot: ``x2 of 64 B float32 parameters ahead 1``."""
         words = [f"x{self.count}"]
         if self.is_object:
             words.append("of objects")

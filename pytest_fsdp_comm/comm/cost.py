@@ -53,14 +53,14 @@ class Cost:
     """The cost of a change for the rank whose bytes change most."""
 
     ranks: tuple[int, ...] = ()
-    """The ranks that have these calls, ascending; empty if all ranks recorded on both sides do."""
+    """The ranks that issue `collectives`, ascending; empty for all ranks recorded on both sides."""
     collectives: tuple[PartCost, ...] = ()
     """One entry for each axis and kind that either side uses, sorted by axis, then kind."""
     peak_before: int = 0
-    """Peak bytes of gathered parameters; 0 if none were gathered."""
+    """Peak bytes of gathered parameters, on the rank whose peak changes most; 0 if none."""
     peak_after: int = 0
     peak_ranks: tuple[int, ...] = ()
-    """The ranks that have these peaks, ascending; empty if all ranks recorded on both sides do."""
+    """The ranks with this peak, ascending; empty for all ranks recorded on both sides."""
 
     @property
     def axes(self) -> tuple[PartCost, ...]:
@@ -85,7 +85,7 @@ class Cost:
 
 
 def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
-    """Compute the cost for the ranks that both sides recorded; if there are none, it is empty."""
+    """Compute the cost on the ranks recorded on both sides; without such ranks, it is empty."""
     groups = _groups_of_equal_ranks(old, new)
     if not groups:
         return Cost()

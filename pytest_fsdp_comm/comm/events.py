@@ -194,7 +194,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Answer:
-    """An assumed value: a simulated rank returned it in place of a value that it cannot compute."""
+    """A value that a simulated rank assumed because it could not compute the real one."""
 
     site: str
     """``module:function`` of the innermost user code, without a line, which any edit may change."""

@@ -1,4 +1,4 @@
-"""Write and read recordings as versioned JSON; the fields are those of `events.Recording`."""
+"""Convert recordings to and from versioned JSON; the fields are those of `events.Recording`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Recordings:
 
 
 def dump_recordings(recordings: Sequence[Recording]) -> str:
-    """Write the recordings of one block as JSON, in rank order."""
+    """Return the recordings of one block as JSON, in rank order."""
     return dump_document(_KIND, JSON_VERSION, _Recordings(recordings=tuple(recordings)))
 
 

@@ -23,7 +23,7 @@ class MeshAxis:
     or 4 to 7, ``((2, 1), (2, 8))`` for ranks 0, 1, 8 and 9. On a mesh axis, all groups have the
     same dims. Empty for a group of one rank, and for ranks that do not form such a pattern."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each recorded group if they do not form such a pattern; otherwise empty."""
+    """The ranks of each recorded group, if `dims` cannot describe them; otherwise empty."""
 
     @property
     def layout(self) -> str:
@@ -75,5 +75,5 @@ def merge_axes(axes: Iterable[MeshAxis]) -> tuple[MeshAxis, ...]:
 
 
 def show_mesh(axes: Iterable[MeshAxis]) -> str:
-    """Write the axes and their layouts on one line: ``dp=4 stride 2, tp=2 stride 1``."""
+    """Format the axes and their layouts on one line: ``dp=4 stride 2, tp=2 stride 1``."""
     return ", ".join(f"{axis.name}={axis.layout}" for axis in axes) or "none"

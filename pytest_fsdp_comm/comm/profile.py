@@ -48,9 +48,9 @@ class Site:
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown."""
     calls: Calls
-    """Those collectives of the row that this line issued."""
+    """The collectives of the row that this line issued."""
     is_of_dtensor: bool = False
-    """Whether they were issued to redistribute a DTensor."""
+    """Whether these calls redistribute a DTensor."""
     is_of_backward: bool = False
     """Whether the line calls ``.backward()``; False for a line in a hook."""
 
@@ -64,7 +64,7 @@ class RowKey(NamedTuple):
     axis: str
 
     def __str__(self) -> str:
-        """Write ``all_gather[dp]``, ``unshard`` or ``(Shard(0))->(Replicate())``."""
+        """Return ``all_gather[dp]``, ``unshard`` or ``(Shard(0))->(Replicate())``."""
         return f"{self.what}[{self.axis}]" if self.subject == "collective" else self.what
 
 
@@ -84,9 +84,9 @@ class Row:
     calls: tuple[Calls, ...]
     """The calls, sorted, without duplicates. Reshards and redistributions set only the count."""
     ranks: tuple[int, ...] = ()
-    """The ranks that issued these calls, ascending; empty for all ranks."""
+    """The ranks that issued `calls`, ascending; empty for all ranks."""
     sites: tuple[Site, ...] = field(default=(), compare=False)
-    """The lines that issued the calls on the lowest of these ranks. Empty if the calls are not
+    """The lines that issued the calls on the lowest of `ranks`. Empty if the calls are not
     collectives, and in profiles that were read from a snapshot."""
 
     @property

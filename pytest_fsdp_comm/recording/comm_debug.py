@@ -45,9 +45,9 @@ class TracedModule:
 
     module: weakref.ref[nn.Module]
     module_type: str
-    """Its class, in CommDebugMode's notation."""
+    """The module's class, in CommDebugMode's notation."""
     placements: dict[str, Placements]
-    """Placements of its direct parameters, keyed by name. Those of gathered parameters are None
+    """Placements of the direct parameters, keyed by name. Those of gathered parameters are None
     until `settle` reads them."""
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when this one was first called, outermost first."""
@@ -67,7 +67,7 @@ class TracedModule:
             }
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return its direct parameters, keyed by name; raise if the model no longer exists."""
+        """Return the direct parameters, keyed by name; raise if the model no longer exists."""
         now = _parameters(self.module())
         if not now.keys() >= self.placements.keys():
             raise _model_is_gone()

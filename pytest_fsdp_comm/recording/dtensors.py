@@ -24,11 +24,11 @@ class Dispatch(IntEnum):
     """How a tensor class runs an operation. If arguments mix classes, the highest value applies."""
 
     NONE = 0
-    """It runs the operation like a plain tensor."""
+    """The class runs the operation like a plain tensor."""
     OPAQUE = 1
-    """It implements the operation in code that dispatch modes may not see."""
+    """The class implements the operation in code that dispatch modes may not see."""
     WRAPPER = 2
-    """Like DTensor, it runs the operation on inner tensors, where dispatch modes see it."""
+    """Like DTensor, the class runs the operation on inner tensors, where dispatch modes see it."""
 
 
 @functools.cache

@@ -57,7 +57,7 @@ class Flight:
     """Name of the process group; empty under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     description: str
     seq: int
-    """Its sequence number in the group, starting at 1; the same on all ranks of the group."""
+    """Number of the collective in its group, starting at 1; the same on all ranks of the group."""
     kind: str
     """The kind that the backend ran; gloo runs a reduce-scatter as ``all_reduce``."""
     sent: tuple[tuple[str, int], ...]

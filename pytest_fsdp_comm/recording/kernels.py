@@ -84,7 +84,7 @@ def register_collectives() -> str:
     foreign = next(filter(_is_foreign, calls), "")
     if foreign:
         return f"another library has registered a kernel for {foreign} at {_KEY}"
-    # Compare calls, not names: one library may have removed an operation that another redefined.
+    # Compare `Call` objects: a library may have removed an operation, and another redefined it.
     new = {name: call for name, call in calls.items() if _calls.get(name) is not call}
     _calls.update(new)
     for name, call in new.items():

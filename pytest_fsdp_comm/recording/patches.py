@@ -39,7 +39,7 @@ Attribute = tuple[Any, str, Any]
 """A class or module, the name of an attribute, and its replacement."""
 
 _INPUTS: Final = slice(3, 4)
-"""Position, after `outputs`, of the engine's `inputs`: the tensors whose gradients it computes."""
+"""Slice of `inputs`, whose gradients are computed, in the engine's arguments after `outputs`."""
 _INHERITED: Final = object()
 _lock = threading.RLock()
 _num_users = 0

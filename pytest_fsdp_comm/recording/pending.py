@@ -46,7 +46,7 @@ class Pending(Generic[Event]):
 
     record: type[Event]
     index: int
-    """Its position in the recording, starting at 0."""
+    """The event's position in the recording, starting at 0."""
     attribution: Attribution
     """For a `Reshard`, the owner is the unit that was unsharded or resharded."""
     fields: dict[str, Any]

@@ -46,7 +46,7 @@ def explain_answer(operator: str, left: object, right: object) -> list[str]:
 
 
 def _grouped(events: Sequence[Collective]) -> list[str]:
-    """Write one line for each group of collectives whose owners differ only in their numbers."""
+    """Return a line per group of equal collectives; owners are folded: ``layers.{0..3}``."""
     calls: defaultdict[tuple[Phase, str, str], defaultdict[str | None, list[int]]]
     calls = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -66,7 +66,7 @@ def _grouped(events: Sequence[Collective]) -> list[str]:
 
 
 def _calls(sizes: _Sizes) -> str:
-    """Write ``x2 of 64 B, x1 of 8 B`` as in a snapshot, or ``x9 of 8 to 64 B`` for many sizes."""
+    """Return ``x2 of 64 B, x1 of 8 B`` as in a snapshot, or ``x9 of 8 to 64 B`` for many sizes."""
     if len(sizes) > _MAX_SIZES:
         count = sum(count for _, count in sizes)
         return f"x{count} of {sizes[0][0]:_} to {sizes[-1][0]:_} B"

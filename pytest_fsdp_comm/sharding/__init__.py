@@ -1,1 +1,1 @@
-"""Read how FSDP1, FSDP2, DDP and DTensor have sharded a model, as a `ShardTree`."""
+"""Build a `ShardTree` that describes how FSDP1, FSDP2, DDP and DTensor have sharded a model."""

@@ -46,7 +46,7 @@ class Visit:
     wrappers: tuple[tuple[nn.Module, ...], ...]
     """The wrappers of each node, outermost first."""
     index_of: Mapping[int, int]
-    """Index of each module's node, which is never an alias; keyed by ``id(module or wrapper)``."""
+    """Maps each module's and wrapper's id to the index of its node (of the first, if several)."""
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield each wrapper and module, outermost first, with its node's index; skip aliases."""

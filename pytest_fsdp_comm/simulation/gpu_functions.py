@@ -108,7 +108,7 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scored(hop: Callable[..., Any]) -> Callable[..., Any]:
-    """Give the parameters of a score function gradients, as compiled flex attention does."""
+    """Make the parameters of a score function get gradients, as in compiled flex attention."""
 
     def run(query: torch.Tensor, key: Any, value: Any, score_mod: Any, *args: Any) -> Any:
         result, *sums = hop(query, key, value, score_mod, *args)

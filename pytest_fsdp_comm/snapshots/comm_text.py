@@ -1,4 +1,4 @@
-"""Write and read the snapshot of a recording: one row per line, for review with ``git diff``."""
+"""Format and read the snapshot of a recording: one row per line, for review with ``git diff``."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def kind_of(profile: Profile) -> Literal["comm", "tree"]:
 
 
 def headline_of_values(differences: Mapping[str, Difference]) -> str:
-    """Return one line: the most important change, and why any values could not be compared."""
+    """Return one line: the most important change, and why some values could not be compared."""
     # Changes that break training come first, then model-wide changes.
     for diff in sorted(differences.values(), key=lambda diff: not diff.text):
         if diff.explanation.training:

@@ -33,7 +33,7 @@ class SnapshotText(str):
 
     @classmethod
     def of(cls, profile: Profile, *, where: str) -> Self:
-        """Write a profile as text, and attach the profile, because the text omits some facts."""
+        """Format a profile as text, and attach the profile, because the text omits some facts."""
         if isinstance(profile, CommProfile):
             snapshot = cls(comm_text.format_profile(profile), where=where)
         else:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedComparison:
-    """The explanation of a test's last failed comparison."""
+    """The explanation of a test's failed comparison; if several were explained, of the last."""
 
     first_line: str
     """The first line of the explanation, which pytest's failure report contains."""
     comparisons: Comparisons
-    """The differences; `files` stays empty until the test ends."""
+    """The differences, without `files`, which are known only when the test ends."""
     below: str
     """Text of the section below the traceback; empty if there is no section."""
     lines: tuple[str, ...] = ()
@@ -33,10 +33,10 @@ class FailedComparison:
 
 FAILED_COMPARISON: Final = pytest.StashKey[FailedComparison]()
 UNEXPLAINED: Final = pytest.StashKey[Any]()
-"""Stash key of a test's first failed assertion; removed once a failed assertion is explained."""
+"""Stash key of a copy of the `CommSnapshot` whose comparison failed first in a test. Deleted when a
+failed comparison is explained, so if the key remains, the test ignored the result."""
 COMPARED: Final = pytest.StashKey[dict[str, None]]()
-"""Stash key of the files that a test has compared with ``comm_snapshot``, relative to pytest's root
-directory."""
+"""Stash key of the files that a test compared with ``comm_snapshot``, relative to pytest's root."""
 
 # Names of attributes of test reports. Ranks and xdist workers send the attributes with the reports.
 # The headline of a failed comparison, if it is the crash message.

@@ -1,4 +1,4 @@
-"""Read and write the lines that both kinds of snapshot share, and report errors in any line."""
+"""Read and format the lines that both kinds of snapshot share, and report errors in any line."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis])
 
 
 def read_world(lines: SnapshotLines) -> World:
-    """Read the lines that `world_lines` writes (see Note [Strict reading])."""
+    """Read the lines that `world_lines` returns (see Note [Strict reading])."""
     text = lines.line(2).removeprefix(_WORLD_SIZE)
     size = int(text) if re.fullmatch(NUMBER, text) else 0
     with lines.at(2):

@@ -1,4 +1,4 @@
-"""Write and read the snapshot of a sharded tree: one unit or parameter per line."""
+"""Format and read the snapshot of a sharded tree: one unit or parameter per line."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ _DEFAULT: Final = UnitFacts(kind="fsdp2")
 
 
 def _unit_content(unit: UnitFacts, group: int) -> str:
-    """Write a unit's facts; `group` numbers the units of a module from 1."""
+    """Format a unit's facts; `group` numbers the units of a module from 1."""
     words: list[str] = [unit.kind]
     for name, read in _UNIT_WORDS.items():
         value, default = (
@@ -103,7 +103,7 @@ def _unit_content(unit: UnitFacts, group: int) -> str:
 
 
 def _read_unit(content: str) -> tuple[UnitFacts, int]:
-    """Read a unit and its number, as `_unit_content` writes them (see Note [Strict reading])."""
+    """Read a unit and its number, as `_unit_content` formats them (see Note [Strict reading])."""
     kind, *words = content.split(" ")
     values: dict[str, Any] = {}
     for text in words:

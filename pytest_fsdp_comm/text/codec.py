@@ -76,7 +76,7 @@ def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
 
 
 def dump_tagged(value: Any) -> str:
-    """Write a dataclass instance as one line of JSON that includes the name of its class."""
+    """Return a dataclass instance as one line of JSON that includes the name of its class."""
     return _write({_TAG: type(value).__name__, **to_json(value)})
 
 
@@ -90,7 +90,7 @@ def load_tagged(classes: Mapping[str, type[_Value]], text: str | bytes) -> _Valu
 
 
 def dump_document(kind: str, version: int, value: Any) -> str:
-    """Write a dataclass instance as a JSON document that includes its kind and format version."""
+    """Return a dataclass instance as a JSON document with its kind and format version."""
     return _write({"kind": kind, "version": version, "value": to_json(value)})
 
 

@@ -63,12 +63,12 @@ def _natural_part(part: str) -> _NaturalPart:
 
 
 def escape(fqn: str) -> str:
-    """Write an FQN as one word, escaping reserved characters; write the root as `ROOT_TEXT`."""
+    """Return an FQN as one word, with reserved characters escaped; `ROOT_TEXT` for the root."""
     return _escape_word(fqn) if fqn else ROOT_TEXT
 
 
 def write_word(text: str) -> str:
-    """Write text as one word; unlike `escape`, do not escape characters such as ``(`` or ``,``."""
+    """Return text as one word; unlike `escape`, do not escape characters such as ``(`` or ``,``."""
     return _escape_word(text, reserved="\\")
 
 

@@ -1,4 +1,4 @@
-"""Write and read lists of ranks: ``0-3``, ``0-62/2``, ``0-39:8/16``."""
+"""Format and read lists of ranks: ``0-3``, ``0-62/2``, ``0-39:8/16``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def write_ranks(ranks: Sequence[int], *, separator: str = ",") -> str:
-    """Write ascending ranks as ``0,2-3``; return an empty string if there are none."""
+    """Format ascending ranks as ``0,2-3``; return an empty string if there are none."""
     return separator.join(_entries(runs_of(ranks)))
 
 

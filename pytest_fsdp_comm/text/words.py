@@ -23,12 +23,12 @@ _AMOUNT: Final = re.compile(
     rf"|{_NBYTES}(?: in (?:all|total))?"
 )
 
-# The smallest ratio that `show_growth` writes as a factor instead of a percentage.
+# The smallest ratio that `show_growth` formats as a factor instead of a percentage.
 _FACTOR: Final = 3
 
 
 def counted(count: int, noun: str) -> str:
-    """Write ``1 rank`` or ``2 ranks``; `noun` is a singular whose plural adds an s."""
+    """Return ``1 rank`` or ``2 ranks``; `noun` is a singular whose plural adds an s."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -54,7 +54,7 @@ def shorten(line: str, most: int) -> str:
 
 
 def show_path(path: str | Path, root: Path | None = None) -> str:
-    """Write a path relative to `root` (default: the working directory) if `root` contains it."""
+    """Format a path relative to `root` (default: the working directory) if `root` contains it."""
     try:
         return printable(str(Path(path).relative_to(root or Path.cwd())))
     except (ValueError, OSError):
@@ -83,7 +83,7 @@ def itemsize(dtype: str) -> int:
 
 
 def show_nbytes(nbytes: int, unsized: int = 0) -> str:
-    """Write bytes with one decimal in the largest binary unit that fits: ``512.0 KiB``.
+    """Format bytes with one decimal in the largest binary unit that fits: ``512.0 KiB``.
 
     `unsized` is the number of calls of unknown size; `nbytes` does not include them.
     """
@@ -100,7 +100,7 @@ def show_nbytes(nbytes: int, unsized: int = 0) -> str:
 
 
 def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) -> str:
-    """Write old and new bytes, rounded as in `show_nbytes` unless they would look equal."""
+    """Format old and new bytes, rounded as in `show_nbytes` unless they would look equal."""
     if any(unsized):
         return f"{show_nbytes(old, unsized[0])} -> {show_nbytes(new, unsized[1])}"
     # Examples: `1.4 -> 2.3 MiB`, `512 B -> 2.0 KiB`, `0 -> 2.0 KiB`, `74_000 -> 74_008 B`.
@@ -128,7 +128,7 @@ def without_amounts(line: str) -> str:
 
 
 def show_growth(old: float, new: float) -> str:
-    """Write the growth of a number as ``+63 %``, ``x4.0``, ``new`` (from 0) or ``unchanged``."""
+    """Format the growth of a number as ``+63 %``, ``x4.0``, ``new`` (from 0) or ``unchanged``."""
     # Never round a change to 0 % or -100 %, because that would mean no change, or nothing left.
     if old == new:
         return "unchanged"

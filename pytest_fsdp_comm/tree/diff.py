@@ -34,7 +34,7 @@ class TreeChange:
     likely: str = ""
     """The probable cause; empty if unknown."""
     breaks_training: bool = False
-    """Whether it makes training wrong; such changes are reported first."""
+    """Whether the change makes training incorrect; such changes are reported first."""
 
     def __str__(self) -> str:
         cause = f" (likely: {self.likely})" if self.likely else ""
@@ -44,7 +44,7 @@ class TreeChange:
 _NEW_ROOT: Final = "becomes a root"
 _NOT_MANAGED: Final = "no longer managed by a unit"
 _TRAINED: Final = " trained, but no unit manages it or reduces its gradients"
-# Changes that start with these texts make training wrong: a parameter no longer has a unit, or its
+# Changes that start with these texts break training: a parameter no longer has a unit, or its
 # gradient is reduced with a different divisor or dtype.
 _TRAINING: Final = (_NOT_MANAGED, "gradient_divide_factor ", "reduce_dtype ")
 _Fact = TypeVar("_Fact")

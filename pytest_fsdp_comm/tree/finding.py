@@ -31,7 +31,7 @@ class Finding:
     reason: str
     """The problem and its cost."""
     cure: str
-    """The code change that fixes it."""
+    """The code change that fixes the problem."""
     nbytes: int | None = None
     """The cost in bytes on each rank, in memory or in traffic per step (as `reason` says); None if
     unknown."""

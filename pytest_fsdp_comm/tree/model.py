@@ -72,7 +72,7 @@ class ParameterNode:
     """An original parameter (before sharding), and how it is distributed."""
 
     module: int
-    """Index of the module that registers it."""
+    """Index of the module that registers the parameter."""
     name: str
     """The parameter's name in that module."""
     tied: tuple[tuple[int, str], ...] = ()
@@ -171,7 +171,7 @@ class ShardUnit:
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether FSDP gathers its parameters, or would if child units did not manage them all."""
+        """Whether FSDP gathers the unit, or would if child units did not manage all parameters."""
         return self.shard_axis is not None or (self.kind == "fsdp2" and not self.parameters)
 
 

@@ -203,7 +203,7 @@ class _Scaled(GlobalStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(_Scaled):
-    """All activations, or all gradients over one axis, have `factor` times as many bytes."""
+    """Activations, or gradients reduced over one axis, have `factor` times as many bytes."""
 
     kind: str = "sizes"
     factor: Fraction
@@ -229,7 +229,7 @@ class Sizes(_Scaled):
 
 
 def propose_sizes(between: Between) -> Iterator[Step]:
-    """Propose that the sizes of activations, or of gradients over one axis, changed."""
+    """Propose that all activations, or all gradients reduced over one axis, changed in size."""
     sizes_by_part: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
     for group in between.differences:
         for key, before, after in group.rows:
@@ -253,7 +253,7 @@ class Dtype(_Scaled):
     factor: Fraction
     """The new bytes of each call, divided by the old bytes."""
     parts: frozenset[tuple[str, str]]
-    """The roles and axes of these collectives, as pairs."""
+    """A pair of role and axis for each group of collectives with the new dtype."""
     old: str
     new: str
     owners: frozenset[Owner] = frozenset()

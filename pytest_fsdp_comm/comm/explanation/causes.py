@@ -185,7 +185,7 @@ def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
 
 
 def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect units no longer resharded after backward or the step, if nothing else changed."""
+    """Detect units that backward or the step leaves unsharded now, if nothing else changed."""
     rows = set(explanation.before) ^ set(explanation.after)
     was, now = (
         Counter({(row.owner, row.phase, row.what): row.count for row in side})

@@ -153,7 +153,7 @@ class Layers(Step):
 
     @property
     def description_cost(self) -> float:
-        return 1.5  # the least of all steps
+        return 1.5  # no other step costs less
 
     def apply(self, state: State, pool: Pool) -> State:
         after = State()

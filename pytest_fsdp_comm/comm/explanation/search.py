@@ -71,8 +71,8 @@ _PROPOSALS: Final = (
 Subject: TypeAlias = Literal["ahead", "is_async"]
 """The timing field of `Calls` that changed."""
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
-"""Each value of the field, ascending, and the share of calls that have it. Unlike counts, shares
-stay the same if all calls are repeated."""
+"""Each value of a timing field, ascending, and the share of calls that have it. Unlike counts,
+shares stay the same if all calls are repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -300,7 +300,7 @@ def _calls(
 ) -> str:
     """Describe the calls that a step adds: ``3 calls, 30.0 KiB in total``; empty if there are none.
 
-    With `is_change`, write ``+3 calls, +30.0 KiB``; with `is_new`, ignore the rows before the step.
+    With `is_change`, add signs: ``+3 calls, +30.0 KiB``. With `is_new`, ignore the earlier rows.
     """
     amounts: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)  # keyed by ranks
     is_sized = True
@@ -352,7 +352,7 @@ def _with_calls(text: str, calls: str) -> str:
 
 
 def _sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
-    """Write bytes before and after, largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
+    """Format old and new sizes, largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
     # The bytes are 0 for modules whose calls have several sizes.
     owners: dict[tuple[int, int], list[Owner]] = {}
     for owner, nbytes in sizes.items():

@@ -118,7 +118,7 @@ class Replaced(Step):
     is_added: bool = True
     """False for the reverse of `kind`, such as merging instead of splitting off."""
     rows: Mapping[Owner, Mapping[RowKey, Rows]]
-    """The rows of the new profile, for each module and key; empty if it has none."""
+    """Rows of the new profile, keyed by module and row key; an empty tuple removes the rows."""
     was: Mapping[Owner, Mapping[RowKey, Rows]] = field(compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """More values that the sentence and the cause use; the names depend on `kind`."""

@@ -21,12 +21,12 @@ from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.words import itemsize
 
-# A model whose gradients are not reduced trains wrongly, and often sends less. To find lost
-# reductions, compare both profiles: a step of the search summarizes many rows and may hide one.
-# Do not report a lost reduction if a harmless change has the same rows: another module reduces as
-# many gradients instead, other axes replace the axis, forward changed over the same axis, the
-# module was removed, or the tree shows frozen parameters. If an evaluation replaced a training
-# step, do report it, because a training step with a detached loss has the same rows.
+# If gradients are not reduced, training is incorrect, and often communicates less. Compare the two
+# profiles to find lost reductions: a step of the search summarizes many rows and may hide one. Do
+# not report a reduction as lost if a harmless change may explain it: other modules now reduce more
+# gradients, the gradients are reduced over other axes, the forward's collectives on that axis
+# changed too, the module was removed, or the tree shows that its parameters are frozen. But report
+# a step that now looks like an evaluation: a training step with a detached loss has the same rows.
 
 Problem: TypeAlias = Literal[
     "unsharded", "unreduced", "part", "backwards", "ranks", "times", "passes", "reduce_op", "dtype"
@@ -364,7 +364,7 @@ class _Training:
                     yield owner, ("passes", axes, str(runs_before), str(runs_now))
 
     def _times(self, owner: Owner, was: list[Row], now: list[Row]) -> tuple[str, str] | None:
-        """Return how often gradients are reduced; None if forward calls explain the change."""
+        """Return old and new counts of reductions; None if equal, or explained by forward calls."""
         calls = [[call for row in rows for call in _gradients(row)] for rows in (was, now)]
         before, after = (max(call.count for call in side) for side in calls)
         # Calls of several sizes are buckets of different gradients, whose number may change.

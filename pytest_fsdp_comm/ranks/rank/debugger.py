@@ -23,7 +23,7 @@ _STANDARD = (0, 1, 2)
 
 
 def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
-    """Duplicate the user's stdin, stdout and stderr between two tests; return () under xdist."""
+    """Return duplicates of stdin, stdout and stderr; () under xdist. No test may be running."""
     if hasattr(config, "workerinput"):
         return ()
     manager: Any = config.pluginmanager.getplugin("capturemanager")

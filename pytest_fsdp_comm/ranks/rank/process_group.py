@@ -55,7 +55,7 @@ def set_environment(
     gpus: Sequence[str] = (),
     launched: LaunchedRank | None = None,
 ) -> None:
-    """Set torchrun's variables, limit torch to one thread, and hide all GPUs except any `gpus`."""
+    """Set torchrun's variables and torch's thread count; if there are `gpus`, hide all others."""
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     local_size = launched.local_world_size if launched else settings.world_size

@@ -134,7 +134,7 @@ def forget_exit_functions() -> None:
 
 
 def run_exit_functions() -> list[str]:
-    """Run the exit functions registered since `forget_exit_functions`; return any tracebacks."""
+    """Run exit functions registered since `forget_exit_functions`; return a text for each error."""
     problems: list[str] = []
 
     def note(raised: sys.UnraisableHookArgs) -> None:

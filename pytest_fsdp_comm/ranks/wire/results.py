@@ -43,7 +43,7 @@ class IssuedCollective:
     owner: str = ""
     """FQN of the collective's owner; empty if it has none, or if no recording was active."""
     is_last: bool = False
-    """Whether this is the last collective that the rank called on any group."""
+    """Whether this is the most recent collective of the rank, across all groups."""
     is_waited_in: bool = False
     """Whether the main thread waits for the collective; False while it runs in the background."""
     timeout_s: float = 0.0

@@ -52,9 +52,9 @@ class Attribution:
     lacks_forward: bool = False
     """Whether the event happened in the backward of a module whose forward was not recorded."""
     adds_gradient: bool = False
-    """Whether code other than an FSDP unit issued it while an AccumulateGrad node was running."""
+    """Whether code other than an FSDP unit issued the event while an AccumulateGrad node ran."""
     is_from_hook: bool = False
-    """For DDP: whether Python code, such as a communication hook, issued it, not the reducer."""
+    """For DDP: True if Python code, such as a hook, issued the call; False for the reducer."""
     gather: Gather | None = None
     carried: Carried | None = None
     """None for collectives of FSDP or DDP, for object collectives, and for other events."""
@@ -76,12 +76,12 @@ class Attribution:
 # of an autograd.Function, whose forward runs without grad mode. No forward creates AccumulateGrad
 # nodes: they belong to the module of their parameter. A node created in backward
 # (create_graph=True) belongs to the module that called that backward, if any.
-# A later block may run backward through an earlier block's graph, so the map lives as long as
-# its comm_mode and refers to modules weakly. Nodes created between two blocks have no known maker.
+# A later block may run backward through an earlier block's graph, so the map lives as long as its
+# comm_mode and refers to modules weakly. Nodes created between blocks belong to no known module.
 
 
 class Maker(Enum):
-    """Who made an autograd node, if no known module did."""
+    """What created an autograd node that belongs to no known module."""
 
     NO_MODULE = auto()  # code outside all modules, or a module that no longer exists
     UNSEEN = auto()  # code that ran while nothing was recorded
@@ -102,13 +102,13 @@ class BackwardMap:
         # The running calls, outermost first: modules, and None for the autograd engine.
         self._running: list[nn.Module | None] = []
         self._thread = 0
-        self._end = 0  # the number of the first node that has no maker yet
-        # For each run of nodes with the same maker: the number after its last node, and the maker.
+        self._end = 0  # the number of the first node that is not assigned yet
+        # For each run of nodes of one module: the number after its last node, and the module.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | Maker] = []
 
     def begin(self, roots: list[nn.Module]) -> None:
-        """Begin a block, whose `roots` may grow; nodes made since the last block are `UNSEEN`."""
+        """Begin a block, whose `roots` may grow; nodes created before it are `UNSEEN`."""
         self._roots, self._registering, self._holders = roots, {}, []
         thread = threading.get_ident()
         if thread != self._thread:
@@ -130,7 +130,7 @@ class BackwardMap:
 
     @property
     def is_in_engine(self) -> bool:
-        """Whether a call of the autograd engine is running, on any thread."""
+        """Whether a call of the autograd engine is running; its nodes may run on other threads."""
         return any(module is None for module in self._running)
 
     @property
@@ -186,7 +186,7 @@ class BackwardMap:
         return hasattr(self._current_node(), "variable")
 
     def maker_of_current_node(self) -> tuple[nn.Module | Maker, bool]:
-        """Return the maker of the running node, and whether the node is an AccumulateGrad."""
+        """Return the running node's module, and whether the node is an AccumulateGrad."""
         node = self._current_node()
         if node is None:
             return Maker.NO_MODULE, False

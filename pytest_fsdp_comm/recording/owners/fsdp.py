@@ -295,7 +295,7 @@ class UnitWatch:
             self._memory.learn(group, self._gathered_nbytes)
         yield
         self._memory.hold(group, self._gathered_nbytes(group))
-        # Otherwise, a use in backward could be matched with the freed gather: after
+        # Forget the freed gather, so that a use in backward is not matched with it: after
         # set_unshard_in_backward(False), backward does not gather the unit again.
         if not self._used_nbytes(group):
             self._prefetches.freed(group)

@@ -100,7 +100,7 @@ class TensorOwners:
         attribution: Attribution,
         dtensor: Any,
     ) -> Carried | None:
-        """Find the parameter that a call is about to send; None for FSDP, DDP and object calls."""
+        """Find the parameter or gradient in a call; None for FSDP, DDP and object calls."""
         # `bound` maps argument names to values. `dtensor` is the DTensor that user code is
         # redistributing through this call; None if an operator redistributes it, or nothing does.
         if attribution.source in _NAMED_BY_UNITS:

@@ -1,1 +1,1 @@
-"""Write a session's results for reviewers in CI: a Markdown summary and GitHub annotations."""
+"""Format a session's results for reviewers in CI: a Markdown summary and GitHub annotations."""

@@ -1,4 +1,4 @@
-"""Write a session's Markdown summary, and annotations for GitHub."""
+"""Format a session's Markdown summary, and annotations for GitHub."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _has_other_amounts(tests: Sequence[FailedTest]) -> bool:
 
 
 def _details(tests: Sequence[FailedTest]) -> str:
-    """Write a section about a change: the tests that fail because of it, and how to accept it."""
+    """Format a section about a change: the tests that fail because of it, and how to accept it."""
     comparisons = tests[0].comparisons
     summary, names, lines = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.explanation
     if len(tests) > 1:

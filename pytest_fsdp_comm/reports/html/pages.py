@@ -52,7 +52,7 @@ _MAX_SECTION_ROWS: Final = 600  # for a tree on a page that also shows recording
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
 _MAX_HEADLINES: Final = 6
-# Matches a list of several modules, as `fqn.name_owners` writes it.
+# Matches a list of several modules, as `fqn.name_owners` formats it.
 _NAMES: Final = r"[^\s,]+(?:, [^\s,]+)+(?: and \d+ more)?"
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")

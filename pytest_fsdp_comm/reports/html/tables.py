@@ -86,7 +86,7 @@ def _amount(row: Row) -> str:
 
 
 def show_calls(calls: Calls) -> str:
-    """Write calls as in a snapshot, but with rounded bytes: ``x2 of 128.0 KiB float32``."""
+    """Format calls as in a snapshot, but with readable sizes: ``x2 of 128.0 KiB float32``."""
     exact = f"of {calls.nbytes:_} B"
     return str(calls).replace(exact, f"of {show_nbytes(calls.nbytes)}")
 
