@@ -34,23 +34,23 @@ PAGE: Final = HERE.parent / "docs" / "figures.md"
 RECORDING: Final = ("recording_overhead", "--layers", "8", "32", "--turns")
 SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "A test on 4 ranks": (
-        "Time of a trivial test, divided by that of four forked processes with a gloo group.",
+        "Time of a trivial test, relative to four forked processes with a gloo group.",
         ("ranks_overhead",),
     ),
     "A recorded step": (
-        "CPU time of a step, divided by that of a bare step. `block` includes entry and exit.",
+        "CPU time of a step, relative to a bare step. `block` includes entering and leaving it.",
         (*RECORDING, "10", "--kept", "200"),
     ),
     "A recorded script": (
-        "CPU time of a step under `fsdp-comm record`, divided by that of the bare script's step.",
+        "CPU time of a step under `fsdp-comm record`, relative to a step of the bare script.",
         ("recorded_script", "--turns", "2"),
     ),
     "A simulated step": (
-        "CPU time of a recorded Llama 3 step (hsdp: 8B with HSDP), divided by an unrecorded one.",
+        "CPU time of a recorded Llama 3 step, relative to a bare one. `hsdp` is 8B with HSDP.",
         ("simulation", "--turns", "1"),
     ),
     "Folding and comparing": (
-        "Time, divided by that of one `collections.Counter` pass over 100,000 events.",
+        "Time, relative to one `collections.Counter` pass over 100,000 events.",
         ("fold_compare",),
     ),
     "Explaining": (
@@ -58,7 +58,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         ("explain",),
     ),
     "Merging ranks": (
-        "CPU time to merge the profiles of all ranks, divided by the time for half as many ranks.",
+        "CPU time to merge the profiles of all ranks, relative to half as many ranks.",
         ("merge_ranks", "--ranks", "1024"),
     ),
 }
@@ -149,8 +149,8 @@ def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
         command = " ".join(("python", f"benchmarks/{script}.py", *arguments))
         counts = sorted({figure["values"] for figure in named.values()})
         number = " or ".join(map(str, counts))
-        values = f"{number} measurements" if counts[-1] > 1 else "one measurement"
-        lines += ["", f"## {title}", "", text, f"Each row is from {values}:", "", f"`{command}`"]
+        rows = f"combines {number} measurements" if counts[-1] > 1 else "is one measurement"
+        lines += ["", f"## {title}", "", text, f"Each row {rows} from:", "", f"`{command}`"]
         columns = ["", "median"]
         columns += ["quartiles"] if counts[-1] > 1 else []
         columns += ["limit"] if any(figure["most"] is not None for figure in named.values()) else []

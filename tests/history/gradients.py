@@ -1,4 +1,4 @@
-"""Gradients: reduced too often, over too few ranks, or in another dtype."""
+"""Gradients: reductions that are too frequent, over too few ranks, or in the wrong dtype."""
 
 from contextlib import contextmanager, nullcontext
 

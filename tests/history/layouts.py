@@ -1,4 +1,4 @@
-"""Layouts: wrong mesh axes, and activations gathered without need."""
+"""Layouts: wrong mesh axes, and unnecessary gathers of activations."""
 
 import torch
 from history.reported import reported

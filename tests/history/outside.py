@@ -1,4 +1,4 @@
-"""Outside forward and backward: norms, metrics, averages, and what DDP adds."""
+"""Outside forward and backward: unnecessary calls for norms, metrics and averages, and in DDP."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Parameters: gathered too often, too late, in units that are too large, or changed."""
+"""Parameters: gathers that are too frequent, late or large, and changes of size or dtype."""
 
 from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
