@@ -26,7 +26,7 @@ _FINISHED: Final = frozenset(
 
 
 class CiSession:
-    """Plugin that is registered only in the process that reports the session's outcome."""
+    """Plugin that writes the summary; registered only in the process that reports to the user."""
 
     def __init__(self, config: pytest.Config, environment: Mapping[str, str]) -> None:
         self._config = config
@@ -141,7 +141,7 @@ class CiSession:
                 yield place, text
 
     def _place_of(self, report: pytest.TestReport) -> Place | None:
-        """Return the line that raised the error, or the test's line if a library raised it."""
+        """Return the line that raised the error; the test's line if it is outside the project."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
             place = self._place(Path(crash.path), crash.lineno)

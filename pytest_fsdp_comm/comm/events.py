@@ -113,7 +113,7 @@ class Collective:
     """``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor``, ``bxor`` or
     ``premul_sum``. None if this is not a reduction, or if torch does not report the op."""
     is_async: bool | None = None
-    """Whether the caller must wait for the result (``async_op=True``). None if torch does not
+    """Whether the call returns before it is complete (``async_op=True``). None if torch does not
     report it: for functional collectives, sends and receives, and in older versions of torch."""
     ahead: int | None = None
     """`Reshard.ahead` of the unshard that issued this all-gather; None for other calls."""

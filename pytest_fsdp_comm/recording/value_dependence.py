@@ -98,7 +98,7 @@ class KeptAnswers:
 
     @contextlib.contextmanager
     def by(self, fixture: str) -> Iterator[None]:
-        """While the block runs, store assumed values under a fixture's name, until `forget`."""
+        """Store the values assumed in the block under a fixture's name; `forget` removes them."""
         outer, self.current = self.current, self._of_fixtures.setdefault(fixture, {})
         try:
             yield

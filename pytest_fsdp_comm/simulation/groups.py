@@ -26,7 +26,7 @@ from pytest_fsdp_comm.simulation.memory import SimulationError
 
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()
-"""Axis names of all meshes that this process has created; None if a mesh has no axis names."""
+"""Names of the axes of all simulated meshes; includes None if a mesh has no axis names."""
 
 
 class RealGroups:

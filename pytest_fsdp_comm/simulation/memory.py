@@ -48,7 +48,7 @@ class Values:
         self._compute = compute
         self._storage: torch.UntypedStorage | None = None
         self.readers: weakref.WeakSet[Values] | None = None
-        """Results that will be computed from these values, but have not been computed yet."""
+        """Results that depend on these values; `settle` computes those that are still missing."""
         self.is_large = False
         """Whether these values, or values that they depend on, are too many to compute."""
         self.is_mirrored: bool = any(each.is_mirrored for each in inputs)

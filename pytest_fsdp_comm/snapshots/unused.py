@@ -55,7 +55,7 @@ class UnusedSnapshots:
         """The unused files; empty until the session ends."""
         self._config = config
         self._options = config.stash[OPTIONS]
-        # Whether each module was collected without an error.
+        # Whether each module was collected without an error or a skip.
         self._modules: dict[Path, bool] = {}
         self._num_collected = 0
         # Function (`names.function_of`), variant (``ws4``) and node id of all tests, keyed by the

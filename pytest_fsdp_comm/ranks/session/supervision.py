@@ -208,7 +208,7 @@ class Supervision:
         ]
 
     def _late_problems(self) -> list[str]:
-        """Tear down the fixtures that ranks kept for the next test, and describe any failures."""
+        """Tear down the fixtures that ranks kept for the next test, and describe the failures."""
         # pytest has logged the reports of the last test, so drop them and collect only new ones.
         results = self._results.items()
         self._results = {rank: replace(result, reports=()) for rank, result in results}

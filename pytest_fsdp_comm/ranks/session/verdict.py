@@ -82,10 +82,10 @@ class _Failure:
     rank: int
     when: When
     at: float
-    """`time.time` on the rank; -inf if the rank was lost, inf if it ran out of time. See
+    """`time.time` when the rank failed; -inf if it was lost, inf if it ran out of time. See
     Note [First failure leads]."""
     report: pytest.TestReport | None = None
-    """None if the rank died."""
+    """None if the rank died or ran out of time."""
     text: str
     """What happened to the rank, in words that the report prints after the rank's name."""
     hangs_at: str = ""

@@ -18,7 +18,7 @@ class NextTest:
     """The next test's index among the session's items, if the test is sure to run on these ranks.
     The ranks then keep the fixtures that both tests share. If None, they tear down all fixtures."""
     is_none: bool = True
-    """Whether the ranks run no other test; after their last test, they run their exit functions."""
+    """Whether this is the ranks' last test, after which they run their exit functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

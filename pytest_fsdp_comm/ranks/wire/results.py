@@ -148,7 +148,7 @@ class RankResult:
     reports: tuple[PhaseReport, ...] = ()
     warnings: tuple[WarningSeen, ...] = ()
     phase_began_at: float = dataclasses.field(default_factory=time.time)
-    """`time.time` when the current phase began: when the last report arrived or the test began."""
+    """`time.time` when the previous phase's report arrived, or else when the test began."""
     is_done: bool = False
     payloads: tuple[str, ...] | None = None
     further_ranks: tuple[int, ...] = ()

@@ -129,7 +129,7 @@ class ActingUnit:
     """True for a method of backward, even if a pipeline schedule calls it outside autograd."""
     gather: Gather | None = None
     attribution: Any = None
-    """The `Attribution` of all events in the method; None until the first event."""
+    """The `Attribution` of all events in the method; None until `attribute_unit` has found it."""
     thread: int = field(default_factory=threading.get_ident)
 
 

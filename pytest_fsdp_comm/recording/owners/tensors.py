@@ -213,7 +213,7 @@ class TensorOwners:
         return merged([None if extent is None else self._label_at(extent) for extent in extents])
 
     def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
-        """Return the label at `extent`; it is empty if `whole` and no tensor covers the extent."""
+        """Return the label at `extent`; its fields are None if `whole` and no tensor covers it."""
         candidates = self._table.get(extent.storage)
         if candidates is None:
             return None
@@ -259,7 +259,7 @@ def _now(label: Label) -> object:
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
-    """Return the parameter and role that all labels share; None if any is None, or none exist."""
+    """Merge labels, with None for a field that differs; None if `labels` is empty or has a None."""
     labelled = [label for label in labels if label is not None]
     if not labelled or len(labelled) < len(labels):
         return None
