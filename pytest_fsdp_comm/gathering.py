@@ -71,8 +71,9 @@ class Exchange:
         """Send this rank's string, and return those of all ranks; equal strings are one object."""
         if os.getpid() != self._pid:
             raise RanksDivergedError(
-                f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
-                "the rank itself may: end the forked process with os._exit before the comparison"
+                f"a process that rank {self._rank} forked compared comm_mode or fsdp_tree, but "
+                "only the rank itself may; end the forked process with os._exit before the "
+                "comparison"
             )
         self.before()
         self._rounds += 1

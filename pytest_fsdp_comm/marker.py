@@ -84,13 +84,13 @@ def resolve(
 def _check_simulation(arguments: Mapping[str, Any], simulation: Simulation) -> None:
     if arguments["device"] == "cuda" and (simulation or arguments["backend"] == "fake"):
         raise BadValueError(
-            "device='cuda' with simulated ranks, which run on the CPU; drop device='cuda', or run "
-            "the test on GPUs with backend='nccl'"
+            "device='cuda' is set, but simulated ranks run on the CPU; drop it, or run the test on "
+            "GPUs with backend='nccl'"
         )
     if simulation and arguments["backend"] not in {None, "fake"}:
         raise BadValueError(
-            f"backend={arguments['backend']!r} with simulate={arguments['simulate']!r}: a "
-            "simulation sends nothing; drop one of the two"
+            f"backend={arguments['backend']!r} conflicts with simulate={arguments['simulate']!r}, "
+            "because a simulation sends nothing; drop one of them"
         )
     for name in ("simulation_splits", "real"):
         if arguments[name] is not None and not arguments["simulate"]:

@@ -97,7 +97,9 @@ class RecordedScript:
 
     def _write_tree(self, trees: dict[int, str], comm: CommProfile) -> list[Path]:
         if "null" in trees.values():
-            self._notes.append("no tree: the optimizers' parameters do not belong to one model")
+            self._notes.append(
+                "wrote no tree, because the optimizers' parameters do not belong to one model"
+            )
             return []
         facts = {text: from_json(TreeFacts, json.loads(text)) for text in {*trees.values()}}
         profile = merge_trees(

@@ -58,7 +58,7 @@ def moved_error(
 
 def misread_error(package: str, subject: str, problem: object) -> UpstreamChangedError:
     """Create the error for a private name of `subject` that no longer works as before."""
-    return _changed(package, f"moved a private name of {subject}: {problem}", _UPGRADE)
+    return _changed(package, f"changed a private name of {subject} ({problem})", _UPGRADE)
 
 
 def _changed(package: str, change: str, remedy: str) -> UpstreamChangedError:
@@ -67,7 +67,7 @@ def _changed(package: str, change: str, remedy: str) -> UpstreamChangedError:
     except metadata.PackageNotFoundError:
         installed = package
     versions = VERSIONS_READ[package]
-    supported = "one of these" if " to " in versions else "it"
+    supported = "one of these versions" if " to " in versions else "that version"
     return UpstreamChangedError(
         f"{installed} {change}; pytest-fsdp-comm was written for {package} {versions}: use "
         f"{supported}, or {remedy}"

@@ -53,8 +53,8 @@ def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
     for path, below in ((file, received), (target, snapshot_dir)):
         if _is_link(path, below):
             raise FsdpCommError(
-                f"{show_path(path)} is a link, or behind one, to {os.path.realpath(path)}; accept "
-                "follows no links: put the file itself there"
+                f"{show_path(path)} leads through a symlink to {os.path.realpath(path)}; fsdp-comm "
+                "accept does not follow symlinks: replace the symlink with a real file or directory"
             )
     name = show_path(target)
     old = read_snapshot(target, where=name)

@@ -68,10 +68,7 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
     except CodecError as problem:
         raise FsdpCommError(f"{where}: {problem}") from None
     if not recordings:
-        raise FsdpCommError(
-            f"{where}: expected recordings, got a file without any; save one after a block: "
-            "comm_mode.save(path)"
-        )
+        raise FsdpCommError(f"{where} has no recordings; call comm_mode.save(path) after a block")
     ranks = [recording.rank for recording in recordings]
     sizes = {recording.world_size for recording in recordings}
     if len(sizes) > 1 or len(set(ranks)) < len(ranks):
@@ -142,5 +139,7 @@ def _read_settings(start: Path) -> Any:
     arguments = ("--noconftest", "-o", "addopts=", str(directory))
     pytest.main(["-p", "fsdp_comm", *arguments], plugins=[plugin])
     if plugin.config is None:
-        raise FsdpCommError(f"pytest cannot read its settings for {directory}: see its error above")
+        raise FsdpCommError(
+            f"pytest could not read its configuration for {directory}; see the error above"
+        )
     return plugin.config

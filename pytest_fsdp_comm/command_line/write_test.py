@@ -41,8 +41,8 @@ def run(options: argparse.Namespace) -> int:
     ran = load_run(recording.read_text(encoding="utf-8")) if isinstance(saved, list) else None
     if ran is None or not tree.is_file() or ran.first_step != ran.last_step:
         raise FsdpCommError(
-            f"{recording}: expected a recording of one step of a script, next to {tree.name}, as "
-            "fsdp-comm record --out step.comm train.py writes them"
+            f"{recording}: expected the recording of one step of a script, with {tree.name} in the "
+            "same directory; record both with fsdp-comm record --out step.comm train.py"
         )
     comm = documents.read_document(recording)
     name = Path(ran.script).stem.replace(".", "_").replace("-", "_")
@@ -61,7 +61,9 @@ def run(options: argparse.Namespace) -> int:
     }
     for file in files:
         if file.exists():
-            raise FsdpCommError(f"{show_path(file)} exists: remove it, or choose another with -o")
+            raise FsdpCommError(
+                f"{show_path(file)} already exists: remove it, or choose another with -o"
+            )
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -80,8 +82,8 @@ def _start_of(ran: ScriptRun, recording: Path) -> Path:
     )
     if start is None:
         raise FsdpCommError(
-            f"there is no file {ran.script}, from which {recording} was recorded; run fsdp-comm "
-            "test in the directory in which fsdp-comm record ran"
+            f"{recording} was recorded from {ran.script}, which was not found; run fsdp-comm test "
+            "in the directory where fsdp-comm record ran"
         )
     return start
 

@@ -286,8 +286,8 @@ class CommMode(CommDebugAnswers):
             raise RecordingError(
                 f"comm_mode recorded {unread + 1} blocks, but a comparison covers only the last "
                 "one; use a single block, or compare after each block (comm_snapshot(name=...) "
-                "gives each its own file). If only the last one matters, run the others without "
-                "comm_mode"
+                "stores each in a separate file). If only the last one matters, run the "
+                "others without comm_mode"
             )
         if not (self.recording.backend or self.recording.collectives):
             raise RecordingError(

@@ -82,7 +82,7 @@ def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable
     if len(models) > 1 or not isinstance(model, FSDPModule):
         names = ", ".join(type(module).__name__ for module in models)
         raise RecordingError(
-            f"an estimate needs one model that is a root of FSDP2, got {names}: call fully_shard "
+            f"estimate= needs a single model that is an FSDP2 root, got {names}: call fully_shard "
             "on the model that is passed to comm_mode, or leave out estimate="
         )
     tracker_type: Any = upstream.look_up(

@@ -145,12 +145,12 @@ def gaps() -> Iterator[Gap]:
         if _calls.get(name) is not call:
             problem = "was registered"
         elif _is_foreign(name):
-            problem = "was given another kernel"
+            problem = "got another kernel"
         else:
             continue
         yield Gap(
             kind="unseen",
-            text=f"{name} {problem} in the block, so calls of it may be missing; register it "
+            text=f"{name} {problem} in the block, so some calls to it may be missing; register it "
             "before the block",
         )
 

@@ -225,7 +225,7 @@ class Recorder:
                 *notes,
                 *(gap.text for gap in gaps),
                 *(
-                    f"{answer.call_site} was answered {answer.value} ({answer.how})"
+                    f"{answer.call_site} received the assumed value {answer.value} ({answer.how})"
                     for answer in answers
                 ),
             ),

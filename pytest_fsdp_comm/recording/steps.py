@@ -33,7 +33,7 @@ def check_steps(first: int, last: int) -> None:
     if not FIRST <= first <= last:
         raise RecordingError(
             f"expected steps from {FIRST} on, such as {FIRST} or {FIRST}-{FIRST + 1}, got "
-            f"{first if first == last else f'{first}-{last}'}; the steps before show the recorder "
+            f"{first if first == last else f'{first}-{last}'}; earlier steps show the recorder "
             "which optimizers step together, and issue collectives that later steps do not repeat"
         )
 

@@ -125,7 +125,7 @@ def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> ReadP
         index, name = slot
         raise RecordingError(
             f"fsdp_tree found a parameter without a shape: {name} of module "
-            f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
+            f"{_path(visit, index)} is still lazy; run the model once before you shard it"
         )
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
     # FSDP2 marks each tensor that it shards (in torch 2.13, not in 2.7). If another module still

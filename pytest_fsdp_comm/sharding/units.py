@@ -86,8 +86,9 @@ def visit_modules(model: object) -> Visit:
         missing = [attr for attr in ("_modules", "_parameters") if attr not in vars(inner)]
         if missing:
             raise RecordingError(
-                f"fsdp_tree found a half-built module: {name or ROOT_TEXT} ({class_name(inner)}) "
-                f"has no {missing[0]}; call super().__init__() first in its __init__"
+                f"fsdp_tree found an uninitialized module: {name or ROOT_TEXT} "
+                f"({class_name(inner)}) has no {missing[0]}; call super().__init__() first in "
+                "its __init__"
             )
         index, alias_of = len(nodes), index_of.get(id(inner))
         if alias_of is None:

@@ -89,8 +89,8 @@ class RealGroups:
             peer = bound.get(operation.peer)
             if peer is None:
                 raise SimulationError(
-                    f"{find_call_site()} receives from any rank, but in a simulation it is unknown "
-                    "which rank sends first: pass the rank to receive from"
+                    f"{find_call_site()} receives from any rank, but a simulation does not "
+                    "know which rank sends first: pass the source rank"
                 )
             ends = (rank, peer) if kind == "send" else (peer, rank)
             key = self._next(f"{group.group_name}/{ends}/{bound['tag']}")

@@ -103,8 +103,8 @@ _ADVICE: Final = {
     ),
     "matches": (
         "whether a prediction is correct depends on floats. Log the mean, (a == b).float().mean(), "
-        "for which a simulation assumes a value, count correct ones in code that the test does not "
-        "run"
+        "for which a simulation assumes a value, count correct predictions in code that the test "
+        "does not run"
     ),
     "scores": (
         "they are chosen by scores, which are floats. If a router chooses experts, declare their "
@@ -113,12 +113,12 @@ _ADVICE: Final = {
     ),
     "size": memory.TOO_MANY,
     "peer": (
-        "they would come from a rank that does not run, as the shapes of a pipeline stage do. Run "
+        "they come from a rank that does not run, for example the shapes of a pipeline stage. Run "
         "the ranks of that axis (for example real={'pp': 4}), send integers that this rank knows"
     ),
     "strict": (
-        "simulate='strict' assumes none. Use simulate=True, which assumes a value and records it "
-        "in the snapshot, move the line to code that the test does not run"
+        "simulate='strict' assumes no values. Use simulate=True, which assumes a value and "
+        "records it in the snapshot, move the line to code that the test does not run"
     ),
 }
 """For each reason why values are unknown: an explanation for the user, and remedies."""

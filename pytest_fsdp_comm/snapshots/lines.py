@@ -120,7 +120,7 @@ class SnapshotLines:
             with self.at(1):
                 raise ValueError("expected '# pytest-fsdp-comm <version> comm' or '... tree'")
         if match[1] != str(FORMAT_VERSION):
-            expected = f"format {FORMAT_VERSION}, the one that this version of the plugin reads"
+            expected = f"format {FORMAT_VERSION}, which this version of the plugin reads"
             raise self.error(1, f"the snapshot has format {match[1]}", expected)
         version = _TORCH.match(match[3] or "")
         self.torch_version = version[1] if version else ""

@@ -205,7 +205,7 @@ def test_the_root_of_a_unit(device_mesh, monkeypatch):
     assert fsdp.fsdp_root(model.embed) is None
     state = model.layers[0]._get_fsdp_state()
     monkeypatch.setattr(state, "_state_ctx", SimpleNamespace())
-    with pytest.raises(UpstreamChangedError, match="moved a private name of FSDPState"):
+    with pytest.raises(UpstreamChangedError, match="changed a private name of FSDPState"):
         fsdp.fsdp_root(model.layers[0])
 
 

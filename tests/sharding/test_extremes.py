@@ -54,7 +54,7 @@ def test_a_half_built_module_is_refused():
     with pytest.raises(RecordingError) as caught:
         capture_tree(model)
     assert str(caught.value) == (
-        "fsdp_tree found a half-built module: 1 (Careless) has no _modules; call "
+        "fsdp_tree found an uninitialized module: 1 (Careless) has no _modules; call "
         "super().__init__() first in its __init__"
     )
 
@@ -65,7 +65,7 @@ def test_a_parameter_without_a_shape_is_refused():
         capture_tree(model)
     assert str(caught.value) == (
         "fsdp_tree found a parameter without a shape: weight of module 1 is still lazy; run the "
-        "model once before it is sharded"
+        "model once before you shard it"
     )
 
 

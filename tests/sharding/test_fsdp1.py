@@ -238,11 +238,11 @@ def test_a_private_name_that_moved_is_named():
     with pytest.raises(UpstreamChangedError) as caught:
         capture_tree(block)
     assert str(caught.value) == (
-        f"torch {metadata.version('torch')} moved a private name of FSDP2 that fsdp_tree reads: "
-        "'FSDPParamGroup' object has no attribute 'offload_policy'; pytest-fsdp-comm was written "
-        "for torch 2.7 to 2.15: use one of these, or upgrade pytest-fsdp-comm"
+        f"torch {metadata.version('torch')} changed a private name of FSDP2 that fsdp_tree reads "
+        "('FSDPParamGroup' object has no attribute 'offload_policy'); pytest-fsdp-comm was written "
+        "for torch 2.7 to 2.15: use one of these versions, or upgrade pytest-fsdp-comm"
     )
     model = wrapped(use_orig_params=True)
     del model._handle._fwd_bwd_param_dtype
-    with pytest.raises(UpstreamChangedError, match="of FSDP1 that fsdp_tree reads: 'FlatParamHa"):
+    with pytest.raises(UpstreamChangedError, match=r"of FSDP1 that fsdp_tree reads \('FlatParamHa"):
         capture_tree(model)

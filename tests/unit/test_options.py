@@ -192,10 +192,10 @@ def test_bad_world_size_is_refused(value):
          "'even', or each expert's share as a list such as [4, 2, 1, 1], got [0]")),
         ([], {"simulation_splits": "even"}, ("simulation_splits: applies only to "
          "simulations; set simulate= or drop it")),
-        ([], {"simulate": True, "backend": "gloo"}, ("backend='gloo' with simulate=True: a "
-         "simulation sends nothing; drop one of the two")),
-        ([], {"simulate": "strict", "device": "cuda"}, ("device='cuda' with simulated ranks, "
-         "which run on the CPU; drop device='cuda', or run the test on GPUs with backend='nccl'")),
+        ([], {"simulate": True, "backend": "gloo"}, ("backend='gloo' conflicts with "
+         "simulate=True, because a simulation sends nothing; drop one of them")),
+        ([], {"simulate": "strict", "device": "cuda"}, ("device='cuda' is set, but "
+         "simulated ranks run on the CPU; drop it, or run the test on GPUs with backend='nccl'")),
         ([], {"real": {"pp": 2}}, ("real: applies only to simulations; set simulate= or "
          "drop it")),
         ([], {"real": {"pp": 1}}, ("real: expected each axis with its size, at least 2, such "
@@ -206,8 +206,8 @@ def test_bad_world_size_is_refused(value):
          "overlap: write the size and the mesh stride of each, such as {'ep': (8, 1)}")),
         ([1024], {"simulate": True, "real": {"pp": 512}}, ("512 ranks are too many processes "
          "for one machine (at most 256); name some of them, ranks=[0, 3]")),
-        ([], {"backend": "fake", "device": "cuda"}, ("device='cuda' with simulated ranks, which "
-         "run on the CPU; drop device='cuda', or run the test on GPUs with backend='nccl'")),
+        ([], {"backend": "fake", "device": "cuda"}, ("device='cuda' is set, but simulated "
+         "ranks run on the CPU; drop it, or run the test on GPUs with backend='nccl'")),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused_with_a_remedy(args, kwargs, text):

@@ -13,21 +13,22 @@ def test_moved_name_error_lists_versions():
     assert isinstance(error, UpstreamChangedError)
     assert re.fullmatch(
         r"torch \S+ no longer has torch\.nn\.x, which the recorder relies on; pytest-fsdp-comm "
-        r"was written for torch 2\.7 to 2\.15: use one of these, or upgrade pytest-fsdp-comm",
+        r"was written for torch 2\.7 to 2\.15: use one of these versions, or upgrade "
+        r"pytest-fsdp-comm",
         str(error),
     )
 
 
 def test_moved_name_error_takes_a_remedy():
     error = upstream.moved_error("syrupy", "config._syrupy", "snapshots rely on", remedy="drop it")
-    assert str(error).endswith("was written for syrupy 7.0: use it, or drop it")
+    assert str(error).endswith("was written for syrupy 7.0: use that version, or drop it")
 
 
 def test_misread_error_names_subject_and_problem():
     error = upstream.misread_error("torch", "FSDP2 that fsdp_tree reads", AttributeError("no _x"))
     assert re.match(
-        r"torch \S+ moved a private name of FSDP2 that fsdp_tree reads: no _x; pytest-fsdp-comm "
-        r"was written for torch",
+        r"torch \S+ changed a private name of FSDP2 that fsdp_tree reads \(no _x\); "
+        r"pytest-fsdp-comm was written for torch",
         str(error),
     )
 

@@ -249,7 +249,8 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
     if not indices:
         raise pytest.UsageError(
             f"{spec.nodeid} was not found when a spawned rank collected the tests again; tests "
-            "whose names depend on chance, time or the process cannot run on spawned ranks"
+            "whose names are random, or depend on the time or the process id, cannot run on "
+            "spawned ranks"
         )
     rank, *descriptors = map(int, os.environ.pop(RANK_VARIABLE).split())
     # If a test starts pytest, the new process must not become a rank.

@@ -128,9 +128,9 @@ def join_group(context: RankContext) -> object:
 
     if has_group():
         raise FsdpCommError(
-            "a conftest.py, a test module or a plugin made a process group at import, but each "
-            "rank makes its own. Remove that init_process_group(), or move it into a fixture that "
-            "only tests without ranks use"
+            "a conftest.py, a test module or a plugin created a process group at import, but "
+            "each rank creates one itself. Remove that init_process_group(), or move it into a "
+            "fixture that only tests without ranks use"
         )
     settings = context.settings
     # Check this here, not when reading the marker: a skip mark may exclude machines without GPUs.

@@ -137,9 +137,9 @@ class RankRunner:
         if self._fallback_reason and options.start == "auto":
             _show_remark(
                 self._session.config,
-                f"fsdp-comm: {self._fallback_reason}, so that a fork is not safe. Ranks start as "
-                "new pytest processes, which takes seconds per test. Move the code that does this "
-                "into a fixture to fork ranks again (--comm-start=fork forks them anyway)",
+                f"fsdp-comm: {self._fallback_reason}, so forking is not safe. Ranks start as new "
+                "pytest processes instead, which takes seconds per test. To fork ranks again, move "
+                "the code that does this into a fixture (--comm-start=fork forks anyway)",
             )
 
     def _close_server(self) -> int | None:

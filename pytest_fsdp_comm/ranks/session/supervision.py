@@ -282,7 +282,7 @@ class Supervision:
             result = self._results[rank]
             result.escaped = (
                 f"a broken connection to pytest ({type(error).__name__}: {error}; perhaps the test "
-                "used a file descriptor of pytest)"
+                "used one of pytest's file descriptors)"
             )
             result.ended_at = time.time()
             channel.is_closed = True
@@ -311,7 +311,7 @@ class Supervision:
             case messages.TestsEnded():
                 self._have_ended_tests.add(result.rank)
             case messages.PositionAnswer():
-                raise CodecError(f"expected a report of a rank, got {type(message).__name__}")
+                raise CodecError(f"expected a report from a rank, got {type(message).__name__}")
 
     def _stop(self, why: Stopped) -> None:
         """Mark all running ranks as stopped, and record where they are; `end` kills them later."""

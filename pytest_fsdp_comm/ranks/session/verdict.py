@@ -533,9 +533,9 @@ def _disagreement(outcomes: Mapping[int, _Outcome]) -> str:
         rank: _in_words(how, passed="passed", skipped=_SKIPPED) for rank, how in outcomes.items()
     }
     return (
-        f"ranks disagree about the outcome: {'; '.join(name_equal(texts))}.\n"
-        "A skip or xfail depends on something that differs between ranks (rank, local files, "
-        "time)."
+        f"Ranks disagree about the outcome: {'; '.join(name_equal(texts))}.\n"
+        "A skip or xfail probably depends on something that differs between ranks (rank, local "
+        "files, time)."
     )
 
 

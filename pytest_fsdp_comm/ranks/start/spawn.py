@@ -66,7 +66,7 @@ def _unsafe_torch() -> str:
     if torch is None:
         return ""
     if torch.cuda.is_initialized():
-        return "CUDA was initialised during collection"
+        return "CUDA was initialized during collection"
     # A started driver does not survive a fork. If it found no GPU, that does not matter, because
     # ranks cannot use CUDA anyway.
     if is_driver_started(torch) and not no_gpu_error(torch):
@@ -76,7 +76,7 @@ def _unsafe_torch() -> str:
         )
     # A torch built without distributed support has no is_initialized.
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "a process group was made during collection"
+        return "a process group was created during collection"
     return ""
 
 

@@ -97,9 +97,8 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
         outer = next((at for at in around if kinds.get(at, unit.kind) != unit.kind), None)
         if outer is not None:
             reason = (
-                f"its kind is {unit.kind}, but it lies inside {escape(tree.module_fqn(outer))}, "
-                f"whose kind is {kinds[outer]}: neither accounts for the other's gathers and "
-                "reductions"
+                f"it has kind {unit.kind} and lies inside {escape(tree.module_fqn(outer))}, a unit "
+                f"of kind {kinds[outer]}: neither accounts for the other's gathers and reductions"
             )
             yield Case((tree.unit_name(index),), reason)
 

@@ -71,7 +71,7 @@ FAULTS = {
     "skip_all": Fault(body="pytest.skip('not today')", outcome="skipped"),
     "skip_one": Fault(
         body="if rank() == 1: pytest.skip('only me')",
-        says=(r"ranks disagree about the outcome: ranks 0, 2 passed; rank 1 skipped \(only me\)",),
+        says=(r"Ranks disagree about the outcome: ranks 0, 2 passed; rank 1 skipped \(only me\)",),
     ),
     "xpass_strict_one": Fault(
         decorators="@pytest.mark.xfail(strict=True, reason='known')",
@@ -87,7 +87,7 @@ FAULTS = {
     "xfail_one": Fault(
         body="assert rank() != 0",
         decorators="@pytest.mark.xfail(strict=False, reason='known')",
-        says=("ranks disagree", r"rank 0 failed as expected \(xfail\)", r"\(xpass\)"),
+        says=("Ranks disagree", r"rank 0 failed as expected \(xfail\)", r"\(xpass\)"),
     ),
     "sys_exit": Fault(
         body="if rank() == 1: sys.exit(4)\n    dist.barrier()", says=("SystemExit: 4", "rank 1")
@@ -179,7 +179,7 @@ FAULTS = {
         before="@pytest.fixture\ndef picky():\n    if rank() == 0: pytest.skip('not me')\n",
         arguments="picky",
         body="pass",
-        says=(r"ranks disagree about the outcome: rank 0 skipped \(not me\); ranks 1-2 passed",),
+        says=(r"Ranks disagree about the outcome: rank 0 skipped \(not me\); ranks 1-2 passed",),
     ),
     "closed_stdout": Fault(
         body="os.close(1)\n    os.close(2)\n    assert rank() != 0, 'still reported'",

@@ -107,5 +107,5 @@ def test_a_forked_child_never_reports_for_its_rank(pytester, more):
         ]
     )
     compared = result.stdout.str().partition(" test_child_compares ")[2]
-    assert "a process that rank 0 forked compares comm_mode or fsdp_tree" in compared
+    assert "a process that rank 0 forked compared comm_mode or fsdp_tree" in compared
     assert "AssertionError: the parent goes on" in compared

@@ -177,4 +177,4 @@ def test_kept_ranks_without_group_run_no_other_test(session):
 def test_other_groups_and_earlier_threads_pass(session):
     assert "8 failed, 8 passed, 1 error" in session.output
     assert "test_it.py::test_threads PASSED" in session.output
-    assert "so that a fork is not safe" not in session.output
+    assert "so forking is not safe" not in session.output

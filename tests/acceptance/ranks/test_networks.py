@@ -36,4 +36,4 @@ def test_ranks_connect_over_ipv6_alone(pytester):
     if result.ret == 77:
         pytest.skip("this user may make no network namespace")
     result.assert_outcomes(passed=1)
-    assert "so that a fork is not safe" not in result.stdout.str()
+    assert "so forking is not safe" not in result.stdout.str()

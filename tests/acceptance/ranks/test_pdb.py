@@ -176,7 +176,7 @@ def test_a_breakpoint_works_in_a_spawned_rank(spawn):
     child = spawn("--pdb-rank 1 -k breakpoint -o fsdp_comm_start=spawn")
     child.expect("ranks are new processes")
     child.expect("PDB set_trace")
-    assert "so that a fork is not safe" not in child.before.decode()
+    assert "so forking is not safe" not in child.before.decode()
     child.expect(PROMPT)
     assert evaluated(child, "dist_info.rank") == "1"
     child.sendline("c")

@@ -55,7 +55,7 @@ def test_ranks_are_spawned_where_forking_is_unsafe(pytester, monkeypatch):
     result.assert_outcomes(passed=1, failed=1)
     shown = result.stdout.str()
     assert (
-        "fsdp-comm: threads have been running since collection: 'poller', so that a fork is "
+        "fsdp-comm: threads have been running since collection: 'poller', so forking is "
         "not safe. Ranks start as new pytest processes"
     ) in shown
     assert "AssertionError: rank one is out" in shown
@@ -92,4 +92,4 @@ def test_start_of_ranks_follows_the_setting(pytester, conftest, option, operator
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", option)
     result.assert_outcomes(passed=1, warnings=int(option == "-n1"))
     result.stdout.fnmatch_lines([line])
-    assert ("so that a fork is not safe" in result.stdout.str()) == (option == "-n1")
+    assert ("so forking is not safe" in result.stdout.str()) == (option == "-n1")

@@ -205,7 +205,7 @@ def test_ranks_that_differ_are_named(pytester):
     alone = story(result, "test_one_rank_alone [alone]")
     assert "rank 2 failed\nranks 0-1 did not finish this subtest" in alone
     picky = story(result, "test_two_outcomes [picky]")
-    assert "ranks disagree about the outcome: rank 0 skipped (not me); ranks 1-2 passed." in picky
+    assert "Ranks disagree about the outcome: rank 0 skipped (not me); ranks 1-2 passed." in picky
     death = story(result, "test_dies_in_a_subtest")
     assert "rank 0 was killed by signal 11 (SIGSEGV) during call" in death
     assert "last words" in death

@@ -99,7 +99,7 @@ def test_using_a_gpu_names_the_missing_driver(use):
 def test_ranks_are_forked_whatever_was_queried_of_cuda(run_session, ask):
     conftest = f"{STAND_IN}\ntry:\n    {ASKS[ask]}\nexcept RuntimeError:\n    pass\n"
     result = run_session(TEST, conftest=conftest)
-    assert "so that a fork is not safe" not in result.output
+    assert "so forking is not safe" not in result.output
     assert "6 passed, 2 skipped, 1 error" in result.output, result.output
     assert (
         "2 ranks need one GPU each (visible: 0); use fewer ranks, drop device='cuda', or skip the "

@@ -604,7 +604,7 @@ def test_uncompared_block_fails_despite_later_one(project):
     explained(
         result,
         "comm_mode recorded 3 blocks, but a comparison covers only the last one",
-        "comm_snapshot(name=...) gives each its own file",
+        "comm_snapshot(name=...) stores each in a separate file",
     )
     assert sorted(Path(name).name for name in project.files()) == [
         "test_asked.ws2.comm",

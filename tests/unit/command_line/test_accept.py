@@ -69,7 +69,7 @@ def test_accept_writes_nothing_outside_snapshots(artifacts, write, fsdp_comm):
     done = fsdp_comm("accept", "ci")
     assert done.status == 2
     assert done.lines[-1] == "1 file accepted, 2 refused"
-    assert f"snapshots/{COMM} is a link, or behind one, to {artifacts}/outside.comm" in done.err
+    assert f"snapshots/{COMM} leads through a symlink to {artifacts}/outside.comm" in done.err
     assert list(outside.iterdir()) == []
     assert (artifacts / "outside.comm").read_text() == OLD
 
@@ -80,7 +80,7 @@ def test_accept_refuses_links_in_artifacts(artifacts, write, fsdp_comm):
     received.unlink()
     received.symlink_to(secret)
     done = fsdp_comm("accept", "ci")
-    assert f"ci/received/{COMM} is a link, or behind one, to {secret}" in done.err
+    assert f"ci/received/{COMM} leads through a symlink to {secret}" in done.err
     assert files(artifacts)[COMM] == OLD
     (artifacts / "ci").rename(artifacts / "of-ci")
     (artifacts / "ci").mkdir()
@@ -122,7 +122,9 @@ def test_accept_reports_unreadable_settings(artifacts, write, fsdp_comm):
     write("pytest.ini", "[pytest\n")
     done = fsdp_comm("accept", "ci")
     assert done.status == 2
-    assert f"pytest cannot read its settings for {artifacts}: see its error above" in done.err
+    assert (
+        f"pytest could not read its configuration for {artifacts}; see the error above" in done.err
+    )
     assert "pytest.ini:1: " in done.err
     assert files(artifacts)[COMM] == OLD
 

@@ -139,8 +139,7 @@ def test_show_rejects_a_file_without_recordings(write, fsdp_comm):
     run = fsdp_comm("show", "none.json")
     assert (run.status, run.err) == (
         2,
-        "fsdp-comm: none.json: expected recordings, got a file without any; save one after a "
-        "block: comm_mode.save(path)\n",
+        "fsdp-comm: none.json has no recordings; call comm_mode.save(path) after a block\n",
     )
 
 

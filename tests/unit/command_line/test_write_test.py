@@ -64,7 +64,7 @@ def test_written_test_runs_the_script_by_path(recorded, fsdp_comm, project):
     assert names == {f"test_train.ws{size}.comm", f"test_train.ws{size}.tree.comm"}
     again = fsdp_comm("test", "step.json")
     assert again.status == 2
-    assert again.err.startswith("fsdp-comm: test_train.py exists: remove it, or choose")
+    assert again.err.startswith("fsdp-comm: test_train.py already exists: remove it, or choose")
 
 
 def test_written_test_has_hosts_of_the_recording(recorded, fsdp_comm, project):
@@ -168,7 +168,7 @@ def test_missing_script_is_named(recorded, fsdp_comm, project):
     (project / "train.py").unlink()
     done = fsdp_comm("test", "step.json")
     assert done.status == 2
-    assert "there is no file train.py, from which step.json was recorded; run" in done.err
+    assert "step.json was recorded from train.py, which was not found; run" in done.err
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "setup.py", ""])
@@ -194,8 +194,11 @@ def test_recording_without_one_step_is_refused(recorded, write, fsdp_comm, proje
         return done.err
 
     recorded(last=5)
-    assert "step.json: expected a recording of one step of a script, next to step.tree" in refused()
+    assert (
+        "step.json: expected the recording of one step of a script, with step.tree.comm"
+        in refused()
+    )
     (project / "step.tree.comm").unlink()
-    assert "expected a recording of one step of a script" in refused()
+    assert "expected the recording of one step of a script" in refused()
     write("own.json", dump_recordings([recording(0)]))
-    assert "own.json: expected a recording of one step of a script" in refused("own.json")
+    assert "own.json: expected the recording of one step of a script" in refused("own.json")

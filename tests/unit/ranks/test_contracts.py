@@ -69,7 +69,7 @@ def test_a_fake_group_that_moved_is_named(monkeypatch):
     assert str(caught.value) == (
         f"torch {metadata.version('torch')} no longer has "
         "torch.testing._internal.distributed.fake_pg.FakeStore, which the fake backend relies on; "
-        "pytest-fsdp-comm was written for torch 2.7 to 2.15: use one of these, or upgrade "
+        "pytest-fsdp-comm was written for torch 2.7 to 2.15: use one of these versions, or upgrade "
         "pytest-fsdp-comm, or run this test with backend='gloo'"
     )
 
@@ -81,5 +81,5 @@ def test_group_made_at_import_raises_with_remedy():
             join_group(None)
     finally:
         dist.destroy_process_group()
-    assert "a conftest.py, a test module or a plugin made a process group" in str(caught.value)
+    assert "a conftest.py, a test module or a plugin created a process group" in str(caught.value)
     assert "Remove that init_process_group(), or move it into a fixture" in str(caught.value)

@@ -36,7 +36,7 @@ class Machine:
 
     def runtime_init(self):
         assert not self.is_in_bad_fork()
-        assert not self.gpus, "CUDA was initialised"
+        assert not self.gpus, "CUDA was initialized"
         raise RuntimeError(NO_GPU)
 
     def nvml_count(self):

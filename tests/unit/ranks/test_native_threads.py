@@ -112,7 +112,7 @@ def test_a_thread_beside_torchs_pool_is_unsafe(tmp_path):
 
 
 def test_a_process_group_is_unsafe_to_fork(tmp_path):
-    assert reason(tmp_path, GROUP) == "a process group was made during collection"
+    assert reason(tmp_path, GROUP) == "a process group was created during collection"
 
 
 def test_native_threads_are_unknown_without_proc(monkeypatch, tmp_path):
@@ -124,6 +124,6 @@ def test_native_threads_are_unknown_without_proc(monkeypatch, tmp_path):
     ("start", "text"), [("fork", ""), ("auto", "CUDA"), ("spawn", "the settings")]
 )
 def test_the_setting_decides_before_what_is_unsafe(monkeypatch, start, text):
-    monkeypatch.setattr(spawn, "unsafe_to_fork", lambda: "CUDA was initialised")
+    monkeypatch.setattr(spawn, "unsafe_to_fork", lambda: "CUDA was initialized")
     assert spawn.reason_to_spawn(start).startswith(text)
     assert (spawn.reason_to_spawn(start) == "") == (start == "fork")

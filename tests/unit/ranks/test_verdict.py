@@ -116,7 +116,7 @@ def test_a_test_is_skipped_only_if_all_ranks_skip_it(merge):
     assert reports[1].longrepr == (__file__, 1, "because")
     reports = merge(rank(), rank(SKIPPED, "because"))
     assert reports[1].longrepr.splitlines()[0] == (
-        "ranks disagree about the outcome: rank 0 passed; rank 1 skipped (because)."
+        "Ranks disagree about the outcome: rank 0 passed; rank 1 skipped (because)."
     )
 
 
