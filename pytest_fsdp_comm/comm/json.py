@@ -68,7 +68,7 @@ def load_recordings(text: str) -> tuple[Recording, ...]:
     saved = load_document(_Recordings, _KIND, JSON_VERSION, text)
     further_ranks = saved.ranks_alike or ((),) * len(saved.recordings)
     if len(further_ranks) != len(saved.recordings):
-        raise CodecError("recording: expected as many entries of ranks_alike as of recordings")
+        raise CodecError("recording: expected one entry of ranks_alike for each recording")
     return tuple(
         replace(first, rank=rank)
         for first, further in zip(saved.recordings, further_ranks, strict=True)

@@ -144,7 +144,7 @@ def _owner_test(name: str | None, names: Names) -> Callable[[str | None], bool]:
     if not isinstance(name, str):
         raise RecordingError(
             f"owner must be the name of a module such as 'layers.0', got {type(name).__name__}; "
-            "use a name as the snapshot has it, or '' for the root"
+            "use a name as written in the snapshot, or '' for the root"
         )
     if name == NO_MODULE:
         return lambda owner: owner is None

@@ -86,9 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     accept = command(
         "accept",
         "accept",
-        "replace snapshots by those that CI received, and print the changes",
-        epilog="Files that are unreadable, behind a link or outside the snapshot directory are "
-        "refused, and the exit status is then 2.",
+        "replace snapshots with those that CI received, and print the changes",
+        epilog="Refuses files that cannot be read, that a symlink leads to, or that lie outside "
+        "the snapshot directory. If it refuses a file, the exit status is 2.",
     )
     accept.add_argument("directory", metavar="DIR", help="the unpacked --comm-artifacts")
 
@@ -116,7 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     test = command("write_test", "test", "write a test and its snapshots from a recorded script")
-    test.add_argument("recording", metavar="RECORDING", help="a .json file of fsdp-comm record")
+    test.add_argument(
+        "recording", metavar="RECORDING", help="a .json file that fsdp-comm record wrote"
+    )
     text = "test to write (default: test_SCRIPT.py in a directory that pytest collects)"
     test.add_argument("-o", "--output", metavar="FILE", help=text)
 

@@ -74,7 +74,7 @@ def join_session(
     for item in session.items:
         if SETTINGS in item.stash and not _fits(item, launched):
             size = item.stash[SETTINGS].world_size
-            reason = f"needs {size} ranks, {launched.launcher} started {launched.world_size}"
+            reason = f"needs {size} ranks, but {launched.launcher} started {launched.world_size}"
             item.add_marker(pytest.mark.skip(reason=reason))
     become = partial(become_rank, session, launched, tests, extensions)
     if not launched.is_leader:

@@ -302,7 +302,7 @@ def _local_ranks(original: Any) -> Any:
         for recorder in entered():
             recorder.note_unseen(
                 "ranks of LocalTensorMode communicated above torch's dispatcher; run the block "
-                "without it, for example with @pytest.mark.distributed"
+                "without this mode, for example with @pytest.mark.distributed"
             )
         return original(*args, **kwargs)
 

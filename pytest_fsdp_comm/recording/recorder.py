@@ -482,7 +482,7 @@ class Recorder:
             if not kind.__module__.startswith(("torch._C", "torch.distributed.distributed_c10d")):
                 self.note_unseen(
                     f"group {printable(group.group_desc)!r} is a {kind.__name__}, written in "
-                    "Python, whose methods bypass the torch operations that are recorded"
+                    "Python, whose methods bypass the torch operations that comm_mode records"
                 )
 
     def _note_entry_state(self) -> None:

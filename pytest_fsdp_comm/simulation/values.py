@@ -481,8 +481,8 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if not self._answers:
             raise SimulationError(
                 f"{find_call_site()} reads values that other ranks would have sent ({_how(func)}). "
-                "A simulated rank can only assume that they hold the same values as it does: if "
-                "they do, as with balanced routing, use simulation_splits='even' or simulate=True; "
+                "A simulated rank can only assume that all ranks hold the same values: if they do, "
+                "as with balanced routing, use simulation_splits='even' or simulate=True; "
                 "otherwise run the test on real ranks, without simulate="
             ) from None
         # A count can still affect communication in later blocks, so record it for the process.

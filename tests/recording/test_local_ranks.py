@@ -34,8 +34,8 @@ def test_local_ranks_are_a_gap(comm_mode, is_inside):
             stack.enter_context(context)
         dist.all_reduce(torch.ones(2))
     assert [gap.text for gap in comm_mode.recording.gaps] == [
-        "ranks of LocalTensorMode communicated above torch's dispatcher; run the block without it, "
-        "for example with @pytest.mark.distributed"
+        "ranks of LocalTensorMode communicated above torch's dispatcher; run the block without "
+        "this mode, for example with @pytest.mark.distributed"
     ]
     with comm_mode:
         dist.all_reduce(torch.ones(2))

@@ -84,7 +84,7 @@ MISTAKES = {
     "a module": (
         {"owner": nn.ReLU()},
         "owner must be the name of a module such as 'layers.0', got ReLU; use a name "
-        "as the snapshot has it, or '' for the root",
+        "as written in the snapshot, or '' for the root",
     ),
 }
 

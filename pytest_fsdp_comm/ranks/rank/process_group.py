@@ -220,7 +220,7 @@ and without a process group. Mark it, its class or its module:
     @pytest.mark.distributed(world_size=2)"""
 _MARKED = """\
 fsdp-comm: the ranks of a distributed test get a process group before the first fixture runs, and it
-lasts until the test ends. Remove the calls of init_process_group() and destroy_process_group()."""
+lasts until the test ends. Remove the calls to init_process_group() and destroy_process_group()."""
 
 
 def add_remedy(error: BaseException, item: pytest.Item) -> None:

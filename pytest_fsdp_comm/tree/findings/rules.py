@@ -86,7 +86,8 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
 @rule(
     "nested-kinds",
     "error",
-    cure="shard the whole model with a single API; fully_shard is under active development",
+    cure="shard the whole model with a single API, preferably fully_shard, which is under active "
+    "development",
 )
 def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
     """Find units inside a unit of another kind; siblings of different kinds are allowed."""
@@ -227,7 +228,7 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
 @rule(
     "large-replicated",
     "warning",
-    cure="shard it too: by fully_shard, or in the tensor-parallel plan",
+    cure="shard it too, with fully_shard or in the tensor-parallel plan",
 )
 def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
     """Find large parameters that are replicated on all ranks."""
@@ -352,7 +353,7 @@ def padding(wrapping: Wrapping) -> Iterator[Case]:
 @rule(
     "precision-override",
     "warning",
-    cure="leave the class out of _module_classes_to_ignore where it need not be in full precision",
+    cure="remove the class from _module_classes_to_ignore unless it needs full precision",
 )
 def precision_override(wrapping: Wrapping) -> Iterator[Case]:
     """Find units, except batch norms, that mixed precision ignores because of their class."""

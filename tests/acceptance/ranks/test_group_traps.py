@@ -135,7 +135,7 @@ def test_second_group_error_has_a_remedy(session):
     for name in ("test_second_group", "test_group_by_environment", "test_destroyed_group"):
         told = error(session, name)
         assert of_ranks in told
-        assert "Remove the calls of init_process_group() and destroy_process_group()." in told
+        assert "Remove the calls to init_process_group() and destroy_process_group()." in told
     assert "fsdp-comm" not in error(session, "test_other_error")
 
 

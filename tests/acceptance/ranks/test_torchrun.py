@@ -312,7 +312,7 @@ def test_faults_leave_the_next_test_healthy(start_by_variables, tmp_path):
     assert ended.status == 1
     assert ended.out.count("test session starts") == 1
     assert f"fsdp-comm: ranks 0-1 on {socket.gethostname()}" in ended.out
-    assert "needs 4 ranks, RANK and WORLD_SIZE started 2" in ended.out
+    assert "needs 4 ranks, but RANK and WORLD_SIZE started 2" in ended.out
     assert "UserWarning: told once" in ended.out
     assert ", 1 warning in " in ended.out
     names = [case.get("name") for case in junit_cases(path)]
@@ -371,7 +371,7 @@ def test_two_agents_write_alike_and_stop_together(forked, tmp_path):
     agents.append(start_python(path, *command))
     ended = [end(agent) for agent in agents]
     (report,) = (one.out for one in ended if one.out)
-    assert "needs 4 ranks, torchrun started 2" in report
+    assert "needs 4 ranks, but torchrun started 2" in report
     assert "2 snapshots generated." in report
     assert "1 failed, 1 passed, 1 skipped" in report
     assert "stopping after 1 failures" in report
