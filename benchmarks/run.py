@@ -139,7 +139,7 @@ def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
     lines = [
         "# Figures",
         "",
-        "This page shows what the plugin costs, mostly as ratios to a baseline from the same run.",
+        "This page shows what the plugin costs, mostly relative to a baseline from the same run.",
         "",
         f"Measured by `benchmarks/run.py` on {_machine()}.",
     ]
