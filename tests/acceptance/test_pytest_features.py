@@ -1,5 +1,6 @@
 """pytest's features work in ranks."""
 
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
@@ -145,6 +146,17 @@ def test_output_without_capture_names_its_rank(run):
     result = run("-s", "-k", "failing", *(f"-pno:{name}" for name in off))
     result.assert_outcomes(failed=1, deselected=6)
     result.stdout.fnmatch_lines_random(["*[[]rank 0] said by 0", "*[[]rank 1] said by 1"])
+
+
+def test_output_to_a_file_is_printed_once(pytester, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.distributed(world_size=2)\ndef test_it():\n    pass"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.count("test session starts") == 1
 
 
 def test_coverage_measures_every_rank(pytester):

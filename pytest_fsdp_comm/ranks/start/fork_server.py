@@ -174,7 +174,6 @@ class _Server:
         if not byte:
             raise EOFError
         descriptors = (ends[0], ends[1])
-        processes.flush_streams()
         pid = processes.fork_quietly()
         if pid == 0:
             self._run_forked(partial(self._run_rank, rank_set.spec, rank, descriptors))
