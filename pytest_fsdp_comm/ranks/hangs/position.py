@@ -115,12 +115,12 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
 
 
 def _is_comparing(frame: FrameType) -> bool:
-    """Return whether a frame belongs to code that compares snapshots or explains a diff."""
+    """Return whether a frame compares, explains or ends a test, which needs no other rank."""
     module: str = frame.f_globals.get("__name__", "")
     return (
         module.startswith(("pytest_fsdp_comm.snapshots.", "_pytest._io.saferepr"))
         or module == "pytest_fsdp_comm.gathering"
-        or frame.f_code.co_name == "pytest_assertrepr_compare"
+        or frame.f_code.co_name in {"pytest_assertrepr_compare", "save_coverage"}
     )
 
 

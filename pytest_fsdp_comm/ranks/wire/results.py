@@ -86,8 +86,8 @@ class Position:
     is_waiting: bool = False
     """Whether the rank is in a call that waits for other ranks, or in a torch call that might."""
     is_reporting: bool = False
-    """Whether the rank is comparing with a snapshot or formatting a failure, so that it is not
-    waiting for other ranks."""
+    """Whether the rank is comparing with a snapshot, formatting a failure or saving coverage data.
+    None of these requires other ranks."""
 
 
 class Stopped(StrEnum):

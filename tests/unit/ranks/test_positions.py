@@ -169,6 +169,13 @@ def test_rank_that_explains_a_comparison_is_reporting():
     assert read_during(pytest_assertrepr_compare).is_reporting
 
 
+def test_rank_that_saves_coverage_is_reporting():
+    def save_coverage(event):
+        event.wait(5)
+
+    assert read_during(save_coverage).is_reporting
+
+
 def test_rank_that_tells_the_others_is_reporting():
     def tell(event):
         TextStore(SimpleNamespace(set=lambda *_: event.wait(1000))).put("name", "text")
