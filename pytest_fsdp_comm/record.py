@@ -18,7 +18,13 @@ from pytest_fsdp_comm.command_line.terminal import FAILED, SAME
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.launch_environment import MAX_SIMULATED, simulated_variables
 from pytest_fsdp_comm.ranks.wire.load import under_load
-from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
+from pytest_fsdp_comm.recording.script import (
+    ScriptEnded,
+    check_steps,
+    optimizer_steps,
+    run_script,
+    too_short,
+)
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.recorded_script import RecordedScript
@@ -31,6 +37,10 @@ if TYPE_CHECKING:
 # collective needs Python, because c10d's AsyncWork owns a ThreadLocalState (read in torch 2.13). If
 # a thread frees a collective while Python exits, the process aborts.
 _GLOO_ENDS_S: Final = 0.1
+_LAUNCHED: Final = re.compile("RANK|WORLD_SIZE")
+_NO_LAUNCHER: Final = (
+    "fsdp-comm: a launcher such as torchrun sets these variables; to start 4 ranks, pass --nproc 4"
+)
 _STEPS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 
@@ -39,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
     steps = _STEPS.fullmatch(options.step)
     if steps is None:
         raise FsdpCommError(f"--step: expected a step, such as 3 or 3-4, got {options.step!r}")
+    first_step, last_step = int(steps[1]), int(steps[2] or steps[1])
+    check_steps(first_step, last_step)
     if not options.out.endswith(".comm"):
         raise FsdpCommError(f"--out: expected the name of a .comm file, got {options.out!r}")
     if not options.command:
@@ -50,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
         arguments = ["record", "--step", options.step, "--out", options.out]
         arguments += [*["--go-on"] * options.go_on, *["-m"] * options.module, *options.command]
         ranks = ["--standalone", "--nproc-per-node", str(options.nproc), "-m", "pytest_fsdp_comm"]
+        if options.nproc > 1:  # torchrun sets this, too, but prints a warning
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
         command = [sys.executable, "-m", "torch.distributed.run", *ranks, *arguments]
         os.execv(sys.executable, command)  # noqa: S606  # so that signals reach the launcher
     script, *arguments = options.command
@@ -57,8 +71,8 @@ def run(options: argparse.Namespace) -> int:
         script=script,
         arguments=tuple(arguments),
         is_module=options.module,
-        first_step=int(steps[1]),
-        last_step=int(steps[2] or steps[1]),
+        first_step=first_step,
+        last_step=last_step,
         local_world_size=options.local_world_size,
     )
     # Use an absolute path, because the script may change the working directory.
@@ -128,6 +142,8 @@ def _status_of(run: Callable[[], None]) -> int:
 
             of_user(error)
         sys.excepthook(type(error), error, error.__traceback__)
+        if "RANK" not in os.environ and _LAUNCHED.search(str(error)):
+            print(_NO_LAUNCHER, file=sys.stderr)  # noqa: T201  # as above
         return 1
     return SAME
 

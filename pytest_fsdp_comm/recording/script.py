@@ -19,6 +19,8 @@ from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.words import counted
 
 _OPTIMIZER: Final = "torch.optim.optimizer"
+FIRST: Final = 3
+"""The first step that can be recorded: the steps before it show where it begins."""
 
 
 class ScriptEnded(SystemExit):
@@ -93,6 +95,16 @@ def run_script(
             exec(compile(Path(file).read_bytes(), file, "exec"), vars(module))  # noqa: S102  # the user's script
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+
+
+def check_steps(first: int, last: int) -> None:
+    """Raise a RecordingError if `first` to `last` cannot be recorded."""
+    if not FIRST <= first <= last:
+        raise RecordingError(
+            f"expected steps from {FIRST} on, such as {FIRST} or {FIRST}-{FIRST + 1}, got "
+            f"{first if first == last else f'{first}-{last}'}; earlier steps show the recorder "
+            "which optimizers step together, and issue collectives that later steps do not repeat"
+        )
 
 
 def too_short(count: int, last: int) -> RecordingError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,14 @@ from torch.distributed import distributed_c10d
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
 from pytest_fsdp_comm.recording.comm_mode import CommMode
 from pytest_fsdp_comm.recording.patches import patched
-from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
-
-FIRST: Final = 3
-"""The first step that can be recorded: the steps before it show where it begins."""
-
-
-def check_steps(first: int, last: int) -> None:
-    """Raise a RecordingError if `first` to `last` cannot be recorded."""
-    if not FIRST <= first <= last:
-        raise RecordingError(
-            f"expected steps from {FIRST} on, such as {FIRST} or {FIRST}-{FIRST + 1}, got "
-            f"{first if first == last else f'{first}-{last}'}; earlier steps show the recorder "
-            "which optimizers step together, and issue collectives that later steps do not repeat"
-        )
+from pytest_fsdp_comm.recording.script import (
+    FIRST,
+    ScriptEnded,
+    check_steps,
+    optimizer_steps,
+    run_script,
+    too_short,
+)
 
 
 class StepRecorder:

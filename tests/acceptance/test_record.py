@@ -173,7 +173,7 @@ def test_one_simulated_rank_sends_what_thousands_do(folder):
     ("arguments", "text"),
     [
         (["--step", "2", "src/train.py", "1"], "expected steps from 3 on, such as 3 or 3-4, got 2"),
-        (["--step", "2", "--go-on", "src/train.py", "1"], "expected steps from 3 on, such as 3"),
+        (["--nproc", "2", "--step", "4-3", "src/train.py", "1"], "expected steps from 3 on"),
         (["--step", "9", "src/train.py", "1"], "the script ended after 5 optimizer steps in"),
         (["src/beside.py"], "the script ended after 0 optimizer steps in this process, before"),
     ],
@@ -184,7 +184,13 @@ def test_record_unsupported_is_error_with_remedy(folder, arguments, text):
     assert done.returncode == 2
     assert f"\nfsdp-comm: {text}" in f"\n{done.stderr}"
     assert "has a group: True" not in done.stderr
-    assert ("step 5" in done.stdout) == ("--go-on" in arguments or "9" in arguments)
+    assert ("step 5" in done.stdout) == ("9" in arguments)
+
+
+def test_record_without_launcher_suggests_nproc(folder):
+    done = run(folder, *RECORD, "src/train.py", "1")
+    assert done.returncode == 1
+    assert "to start 4 ranks, pass --nproc 4\n" in done.stderr
 
 
 def test_a_rank_says_itself_what_failed_on_it(folder):
