@@ -17,7 +17,7 @@ from pytest_fsdp_comm.command_line.documents import describe_problem, read_docum
 from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, print_lines, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.reports.explanation import FailureText
-from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
+from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles, kind_of
 from pytest_fsdp_comm.snapshots.documents import SnapshotText, body
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -117,6 +117,11 @@ def _tree_path(name: str) -> str:
 def _pair_of_files(old: str, new: str) -> Pair:
     old_text, new_text = (read_document(Path(name), where=name) for name in (old, new))
     ranks, profile = old_text.profile.recorded_ranks, new_text.profile
+    if (old_kind := kind_of(old_text.profile)) != (new_kind := kind_of(profile)):
+        raise FsdpCommError(
+            f"{old} is a {old_kind} snapshot and {new} is a {new_kind} snapshot; expected two of "
+            "the same kind"
+        )
     # If the new file has all ranks but the old one does not, compare only the ranks of the old one.
     if ranks and not profile.recorded_ranks and old_text.profile.world_size == profile.world_size:
         of_ranks = (

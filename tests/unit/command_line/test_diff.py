@@ -54,15 +54,12 @@ def test_diff_compares_a_recording_with_a_snapshot(write, fsdp_comm):
     assert any(line.endswith("called from train.py:3") for line in result.lines), result.out
 
 
-def test_diff_of_different_kinds_is_not_explained(write, fsdp_comm):
+def test_diff_of_different_kinds_is_an_error(write, fsdp_comm):
     write("a.comm", OLD)
     write("b.comm", TREE)
     result = fsdp_comm("diff", "a.comm", "b.comm")
-    assert result.status == 1
-    assert result.lines == [
-        "a.comm -> b.comm:",
-        "  the snapshot's kind is 'comm', but 'tree' was recorded",
-    ]
+    assert result.status == 2
+    assert "a.comm is a comm snapshot and b.comm is a tree snapshot" in result.err
 
 
 EXAMPLES = Path(__file__).parents[3] / "snapshots/examples/test_llama"
