@@ -218,14 +218,21 @@ class UnusedSnapshots:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print changes that made several tests fail, then unused files, with commands for both."""
         print_shared_changes(terminalreporter)
-        if not self.files:
+        # If a failure suggests to rename a file, do not suggest to remove it.
+        failures = "".join(report.longreprtext for report in terminalreporter.getreports("failed"))
+        files = [
+            (path, argument)
+            for path in self.files
+            if f"git mv {shell_word(argument := _from(self._config, path))} " not in failures
+        ]
+        if not files:
             return
         write = terminalreporter.write_line
         terminalreporter.write_sep("-", "unused communication snapshots")
-        write(f"{counted(len(self.files), 'snapshot file')} that no test compared:", yellow=True)
-        for path in self.files:
+        write(f"{counted(len(files), 'snapshot file')} that no test compared:", yellow=True)
+        for path, _ in files:
             write(f"  {show_path(path, self._config.rootpath)}")
-        paths = [_from(self._config, path) for path in self.files]
+        paths = [argument for _, argument in files]
         # git would treat brackets, which ids of parametrized tests contain, as patterns.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
         write(f"To remove them: git {literal}rm {' '.join(map(shell_word, paths))}")

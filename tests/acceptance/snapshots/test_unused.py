@@ -410,6 +410,7 @@ def test_missing_snapshot_names_the_renamed_file(project, old, new, change):
         move = f"mkdir -p snapshots/tests/sub/test_c && {move}"
     lead = "was the test renamed?" if change else "the snapshot of a removed test is identical:"
     assert missing(result)[f"{new}.ws1"] == f"{lead} {move}"
+    assert f"  snapshots/{old}.ws1.comm\n" not in result.stdout
     # Run the printed command.
     commit_all(project)
     subprocess.run(move, shell=True, cwd=project.path, check=True)  # noqa: S602  # as pasted
