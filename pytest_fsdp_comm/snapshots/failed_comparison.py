@@ -164,4 +164,4 @@ def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
         for line in (*map(printable, listed), *[f"and {more} more"] * bool(more)):
             reporter.write_line(f"  {line}")
         accept = accept_all([differing[nodeid] for nodeid in nodeids])
-        reporter.write_line(f"accept all: {accept}")
+        reporter.write_line(f"accept these {len(nodeids)}: {accept}")

@@ -136,7 +136,8 @@ def show_growth(old: float, new: float) -> str:
         return "new"
     ratio = new / old
     if ratio >= _FACTOR:
-        return f"x{ratio:.1f}" if ratio < 100 else f"x{ratio:.0f}"  # noqa: PLR2004  # three digits
+        digits = int(ratio < 100)  # noqa: PLR2004  # three digits
+        return f"x{ratio:.{digits}f}" if ratio < 1000 else "over x1000"  # noqa: PLR2004  # as above
     percent = (ratio - 1) * 100
     if abs(percent) < 0.1:  # noqa: PLR2004  # the last digit that is printed
         return f"<0.1 % {'more' if percent > 0 else 'fewer'}"

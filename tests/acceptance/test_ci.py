@@ -179,7 +179,7 @@ def test_a_change_of_several_tests_is_printed_once(repository):
     change = "parameter sizes changed: a_b 100 -> 163 B per gather, at train.py:7"
     assert lines[0] == f"3 tests: {change}"
     assert max(lines[1:4]) == "  tests/test_step.py::test_ranks"
-    assert lines[4].startswith("accept all: pytest --snapshot-update ")
+    assert lines[4].startswith("accept these 3: pytest --snapshot-update ")
     # Each failure has its own command, too.
     assert out.count("pytest --snapshot-update") == 3 + 1 + out.count("%0Aaccept: ")
 
