@@ -208,9 +208,9 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
     events: defaultdict[tuple[Phase, str | None, str, str], list[Collective]] = defaultdict(list)
     for event in recording.collectives:
         events[event.phase, event.owner, event.kind, event.axis].append(event)
-    # In backward, FSDP, DDP and DTensors issue calls from the line that calls .backward(), hooks
-    # from other lines. Hooks issue fewer calls, so assume that the line with the most rows is the
-    # one that calls .backward().
+    # In backward, FSDP, DDP and DTensors issue calls from the line that calls .backward(), while
+    # hooks issue them from other lines. Hooks issue fewer calls, so assume that the line with the
+    # most rows is the one that calls .backward().
     rows = Counter(
         line
         for (phase, *_), row_events in events.items()

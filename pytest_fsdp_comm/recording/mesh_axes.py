@@ -84,7 +84,7 @@ class GroupNames:
             self._wholes[after.shard_process_group.group_name] = whole
 
     def note(self, group: dist.ProcessGroup) -> str:
-        """Add a group that was used; return its key for `axis` and `axes`."""
+        """Add a group, unless it is known; return its key for `axis` and `axes`."""
         name: str = group.group_name
         if name not in self._groups:
             self._groups[name] = (group.group_desc, tuple(dist.get_process_group_ranks(group)))
@@ -132,7 +132,7 @@ class GroupNames:
 
 
 def existing_axes() -> Iterator[tuple[str, str]]:
-    """Yield each existing axis and the name of its group; the name is empty on ranks outside it."""
+    """Yield each existing axis and the name of this rank's group over it, empty if none."""
     world = dist.group.WORLD
     if world is None:
         return

@@ -147,8 +147,8 @@ class Call:
         self.operation = operation
         self.namespace: str = func.namespace
         self.may_be_units = self.namespace == "c10d" and operation.kind in _SENT_BY_UNITS
-        """Whether FSDP units may call it directly. They call functional collectives only through
-        DTensor, to reduce partial gradients."""
+        """Whether FSDP units may call the operation directly. They call functional collectives only
+        through DTensor, to reduce partial gradients."""
         self.op = f"{func.namespace}.{func.overloadpacket.__name__}"
         arguments = func._schema.arguments
         self._names = [argument.name for argument in arguments]
@@ -202,7 +202,7 @@ def tensors_in(value: Any) -> list[Any]:
 def messages(
     operation: Operation, group: dist.ProcessGroup | None, bound: Mapping[Any, Any], result: Any
 ) -> list[dict[str, Any]]:
-    """Return each message of a call, as `Collective` fields; only a batch has several messages."""
+    """Return the `Collective` fields of each message of a call; only a batch has several."""
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
         calls = [(_FUNCTIONAL[name], number, tensor) for name, number, tensor in batched]

@@ -162,7 +162,7 @@ def _lines(calls: NewCalls) -> list[str]:
 
 
 def _name_lines(calls: NewCalls) -> str:
-    """Join all lines that may have issued the calls: ``a.py:9 or b.py:17``."""
+    """Format the lines that may have issued the calls: ``a.py:9 or b.py:17``."""
     lines = _lines(calls)
     more = len(lines) - _MAX_LINES
     listed = [*lines[:_MAX_LINES], *([f"{more} more"] if more > 0 else [])]

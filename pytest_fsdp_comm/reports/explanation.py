@@ -47,7 +47,7 @@ class FailureText:
     """Changes that break training, worst first."""
     cost: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
-    """All other changes, most important first."""
+    """Changes that do not break training, most important first."""
     summaries: tuple[str, ...] = ()
     """One line, with the likely cause if known, for each change in `training` and then for every
     other model-wide change."""

@@ -225,7 +225,7 @@ def _chosen(
 
 
 def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
-    """Return the modules that torch's ``fsdp.wrap._recursive_wrap`` would wrap."""
+    """Return the indices of the modules that torch's ``fsdp.wrap._recursive_wrap`` would wrap."""
     numels = [0] * len(visit.nodes)
     for parameter in parameters:
         numels[parameter.module] += parameter.numel

@@ -148,7 +148,7 @@ class ShardUnit:
     offload: bool
     """Whether shards are stored in host memory."""
     forward_prefetch: tuple[int, ...] = ()
-    """Indices of the units that the user prefetches explicitly; empty if torch decides."""
+    """Indices of the units that the user set this unit's forward to prefetch; empty if not set."""
     backward_prefetch: tuple[int, ...] = ()
     """Like `forward_prefetch`, but for backward."""
     gradient_divide_factor: float | None = None
@@ -161,7 +161,7 @@ class ShardUnit:
     prefetch: str = ""
     """FSDP1's policy: ``BACKWARD_PRE`` or ``BACKWARD_POST``, and ``FORWARD`` if enabled."""
     precision_overrides: tuple[str, ...] = ()
-    """FSDP1: names of module classes that auto-wrap puts into units without mixed precision."""
+    """FSDP1: the module's class, if auto-wrap made it a unit only to disable mixed precision."""
     nbytes_gathered: int
     """Bytes of one all-gather's output, with padding; 0 for a unit that gathers nothing."""
     nbytes_padding: int

@@ -58,7 +58,7 @@ class Content:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Bytes of one forward gather of the unit; 0 if there is none, or if their sizes differ."""
+        """Bytes of one forward gather of the unit; 0 without gathers, or if their sizes differ."""
         gathers = self.gathers[Phase.FORWARD].values()
         return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)
 

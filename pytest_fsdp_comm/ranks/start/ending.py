@@ -20,7 +20,7 @@ from pytest_fsdp_comm.ranks.wire.load import under_load
 PATIENCE_S: Final = 10.0
 """How long to wait for killed ranks to end; freeing their memory can be slow."""
 HURRIED_S: Final = 0.3
-"""How long to wait for killed ranks after Ctrl-C, when a user is waiting for the prompt."""
+"""How long to wait for killed processes while pytest, or a user after Ctrl-C, is waiting."""
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1

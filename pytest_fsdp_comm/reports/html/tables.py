@@ -140,7 +140,7 @@ class ModuleRow:
     is_part: bool
     """Whether the row shows only the module's direct calls, without those of its submodules."""
     cells: tuple[Cell | None, ...]
-    """One cell per column, including the bytes of submodules; None if nothing is sent."""
+    """One cell per column, summed over the row's modules (and submodules, unless `is_part`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class ModuleTable:
     columns: tuple[Column, ...]
     rows: tuple[ModuleRow, ...]
     of_rank: str
-    """The rank that sends these bytes, such as ``rank 0``; empty if all ranks send the same."""
+    """The rank that sends the bytes, such as ``rank 0``; empty if all ranks send the same."""
 
 
 def _cells() -> defaultdict[Column, list[int]]:

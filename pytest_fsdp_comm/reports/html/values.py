@@ -102,7 +102,7 @@ class Compared:
     new: str = ""
     """The recording or tree, written as a snapshot; empty if that was not possible."""
     text: FailureText | None = None
-    """The text of the failure; None if the comparison passed."""
+    """The text of a failed comparison; None if no comparison failed."""
     accept: str = ""
     headline: str = ""
     tree: ShardTree | None = None
