@@ -89,11 +89,11 @@ class Supervision:
         self._questions = 0
         self._begin(spec.next_test)
 
-    # Note [Kept ranks]: with scope="module", ranks run several tests. If the next test is sure to
-    # run on these ranks, they keep the fixtures that both tests share, as pytest does. If all ranks
-    # pass and still have their process group, they wait until they receive `RunTest`, or `EndTests`
-    # if the next test does not run after all, or until they are killed. If the teardown of a kept
-    # fixture fails, the failure is reported with the next test.
+    # With scope="module", ranks run several tests. If the next test is sure to run on these ranks,
+    # they keep the fixtures that both tests share, as pytest does. If all ranks pass and still have
+    # their process group, they wait until they receive `RunTest`, or `EndTests` if the next test
+    # does not run after all, or until they are killed. If the teardown of a kept fixture fails, the
+    # failure is reported with the next test.
 
     def _begin(self, next_test: messages.NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
