@@ -40,7 +40,7 @@ _NUMBERS: Final = re.compile(r"[0-9{},.]+")
 
 
 def name_modules(owners: Collection[Owner], *, most: int = 3) -> str:
-    """Name modules like `name_owners`, but write ``module`` before bare numbers."""
+    """Name modules like `name_owners`, but put ``module`` before bare numbers."""
     text = name_owners(owners, most=most)
     if not any(map(_NUMBERS.fullmatch, text.split(", "))):
         return text

@@ -102,7 +102,7 @@ class Outcomes:
     """The results of a session."""
 
     compared_tests: int
-    """Number of tests that passed after a comparison, or failed because of one."""
+    """Number of tests that compared at least one snapshot."""
     compared_files: int
     failed: tuple[FailedTest, ...] = ()
     """The failed tests, in the order of pytest's reports."""

@@ -157,8 +157,8 @@ def fenced(text: str) -> str:
 
 
 def annotate(outcomes: Outcomes) -> list[str]:
-    """Return one annotation for each cause, at its call site or else at a failed assertion."""
-    # Tests may differ in amounts, so keep only the first test's text for each cause.
+    """Return one annotation for each change, at its call site or else at a failed assertion."""
+    # Tests may differ in amounts, so keep only the first test's text for each change.
     causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
     for test in outcomes.failed:
         for place, text in test.sent:

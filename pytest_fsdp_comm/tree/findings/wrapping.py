@@ -106,7 +106,7 @@ class Wrapping:
         return by_module.values()
 
     def is_too_small(self, nbytes: int) -> bool:
-        """Whether a unit that gathers `nbytes` spends more time on latency than on transfer."""
+        """Whether gathering `nbytes` is mostly latency, and the largest unit gathers far more."""
         # A collective costs at least its latency. In that time, the link could carry
         # `FindingSettings.small_nbytes`. If all units of a model are small, do not report any.
         is_small = nbytes < self.settings.small_nbytes
