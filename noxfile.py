@@ -74,9 +74,9 @@ def layouts(session: nox.Session) -> None:
 
 @nox.session
 def frameworks(session: nox.Session) -> None:
-    """Run the tests of frameworks and the code of their pages; needs the extra ``frameworks``."""
+    """Run the tests of frameworks and the code of their pages, as CONTRIBUTING.md says."""
     # Tests of missing frameworks are skipped, so check first that all are installed.
-    names = "accelerate, lightning, megatron_fsdp, peft, torchao, trl"
+    names = "accelerate, lightning, megatron_fsdp, nemo_automodel, peft, torchao, trl"
     session.run("python", "-c", f"import {names}, torchtitan.protocols.train_spec")
     page = "tests/acceptance/test_frameworks_page.py"
     session.run("pytest", "-n", "2", *(session.posargs or ("tests/frameworks", page)))

@@ -1,12 +1,17 @@
 """TRL's SFTTrainer, on top of the Trainer of transformers."""
 
+from pathlib import Path
+
 import pytest
 import tiny_llama
+import torch
 from derived import fsdp_lines
 from frameworks.accelerated import LAYER_CLASS, FsdpOnCpu, arguments, trained
+from frameworks.changes import comm_failure
 from oracle import owned_lines
 from tiny_llama import EMBEDDING, FLOAT, LAYER, LAYERS, NORM, PARAMETERS, WIDTH
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerFast
 
 peft = pytest.importorskip("peft")
@@ -18,6 +23,7 @@ pytestmark = [
     # transformers and TRL warn about each other's calls.
     pytest.mark.filterwarnings("ignore"),
 ]
+PAGE = Path(__file__).parents[2] / "docs/frameworks/trl.md"
 RANKS = 4
 LONG = 8
 UNITS = tiny_llama.units()
@@ -88,3 +94,48 @@ def test_lora_gathers_the_head_by_hand(comm_mode, tmp_path):
     assert owned_lines(comm_mode) == sorted([*expected, *METRICS])
     (by_hand,) = [event for event in comm_mode.events if event.owner == f"{root}.lm_head"]
     assert (by_hand.source.value, by_hand.role) == ("dtensor", "parameters")
+
+
+def without_gather_before_the_chunks(monkeypatch):
+    """Revert TRL 6077: pass the head to the chunks as it is, possibly sharded."""
+    monkeypatch.setattr(trl.trainer.utils, "DTensor", ())
+
+
+def test_reverted_fix_is_invisible_without_adapters(comm_mode, monkeypatch, tmp_path):
+    """The unit of the head is gathered from the forward of the last norm to its backward."""
+    fixed = trained(comm_mode, fine_tuning(tmp_path))
+    without_gather_before_the_chunks(monkeypatch)
+    assert not comm_failure(fixed, trained(comm_mode, fine_tuning(tmp_path)))
+
+
+def test_reverted_fix_is_an_error_with_adapters(monkeypatch, tmp_path):
+    without_gather_before_the_chunks(monkeypatch)
+    trainer = fine_tuning(tmp_path, lora=peft.LoraConfig(r=RANK))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        trainer.train()
+
+
+def test_gather_in_each_chunk_is_reported(comm_mode, monkeypatch, tmp_path):
+    def of():
+        return trained(comm_mode, fine_tuning(tmp_path, lora=peft.LoraConfig(r=RANK)))
+
+    loss = trl.trainer.utils._ChunkedLogProbFunction
+
+    class GatheringChunks:
+        @staticmethod
+        def apply(hidden, head, bias, labels, *options):
+            def chunk(hidden, labels):
+                return loss.apply(hidden, head.full_tensor(), bias, labels, *options)
+
+            chunks = zip(hidden.chunk(8), labels.chunk(8), strict=True)
+            parts = [checkpoint(chunk, *tokens, use_reentrant=False) for tokens in chunks]
+            return [
+                None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)
+            ]
+
+    once = of()
+    without_gather_before_the_chunks(monkeypatch)
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", GatheringChunks)
+    first = comm_failure(once, of())[0]
+    assert first == "base_model.model.lm_head gathered 8 times in forward, other units once"
+    assert f"`{first}`" in PAGE.read_text()
