@@ -58,7 +58,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         ("explain",),
     ),
     "Merging ranks": (
-        "CPU time to merge the profiles of all ranks, relative to half as many ranks.",
+        "CPU time to merge the profiles of all ranks, relative to merging half as many.",
         ("merge_ranks", "--ranks", "1024"),
     ),
 }
@@ -149,8 +149,8 @@ def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
         command = " ".join(("python", f"benchmarks/{script}.py", *arguments))
         counts = sorted({figure["values"] for figure in named.values()})
         number = " or ".join(map(str, counts))
-        rows = f"combines {number} measurements" if counts[-1] > 1 else "is one measurement"
-        lines += ["", f"## {title}", "", text, f"Each row {rows} from:", "", f"`{command}`"]
+        times = f"{number} times" if counts[-1] > 1 else "once"
+        lines += ["", f"## {title}", "", text, f"Measured {times}, with:", "", f"`{command}`"]
         columns = ["", "median"]
         columns += ["quartiles"] if counts[-1] > 1 else []
         columns += ["limit"] if any(figure["most"] is not None for figure in named.values()) else []
