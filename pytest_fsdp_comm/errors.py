@@ -38,7 +38,7 @@ class FsdpCommError(Exception):
 
 
 class EmptyRecordingError(FsdpCommError):
-    """An empty recording, or a tree without sharded parameters, was compared with a snapshot."""
+    """An empty recording, or a tree without units and DTensors, was compared with a snapshot."""
 
 
 class IncompleteRecordingError(FsdpCommError):

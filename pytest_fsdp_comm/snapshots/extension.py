@@ -101,7 +101,7 @@ class _Comparison:
     name: str = ""
     """The ``name`` argument, which becomes part of the file's name; empty if not passed."""
     allowed: frozenset[str] = frozenset()
-    """Kinds of gaps to accept, and ``empty`` to accept an empty recording or unsharded tree."""
+    """Kinds of gaps to accept, and ``empty`` for the values that raise EmptyRecordingError."""
     activation_nbytes: bool = True
     value: object = None
     location: str = ""
