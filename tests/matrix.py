@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections import Counter
 from datetime import UTC, datetime
 from importlib import metadata
@@ -81,6 +82,15 @@ def _commit() -> str:
     return git("rev-parse", "--short=12", "HEAD") + (" and changes" if changed else "")
 
 
+def _version() -> str:
+    """Return the plugin's version; an editable installation may be of an older one."""
+    installed = metadata.version("pytest-fsdp-comm")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    if installed != version:
+        sys.exit(f"{installed} is installed, but this is {version}; run: pip install -e .")
+    return version
+
+
 def _environment() -> dict[str, Any]:
     import torch
 
@@ -89,6 +99,7 @@ def _environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "gpus": torch.cuda.device_count(),
         "versions": {
+            "pytest-fsdp-comm": _version(),
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             **{name: metadata.version(name) for name in PACKAGES},

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import pytest
 import yaml
 
 from pytest_fsdp_comm.upstream import VERSIONS_READ
@@ -91,6 +92,12 @@ def test_each_combination_was_run_with_its_versions():
             assert versions[package].partition("+")[0] == version, name
         for run in ("upstream", "examples"):
             assert RECORDS[name]["runs"][run]["passed"] > 0, name
+
+
+def test_stale_installation_is_not_recorded(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.0.1")
+    with pytest.raises(SystemExit, match=r"0\.0\.1 is installed"):
+        MATRIX["_version"]()
 
 
 def test_matrix_has_the_lowest_versions():
