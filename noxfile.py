@@ -4,6 +4,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -99,14 +100,14 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def sdist(session: nox.Session) -> None:
     """Run the unit tests of the source distribution, unpacked outside this checkout."""
-    place = session.create_tmp()
-    session.run("python", "-m", "build", "--no-isolation", "--sdist", "--outdir", place, ".")
-    (archive,) = Path(place).glob("*.tar.gz")
-    session.run("tar", "xzf", str(archive), "-C", place, external=True)
-    unpacked = Path(place).resolve() / archive.name.removesuffix(".tar.gz")
-    with session.chdir(unpacked):
-        tests = ("-q", "-n", "2", "tests/unit", *session.posargs)
-        session.run("python", "-m", "pytest", *tests, env={"PYTHONPATH": str(unpacked)})
+    with tempfile.TemporaryDirectory() as place:
+        session.run("python", "-m", "build", "--no-isolation", "--sdist", "--outdir", place, ".")
+        (archive,) = Path(place).glob("*.tar.gz")
+        session.run("tar", "xzf", str(archive), "-C", place, external=True)
+        unpacked = Path(place) / archive.name.removesuffix(".tar.gz")
+        with session.chdir(unpacked):
+            tests = ("-q", "-n", "2", "tests/unit", *session.posargs)
+            session.run("python", "-m", "pytest", *tests, env={"PYTHONPATH": str(unpacked)})
 
 
 @nox.session
