@@ -42,6 +42,8 @@ from pytest_fsdp_comm.recording.operations import NAMESPACES, VALUE_READS, Call,
 
 _KEY: Final = "BackendSelect"
 _META: Final = torch._C.DispatchKey.Meta
+_LINE: Final = 0
+"""Marks our kernels: torch 2.7 keeps no file of a kernel, and no other kernel is on this line."""
 _USED: Final = (
     *("_dispatch_library", "_dispatch_get_all_op_names", "_dispatch_keyset_full_after"),
     *("_dispatch_dump", "_dispatch_tls_is_dispatch_key_included"),
@@ -134,7 +136,7 @@ def _overload(name: str) -> OpOverload:
 def _is_foreign(name: str) -> bool:
     """Whether another library's kernel at our dispatch key receives an operation's calls."""
     lines = torch._C._dispatch_dump(name).splitlines()
-    return any(line.startswith(f"{_KEY}: ") and __file__ not in line for line in lines)
+    return any(line.startswith(f"{_KEY}: ") and f":{_LINE} " not in line for line in lines)
 
 
 def gaps() -> Iterator[Gap]:
@@ -182,7 +184,7 @@ def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
             set_compiler(compiler)
 
     namespace, _, short = name.partition("::")
-    library: Any = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
+    library: Any = torch._C._dispatch_library("IMPL", namespace, "", __file__, _LINE)
     library.impl(short, _KEY, kernel, True)  # noqa: FBT003  # with_keyset=True
     _libraries.append(library)
 

@@ -123,11 +123,11 @@ def _register(handler: Any) -> None:
         handler.register_end_callback(_after_tracing)
 
 
-def _before_tracing(_: object) -> None:
+def _before_tracing(*_: object) -> None:  # torch 2.7 passes nothing
     _take(_patches)
 
 
-def _after_tracing(_: object) -> None:
+def _after_tracing(*_: object) -> None:
     _put(_patches)
 
 
