@@ -241,10 +241,10 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
     make = DeviceMesh.__init__
 
     @functools.wraps(make)
-    def init(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
         _state.has_mesh |= device_type == "cuda"
         SimulatedTensors.has_cuda |= device_type == "cuda"
-        make(mesh, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+        make(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     # `device_type` is a property since torch 2.10, and an attribute in earlier versions.
     def read(mesh: DeviceMesh) -> str:

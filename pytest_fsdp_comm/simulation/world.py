@@ -278,10 +278,10 @@ def _made_once(make: Any) -> Any:
 
 def _checked(init: Any, groups: RealGroups) -> Callable[..., None]:
     @functools.wraps(init)
-    def run(mesh: device_mesh.DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        init(mesh, *args, **kwargs)
+    def run(self: device_mesh.DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
         with unset_fake_temporarily():
-            groups.check(mesh)
+            groups.check(self)
 
     return run
 

@@ -401,6 +401,13 @@ def test_backend_is_that_of_the_devices_used(comm_mode):
 
 
 @simulated
+@pytest.mark.upstream
+def test_mesh_takes_its_arguments_as_keywords():
+    mesh = DeviceMesh(device_type="cuda", mesh=torch.arange(16), mesh_dim_names=("dp",))
+    assert (mesh.device_type, mesh.size()) == ("cuda", 16)
+
+
+@simulated
 def test_backend_of_a_mesh_on_cuda_is_nccl():
     init_device_mesh("cuda", (16,))
     assert dist.get_backend() == "nccl"
