@@ -29,6 +29,7 @@ from typing import Any, Final
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -134,6 +135,10 @@ _PLAIN: Final = frozenset(
     }
 )
 """Types of arguments that a cache key can contain as they are."""
+# torch 2.7 requires its own class, which hashes slower.
+_KEY_TYPE: Final = (
+    tuple if hasattr(fake_tensor, "_set_cache_key") else fake_tensor._DispatchCacheKey
+)
 _PLAIN_TENSORS: Final = frozenset({FakeTensor, torch.Tensor, torch.nn.Parameter})
 _LISTS: Final = frozenset({list, tuple, torch.Size})
 
@@ -380,7 +385,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         key.append(torch.is_inference_mode_enabled())
         if self._add_to_key(key, args) and self._add_to_key(key, [*kwargs, *kwargs.values()]):
-            return tuple(key)
+            return _KEY_TYPE(tuple(key))
         return super()._cache_key(state, func, args, kwargs)
 
     def _add_to_key(self, key: list[Any], args: Sequence[Any]) -> bool:

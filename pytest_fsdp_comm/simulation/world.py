@@ -124,9 +124,8 @@ def _attributes(
     yield FakeWork, "is_completed", lambda _: True
     # torch draws ids of works from Python's `random`, which would change the random numbers of the
     # test. So use consecutive numbers instead.
-    numbers = itertools.count(1).__next__
-    numbering: Any = sys.modules["torch.distributed._meta_registrations"]
-    yield numbering, "generate_unique_id", numbers
+    if numbering := sys.modules.get("torch.distributed._meta_registrations"):  # not in torch 2.9
+        yield numbering, "generate_unique_id", itertools.count(1).__next__
     yield distributed_c10d, _MAKE_GROUP, _made_fake(getattr(distributed_c10d, _MAKE_GROUP))
     timeout = distributed_c10d.default_pg_timeout
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout

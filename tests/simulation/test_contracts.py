@@ -1,6 +1,7 @@
 """The private names of torch that a simulation replaces or reads: fails when one moves."""
 
 import inspect
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -45,7 +46,8 @@ def check_devices():
         assert callable(getattr(torch, name)), name
     places = (torch.cuda, torch.cuda.memory, torch.cuda.profiler, torch.accelerator)
     for name in (*devices._IDLE, *devices._NOTHING, *devices._ZERO):
-        assert any(hasattr(place, name) for place in places), name
+        # torch 2.7 has no device_index.
+        assert name == "device_index" or any(hasattr(place, name) for place in places), name
     assert parameters(flex_attention._validate_device)[0] == "query"
     hop = inspect.getsource(flex_attention.flex_attention)
     assert "flex_attention_hop(\n" in hop or "flex_attention_hop(*args" in hop
@@ -68,8 +70,19 @@ def check_world():
     assert distributed_c10d.GroupMember.WORLD is None
     assert vars(torch.jit._state._enabled).keys() == {"enabled"}
     assert "_enabled" in inspect.getsource(torch.jit._script)
-    # Their works are numbered by it, and a grouped matrix product gets its size.
-    assert callable(torch.distributed._meta_registrations.generate_unique_id)
+    # It numbers the works of collectives on meta tensors; torch 2.9 has no kernels for these.
+    if registrations := sys.modules.get("torch.distributed._meta_registrations"):
+        assert callable(registrations.generate_unique_id)
+    if hasattr(_meta_registrations, "meta_grouped_mm"):  # not in torch 2.7
+        check_grouped_product()
+    make = parameters(distributed_c10d._new_process_group_helper)
+    assert make[3] == "backend"
+    assert {*make} >= {*world._FAKE_OPTIONS}
+    assert isinstance(OPDEFS, Mapping)
+    assert "self._init_fn(*args, **kwargs)" in inspect.getsource(CustomOpDef)
+
+
+def check_grouped_product():
     sizes = inspect.getsource(_meta_registrations.meta_grouped_mm)
     assert (
         f"return {world._GROUPED}(\n        mat_a,\n        mat_b,\n        scale_a=None" in sizes
@@ -78,11 +91,6 @@ def check_world():
         "offs",
         "out_dtype",
     ]
-    make = parameters(distributed_c10d._new_process_group_helper)
-    assert make[3] == "backend"
-    assert {*make} >= {*world._FAKE_OPTIONS}
-    assert isinstance(OPDEFS, Mapping)
-    assert "self._init_fn(*args, **kwargs)" in inspect.getsource(CustomOpDef)
 
 
 def check_conversions():
