@@ -246,9 +246,9 @@ def _check_room(ranks: Sequence[int], backend: Backend, slots: int | None) -> No
         )
     if slots is not None and count > slots:
         raise BadValueError(
-            f"{count} ranks do not fit into the {slots} that --rank-slots (ini "
-            f"fsdp_comm_rank_slots) allows at once; allow at least {count}, lower the world "
-            "size, or simulate it in one process with backend='fake'"
+            f"the test needs {count} ranks, but --rank-slots (ini fsdp_comm_rank_slots) allows "
+            f"only {slots} at a time; raise it to at least {count}, lower the world size, or "
+            "simulate the ranks in one process with backend='fake'"
         )
 
 

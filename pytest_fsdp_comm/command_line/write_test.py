@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     for file in files:
         if file.exists():
             raise FsdpCommError(
-                f"{show_path(file)} already exists: remove it, or choose another with -o"
+                f"{show_path(file)} already exists: remove it, or choose another test file with -o"
             )
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)

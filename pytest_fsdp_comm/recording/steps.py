@@ -87,9 +87,9 @@ class StepRecorder:
     def _begin(self) -> None:
         if torch._C._current_graph_task_id() != -1:  # checked in torch 2.7 to 2.15
             raise RecordingError(
-                "expected optimizers that step after backward, but they step during backward, so "
-                "the end of a training step is unknown; record a step in the script itself: "
-                "with CommMode().saving(model, 'step.json'):"
+                "the optimizers step during backward, so the recorder cannot tell where a training "
+                "step ends; record a step in the script itself, with "
+                "`with CommMode().saving(model, 'step.json'):`"
             )
         self.models = _holding(self._together.values())
         try:

@@ -486,7 +486,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if not self._answers:
             raise SimulationError(
                 f"{find_call_site()} reads values that other ranks would have sent ({_how(func)}). "
-                "A simulated rank can only assume that all ranks hold the same values: if they do, "
+                "A simulated rank can only assume that all ranks hold the same values. If they do, "
                 "as with balanced routing, use simulation_splits='even' or simulate=True; "
                 "otherwise run the test on real ranks, without simulate="
             ) from None

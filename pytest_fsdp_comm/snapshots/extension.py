@@ -209,11 +209,10 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         if self._updates and not is_same and has_further_ranks(reviewed, new.profile):
             ranks = name_ranks(reviewed.recorded_ranks) if reviewed.recorded_ranks else "all ranks"
             raise FsdpCommError(
-                f"{old.lines.where} was recorded on {ranks}, and differs from this update, which "
-                f"recorded only {name_ranks(self._ranks)} of {self._world_size}; an update never "
-                "replaces a recording that has more ranks. Nothing was overwritten: update on the "
-                "same ranks (gloo and nccl run all ranks, --comm-backend fake does not), or delete "
-                "the file to record fewer ranks from now on"
+                f"{old.lines.where} was recorded on {ranks}, but this run recorded only "
+                f"{name_ranks(self._ranks)} of {self._world_size}, so the update would lose ranks; "
+                "nothing was overwritten. Update on the same ranks (gloo and nccl run all ranks, "
+                "--comm-backend fake does not), or delete the file to record only these ranks"
             )
         return is_same
 

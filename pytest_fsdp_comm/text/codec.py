@@ -114,7 +114,7 @@ def _parse(text: str | bytes, subject: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as problem:
-        raise CodecError(f"expected {subject} as JSON, got invalid JSON: {problem}") from None
+        raise CodecError(f"expected {subject}, but it is not valid JSON: {problem}") from None
 
 
 @cache

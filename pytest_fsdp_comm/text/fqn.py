@@ -184,7 +184,7 @@ def expand(pattern: str) -> tuple[str, ...]:
     sizes = (sum(last - first + 1 for first, last in ranges) for ranges in axes)
     if math.prod(sizes) > MAX_NAMES:
         raise ValueError(
-            f"{quoted_part(pattern)} contains too many names: expected at most {MAX_NAMES}"
+            f"{quoted_part(pattern)} expands to too many names: expected at most {MAX_NAMES}"
         )
     numbers = ([str(n) for a, b in ranges for n in range(a, b + 1)] for ranges in axes)
     return tuple(_join(words, chosen) for chosen in product(*numbers))

@@ -232,9 +232,9 @@ def test_more_ranks_than_slots_are_a_usage_error(run):
     result, _ = run(MANY, "-n", "0", "--rank-slots", "1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
-        "test_it.py::test_kept[0]: @pytest.mark.distributed: 2 ranks do not fit into the 1 that "
-        "--rank-slots (ini fsdp_comm_rank_slots) allows at once; allow at least 2, lower the "
-        "world size, or simulate it in one process with backend='fake'"
+        "test_it.py::test_kept[0]: @pytest.mark.distributed: the test needs 2 ranks, but "
+        "--rank-slots (ini fsdp_comm_rank_slots) allows only 1 at a time; raise it to at least 2, "
+        "lower the world size, or simulate the ranks in one process with backend='fake'"
     ) in result.stderr.str()
     assert "test_fresh[0-ws1]" not in result.stderr.str()
 

@@ -138,7 +138,7 @@ def test_optimizer_step_in_backward_raises(comm_mode):
         for _ in range(9):
             model.loss().backward()
 
-    with pytest.raises(RecordingError, match="expected optimizers that step after backward"):
+    with pytest.raises(RecordingError, match="the optimizers step during backward"):
         record_script(comm_mode, train)
 
 

@@ -114,7 +114,7 @@ def test_further_ranks_include_real_coordinates():
     assert not settle(16, simulate=True, ranks=[0]).finds_ranks
     joined = with_further_ranks(settings, [3], session_options(rank_slots=4))
     assert (joined.ranks, joined.finds_ranks) == ((0, 3, 8, 11), False)
-    with pytest.raises(BadValueError, match="4 ranks do not fit into the 3"):
+    with pytest.raises(BadValueError, match="allows only 3 at a time"):
         with_further_ranks(settings, [3], session_options(rank_slots=3))
 
 
@@ -230,9 +230,9 @@ def test_more_ranks_than_slots_are_refused():
     assert settle(3, options=options).world_size == 3
     assert settle(4096, backend="fake", ranks=[0, 1, 2], options=options).world_size == 4096
     assert problem(4, options=options) == (
-        "4 ranks do not fit into the 3 that --rank-slots (ini fsdp_comm_rank_slots) allows at "
-        "once; allow at least 4, lower the world size, or simulate it in one process with "
-        "backend='fake'"
+        "the test needs 4 ranks, but --rank-slots (ini fsdp_comm_rank_slots) allows only 3 at a "
+        "time; raise it to at least 4, lower the world size, or simulate the ranks in one process "
+        "with backend='fake'"
     )
 
 

@@ -306,15 +306,14 @@ def test_a_part_never_replaces_the_whole(project):
     result.assert_outcomes(failed=1)
     explained(
         result,
-        f"{COMM} was recorded on all ranks, and differs from this update, which recorded only "
-        "rank 0 of 2; an update never replaces a recording that has more ranks. Nothing was "
-        "overwritten: update on the same ranks (gloo and nccl run all ranks, --comm-backend fake "
-        "does not), or delete the file to record fewer ranks from now on",
+        f"{COMM} was recorded on all ranks, but this run recorded only rank 0 of 2, so the update "
+        "would lose ranks; nothing was overwritten. Update on the same ranks (gloo and nccl run "
+        "all ranks, --comm-backend fake does not), or delete the file to record only these ranks",
     )
     project.edit("assert comm_mode == comm_snapshot", "assert True")
     result = project.update("--comm-backend", "fake", "--snapshot-no-cleanup")
     result.assert_outcomes(failed=1)
-    explained(result, f"{TREE} was recorded on all ranks, and differs from this update")
+    explained(result, f"{TREE} was recorded on all ranks, but this run recorded only")
     assert {name: project.read(name) for name in project.files()} == before
 
 

@@ -97,8 +97,8 @@ def test_report_with_non_json_value_is_sent(channels):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (b"no json", "expected a message as JSON, got invalid JSON: Expecting value"),
-        (b"\xff", "expected a message as JSON, got invalid JSON: 'utf-8' codec"),
+        (b"no json", "expected a message, but it is not valid JSON: Expecting value"),
+        (b"\xff", "expected a message, but it is not valid JSON: 'utf-8' codec"),
         (b"[1]", "message: expected one of PhaseReport, WarningSeen, Debugging,"),
         (b"{}", "message: expected one of PhaseReport, WarningSeen, Debugging,"),
         (b'{"type": "Position", "site": ""}', "Joined, got 'Position'"),

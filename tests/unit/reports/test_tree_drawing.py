@@ -161,7 +161,7 @@ def test_json_round_trips():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "expected a tree as JSON, got invalid JSON: "),
+        ("", "expected a tree, but it is not valid JSON: "),
         ("[1]", "expected a tree of JSON version 1, got [1]; save it again with this version"),
         (
             '{"kind": "tree", "version": 2}',

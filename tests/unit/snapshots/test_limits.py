@@ -71,7 +71,7 @@ def refused(kind, text):
         ("mesh dp", "ranks 0,9\nmesh dp", "line 3: it reads 'ranks 0,9': bad ranks '0,9'; expec"),
         ("mesh dp", "ranks 0-7\nmesh dp", "it reads 'ranks 0-7'; expected 'mesh dp=4"),
         ("{0..3}", "{0..9999999}", "too many names"),
-        ("{0..3}", "{0..900000}.{0..900000}", "contains too many names; expected at most"),
+        ("{0..3}", "{0..900000}.{0..900000}", "expands to too many names; expected at most"),
         ("{0..3}", "{0..03}", "bad numbers {0..03} in 'layers.{0..03}"),
         ("{0..3}", "{3}", "bad numbers {3} in 'layers.{3}"),
         ("layers", "l\\x61yers", "line 5: it reads"),

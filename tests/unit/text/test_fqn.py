@@ -96,7 +96,7 @@ def test_natural_order_is_total(orders):
         ("l.{00..3}", "bad numbers {00..3} in 'l.{00..3}'"),
         (
             "l.{0..99999}.{0..99999}",
-            "'l.{0..99999}.{0..99999}' contains too many names: expected at most 131072",
+            "'l.{0..99999}.{0..99999}' expands to too many names: expected at most 131072",
         ),
         ("a\\q", r"bad escape at column 2 of 'a\\q': expected \xHH, \uHHHH or \UHHHHHHHH"),
         ("a\\Uffffffff", r"bad escape at column 2 of"),
