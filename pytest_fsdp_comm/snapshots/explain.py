@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -37,11 +38,13 @@ from pytest_fsdp_comm.snapshots.failed_comparison import (
     UNEXPLAINED,
     FailedComparison,
 )
-from pytest_fsdp_comm.snapshots.unused import describe_neighbour
+from pytest_fsdp_comm.snapshots.unused import describe_neighbour, path_from
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
 # Options that the accept command has to repeat, because they affect the recording.
 _OPTIONS: Final = ("--world-size", "--comm-backend")
+# Files whose directory pytest may choose as its root.
+_SETTINGS: Final = ("pytest.toml", "pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 
 
 def explain_comparison(left: object, right: object) -> list[str] | None:
@@ -186,7 +189,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
         return ""
     # An update refuses to replace a recording that has more ranks, so first remove its file.
     wider = [
-        shlex.quote(show_path(Path(result.snapshot_location), item.config.rootpath))
+        shlex.quote(path_from(item.config, Path(result.snapshot_location)))
         for result in failed
         for old, new in _compared_profiles(result)
         if has_further_ranks(old, new)
@@ -197,7 +200,20 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
         wider, options["--comm-backend"] = [], None
     remove = f"rm {' '.join(wider)} && " if wider else ""
     args = [f"{name}={value}" for name, value in options.items() if value is not None]
+    args += _root_options(item)
     return " ".join([f"{remove}pytest --snapshot-update", *args, _quoted_id(item)])
+
+
+def _root_options(item: pytest.Item) -> list[str]:
+    """Return options that keep the root directory if only this test is selected."""
+    config = item.config
+    below = itertools.takewhile(lambda path: path != config.rootpath, item.path.parents)
+    files = [path / f"{dot}{name}" for path in below for name in _SETTINGS for dot in ("", ".")]
+    given = config.option.rootdir or config.option.inifilename
+    if not given and not any(file.exists() for file in files):
+        return []
+    paths = {"--rootdir": config.rootpath, "--config-file": config.inipath}
+    return [f"{key}={shlex.quote(path_from(config, path))}" for key, path in paths.items() if path]
 
 
 def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
@@ -218,7 +234,7 @@ def describe_problem(error: BaseException, *, where: str) -> str:
 
 
 def _quoted_id(item: pytest.Item) -> str:
-    module = os.path.relpath(item.path, item.config.invocation_params.dir)
+    module = path_from(item.config, item.path)
     # pytest would read a leading "-" as an option, and "@" as a file of arguments.
     module = f"./{module}" if module[0] in "-@" else module
     _, separator, names = item.nodeid.partition("::")

@@ -223,7 +223,7 @@ class UnusedSnapshots:
         files = [
             (path, argument)
             for path in self.files
-            if f"git mv {shell_word(argument := _from(self._config, path))} " not in failures
+            if f"git mv {shell_word(argument := path_from(self._config, path))} " not in failures
         ]
         if not files:
             return
@@ -259,7 +259,7 @@ def _snapshot_files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob(f"*{SUFFIX}") if path.is_file())
 
 
-def _from(config: pytest.Config, path: Path) -> str:
+def path_from(config: pytest.Config, path: Path) -> str:
     """Return a path relative to the directory that pytest was started in."""
     return os.path.relpath(path, config.invocation_params.dir)
 
@@ -292,7 +292,7 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
         return ""
     lead = "the snapshot of a removed test is identical:" if same else "was the test renamed?"
     paths = (missing.parent, (same or near)[0], missing)
-    directory, old, new = (shell_word(_from(item.config, path)) for path in paths)
+    directory, old, new = (shell_word(path_from(item.config, path)) for path in paths)
     # git mv does not create directories, so create a missing one first.
     mkdir = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
     return f"{lead} {mkdir}git mv {old} {new}"

@@ -5,6 +5,9 @@ separate argument for a test path.
 """
 
 import os
+import re
+import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -97,6 +100,20 @@ def test_report_repeats_path_options_with_equals_sign(project, tmp_path):
     """A path that was new when the run began exists when its command is repeated."""
     check_compared_as_here(run(project, "--comm-report", tmp_path / "new"), project)
     assert f"--comm-report={tmp_path}" in (tmp_path / "new/index.html").read_text()
+
+
+@pytest.mark.parametrize("settings", ["", "[pytest]\nmarkers = mine\n"])
+def test_record_command_keeps_root_of_monorepo(project, tmp_path, settings):
+    """pytest would use a package's own configuration if its test is the only argument."""
+    mono = tmp_path / "mono"
+    shutil.copytree(project.parents[1], mono)
+    if settings:
+        (mono / "pytest.ini").write_text(settings)
+    path = {"PYTHONPATH": f"{mono}/packages/training/src:{ROOT}/tests"}
+    (command,) = re.findall("record it: pytest (.*)", run(mono, **path).stdout)
+    assert run(mono, *shlex.split(command), **path).returncode == 0
+    done = run(mono, **path)
+    assert done.returncode == 0, command + done.stdout
 
 
 def test_spawned_ranks_resolve_paths_like_session(project, tmp_path):
