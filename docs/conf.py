@@ -42,7 +42,8 @@ nitpick_ignore_regex = [
 
 html_theme = "furo"
 html_title = project
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_theme_options = {
     "source_repository": REPOSITORY,
     "source_branch": "main",
