@@ -335,9 +335,9 @@ class CommDebugAnswers(ABC):
         operations = self._current_block().trace.operations
         if operations is None:
             raise RecordingError(
-                "the operations of this block were not traced, because tracing slows a recording "
-                "down; request it: `with comm_mode(model, trace_operations=True):`. Counts, and "
-                "the table at noise level 0, need no trace"
+                "the operations of this block were not traced, because tracing is slow; to trace "
+                "them, use `with comm_mode(model, trace_operations=True):`. Counts, and the table "
+                "at noise level 0, do not need tracing"
             )
         by_module: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for module, operation in operations:

@@ -68,8 +68,8 @@ class RealGroups:
         # may be a process group outside any mesh, or an axis without a name.
         if unused and _meshes and None not in _meshes:
             raise FsdpCommError(
-                f"real= names {', '.join(unused)}, but the meshes have only "
-                f"{', '.join(sorted(map(str, _meshes)))}: rename or remove the axis in real="
+                f"real= contains {', '.join(unused)}, but the only mesh axes are "
+                f"{', '.join(sorted(map(str, _meshes)))}: rename or remove unknown axes in real="
             )
 
     def exchange(
@@ -287,8 +287,8 @@ def distinct_places(
             local_lengths = set()
             for length in lengths[dim]:
                 chunk = -(-length // size)
-                # Three ranks have all distinct lengths: the last rank with a full chunk, the rank
-                # with the remainder, and the last rank of all.
+                # Three ranks are enough to cover every shard length: the last one with a full
+                # chunk, the one with the remainder, and the very last one.
                 ends = {max(0, length // (chunk or 1) - 1), (length - 1) // (chunk or 1), size - 1}
                 local = {end: max(0, min(chunk, length - end * chunk)) for end in (place, *ends)}
                 distinct |= {end for end in ends if local[end] != local[place]}

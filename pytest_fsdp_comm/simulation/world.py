@@ -99,7 +99,7 @@ def _complete_collectives() -> Any:
         func = getattr(torch.ops.c10d, f"{name}_coalesced_").default
         if not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
             library.impl(func, lambda *_, **__: FakeWork().boxed(), "Meta")
-    return library  # cached, because torch removes the kernels with the library
+    return library  # cached: torch unregisters the kernels when the library is garbage-collected
 
 
 def _attributes(
@@ -238,7 +238,7 @@ def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 def _refuse_ddp(*_: Any, **__: Any) -> None:
     raise SimulationError(
         f"{find_call_site()} wraps a model in DistributedDataParallel, whose reducer needs tensors "
-        "with memory: use fully_shard with a mesh that replicates and shards, or "
+        "with memory: use fully_shard with a 2-D mesh (HSDP), or "
         'backend="fake" instead of simulate='
     )
 
@@ -508,9 +508,9 @@ def _split(split: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse(*_: Any) -> Any:
     raise SimulationError(
-        f"{find_call_site()} reads the memory of a tensor (as saving a checkpoint does), but a "
-        "simulated tensor has none: move that to code that the test does not run, or run the test "
-        "on real ranks, without simulate="
+        f"{find_call_site()} reads the memory of a tensor (for example, to save a checkpoint), but "
+        "simulated tensors have no memory: move the call out of the code that the test runs, or "
+        "run the test on real ranks, without simulate="
     )
 
 

@@ -152,8 +152,8 @@ def test_an_axis_that_no_mesh_has_is_reported(pytester):
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
-            "*real= names pipeline, but the meshes have only dp, pp: rename or remove the axis in "
-            "real="
+            "*real= contains pipeline, but the only mesh axes are dp, pp: rename or remove unknown "
+            "axes in real="
         ]
     )
 

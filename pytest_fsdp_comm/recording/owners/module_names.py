@@ -119,9 +119,9 @@ def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Mo
     common = _common_parameter(parts) if len(parts) > 1 else None
     if common is not None:
         raise RecordingError(
-            f"{given_to}([...]) expects parts of one model, with distinct names, but two of them "
-            f"have a parameter {escape(common)}; pass torch.nn.ModuleList([...]), which names its "
-            "modules 0, 1 and so on"
+            f"{given_to}([...]) expects parts of one model without common parameter names, but two "
+            f"of them have a parameter named {escape(common)}; pass torch.nn.ModuleList([...]) "
+            "instead, which prefixes the names with 0, 1 and so on"
         )
     return parts
 
