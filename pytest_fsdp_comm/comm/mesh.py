@@ -47,11 +47,10 @@ def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
     """Return the `MeshAxis.dims` of ranks in group order; None if no dims describe them."""
     # Work outwards from the innermost dimension. The next stride is the distance to the first rank
-    # that the dimensions so far do not cover; the next size is how often the covered ranks repeat
-    # at that distance.
+    # not covered so far; the next size is how often the covered ranks repeat at that distance.
     offsets = [rank - ranks[0] for rank in ranks]
     dims = []
-    inner = 1  # number of ranks that the dimensions so far cover
+    inner = 1  # number of ranks covered so far
     while inner < len(offsets):
         stride, size = offsets[inner], 1
         while offsets[size * inner : (size + 1) * inner] == [

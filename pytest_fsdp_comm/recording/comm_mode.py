@@ -242,7 +242,7 @@ class CommMode(CommDebugAnswers):
 
     @property
     def peak_gathered_nbytes(self) -> int:
-        """The largest number of bytes of FSDP parameters that this rank had gathered at once."""
+        """Peak size in bytes of the FSDP parameters gathered on this rank at the same time."""
         return self.recording.peak_gathered_nbytes
 
     @property

@@ -104,8 +104,8 @@ class GroupNames:
 
     def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
         """Return the axis of each group, with a suffix if different axes have the same name."""
-        # Compute axes from ranks, not from the mesh's layout: for a mesh made from a transposed
-        # tensor, torch 2.13 reports strides that its groups do not have.
+        # Compute axes from ranks, not from the mesh's layout: torch 2.13 reports wrong strides for
+        # a mesh built from a transposed tensor.
         by_key = {key: self.axis(key) for key in dict.fromkeys(keys)}
         layouts: defaultdict[str, set[MeshAxis]] = defaultdict(set)
         for axis in by_key.values():

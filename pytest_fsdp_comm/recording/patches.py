@@ -1,4 +1,4 @@
-"""Patch torch's classes and modules while recordings run; no other module patches them."""
+"""Patch torch while a recording is active."""
 
 # Note [Patches]: We replace the attributes when the first recording of the process begins, and
 # restore them when the last recording ends. Code may still call a replacement after that: each call

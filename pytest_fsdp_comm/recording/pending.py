@@ -115,8 +115,8 @@ class OwnerNames:
 
     def place_of_backward(self, call: Attribution, after: int) -> tuple[int | None, int | None]:
         """Return which backward pass a reduction follows, and how many passes there are."""
-        # Count only passes that add to the reduced gradients; return (None, None) unless there are
-        # several. `after` is the number of all passes that began before the reduction.
+        # Count only passes that add to the reduced gradients, and return (None, None) unless there
+        # is more than one such pass. `after` counts every pass that began before the reduction.
         if len(self._backwards) <= 1:
             return None, None
         source, modules = call.source, call.owner

@@ -46,8 +46,8 @@ from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 # left over. There always is one, because the empty path is exact.
 
 BEAM: Final = 5
-"""Number of paths that are extended in each round. 2 are enough for all cases of
-`tests/regressions`, but three changes at once, such as a switch from DDP to HSDP, need 5."""
+"""How many paths to extend in each round. Two would do for every case in `tests/regressions`, but
+three simultaneous changes, such as a switch from DDP to HSDP, need five."""
 DEPTH: Final = 6
 """Maximum number of steps in an explanation."""
 _LEAST_COST: Final = 1.5

@@ -73,7 +73,7 @@ class Step:
 
     kind: str
     order: ClassVar[int] = 5
-    """Steps are applied in ascending order: names first, single modules last."""
+    """Steps are applied in ascending order: renames first, changes to individual modules last."""
 
     @property
     def description_cost(self) -> float:

@@ -144,8 +144,9 @@ class RankPlugin:
             warning = warnings.WarningMessage(text, category, str(item.path), line)
             self.pytest_warning_recorded(warning, "runtest", item.nodeid, None)
 
-    # pytest evaluates skip marks before this hook (tryfirst), so a skipped test creates no process
-    # group. pytest sets up fixtures after this hook, because hooks of later plugins run first.
+    # pytest evaluates skip marks in a tryfirst hook, before this one, so a skipped test creates no
+    # process group. pytest sets up fixtures after this hook, because it calls the hook of the most
+    # recently registered plugin first.
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         self._has_failed_subtest = False

@@ -438,7 +438,7 @@ def _with_others(
     rank_count: int,
     is_first: bool,
 ) -> pytest.TestReport:
-    """Append to a report the names of the ranks that it describes, and the text `others`."""
+    """Append the names of the failing ranks, and the text `others`, to a report."""
     if not others and len(failing) == rank_count:
         return report
     how = "failed first" if is_first and len(failing) == 1 else "failed"

@@ -255,8 +255,8 @@ class UnitWatch:
         yield
 
     def _use(self, state: enum.Enum, group: Any) -> None:
-        # If the unit is in this state already, it is in use, and this call is for another module or
-        # output. Up to torch 2.11, only the unit's first module triggers the call.
+        # FSDP2 calls pre_forward for each module of a unit (up to torch 2.11, only for the first),
+        # and pre_backward for each output. Only the first call changes the state: a new use begins.
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 

@@ -184,8 +184,7 @@ def ranks_differ(texts: Mapping[int, str]) -> Iterator[Case]:
 @rule("partly-wrapped", "warning", cure="call fully_shard on each block of the stack")
 def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
     """Find blocks that are not units although other blocks of the same stack are."""
-    # Ignore blocks too small for a unit, blocks whose modules are units, and blocks that are
-    # frozen where FSDP1 wraps only trainable blocks (or the reverse).
+    # Ignore blocks that are too small for a unit, and blocks whose modules are units.
     tree, units_of = wrapping.tree, wrapping.units_of
     nbytes = [0] * len(tree.modules)
     trains = [False] * len(tree.modules)
@@ -199,8 +198,9 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
             nbytes[parent] += 0 if index in units_of else nbytes[index]
     for stack in wrapping.stacks:
         wrapped = [index for index in stack if index in units_of]
-        # In FSDP2, a unit can mix frozen and trainable parameters at no cost, so expect frozen and
-        # trainable blocks to be wrapped.
+        # In FSDP1, compare frozen blocks only with frozen blocks, and trainable blocks only with
+        # trainable ones. FSDP2 units can mix both at no cost, so a single wrapped block means that
+        # all blocks should be wrapped.
         comparable = {
             state
             for index in wrapped

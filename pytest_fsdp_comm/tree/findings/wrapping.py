@@ -29,7 +29,7 @@ class Wrapping:
 
     @cached_property
     def parts(self) -> list[int]:
-        """For each module, the index of its root: the part of the model that contains it."""
+        """The index of each module's topmost ancestor, which identifies its part of the model."""
         parts: list[int] = []
         for index, node in enumerate(self.tree.modules):
             parts.append(index if node.parent is None else parts[node.parent])
