@@ -31,21 +31,24 @@ def _numbers(version: str) -> list[int]:
 def table() -> str:
     """Return the numbers of passed, failed and skipped tests as Markdown."""
     rows = [
-        ("torch", "Python", ", ".join(PACKAGES), "`-m upstream`", "examples", "date", "commit"),
-        ("---",) * 7,
+        ("torch", "Python", ", ".join(PACKAGES), "upstream", "examples", "commit"),
+        ("---",) * 6,
     ]
     # One bullet for each failed test and each reason, with all versions that it applies to.
     bullets: dict[tuple[str, str], list[str]] = {}
     for record in records():
         torch, python, *packages = _versions(record)
         upstream, examples = (_counts(record["runs"][name]) for name in ("upstream", "examples"))
-        date, commit = record["date"], f"`{record['commit']}`"
-        rows.append((torch, python, ", ".join(packages), upstream, examples, date, commit))
+        commit = f"`{record['commit']}`"
+        rows.append((torch, python, ", ".join(packages), upstream, examples, commit))
         for test in record["failed"]:
             bullets.setdefault(("Failed", f"`{test}`"), []).append(torch)
         for reason in record["skipped"]:
             bullets.setdefault(("Skipped", reason), []).append(torch)
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+    plugins = sorted({record["versions"]["pytest-fsdp-comm"] for record in records()})
+    dates = sorted({record["date"] for record in records()})
+    lines = [f"Results of pytest-fsdp-comm {', '.join(plugins)} on {', '.join(dates)}:", ""]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += [""]
     for (outcome, text), versions in bullets.items():
         lines.append(f"- {outcome} with torch {', '.join(dict.fromkeys(versions))}: {text}")

@@ -94,6 +94,12 @@ def test_each_combination_was_run_with_its_versions():
             assert RECORDS[name]["runs"][run]["passed"] > 0, name
 
 
+def test_each_record_is_of_this_version():
+    for name, record in RECORDS.items():
+        assert record["versions"]["pytest-fsdp-comm"] == PYPROJECT["version"], name
+        assert not record["commit"].endswith("changes"), name
+
+
 def test_stale_installation_is_not_recorded(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.0.1")
     with pytest.raises(SystemExit, match=r"0\.0\.1 is installed"):
