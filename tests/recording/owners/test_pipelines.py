@@ -173,7 +173,7 @@ def test_first_step_also_runs_shape_inference(comm_mode, device_mesh, dist_info)
 
 
 def test_parts_with_equal_parameter_names_raise(comm_mode):
-    with pytest.raises(RecordingError, match=r"two of them have a parameter down\.weight; pass"):
+    with pytest.raises(RecordingError, match=r"of them have a parameter named down\.weight; pass"):
         comm_mode([Block(), Block()])
     with pytest.raises(RecordingError, match="or a list of them, got str"):
         comm_mode([Block(), "Block"])
