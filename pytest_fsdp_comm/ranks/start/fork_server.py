@@ -343,7 +343,7 @@ class ForkServer:
             self._connections += connections[rank]
             with theirs, their_watch:
                 self._send(messages.StartRank(rank=rank), theirs, their_watch)
-        self.pids = self._await(messages.SetStarted, _PREPARED_WITHIN_S).pids
+        self.pids = self._await(messages.SetStarted, under_load(_PREPARED_WITHIN_S)).pids
         return connections
 
     def _send(self, request: messages.ServerRequest, *ends: Connection) -> None:
@@ -363,7 +363,7 @@ class ForkServer:
             raise ServerDiedError from None
 
     def _await(self, cls: type[_Reply], within_s: float) -> _Reply:
-        until = time.monotonic() + under_load(within_s)
+        until = time.monotonic() + within_s
         while True:
             try:
                 reply = self._channel.receive(within_s=until - time.monotonic())
@@ -379,7 +379,8 @@ class ForkServer:
     def end_ranks(self, within_s: float, **_: Collection[int]) -> dict[int, int]:
         try:
             self._send(messages.EndSet(within_s=within_s))
-            return self._await(messages.SetEnded, within_s + _ANSWERED_WITHIN_S).unended
+            answered_within_s = within_s + under_load(_ANSWERED_WITHIN_S)
+            return self._await(messages.SetEnded, answered_within_s).unended
         except ServerDiedError:
             # The ranks died with their server (`end_with_parent`), but their children may be alive.
             ending.kill(-pid for pid in self.pids.values())
