@@ -218,6 +218,8 @@ class UnusedSnapshots:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print changes that made several tests fail, then unused files, with commands for both."""
         print_shared_changes(terminalreporter)
+        if not self.files:
+            return
         # If a failure suggests to rename a file, do not suggest to remove it.
         failures = "".join(report.longreprtext for report in terminalreporter.getreports("failed"))
         files = [
