@@ -9,7 +9,7 @@ identical, or belong to two or eight pipeline stages (in one case, the first ran
 sends an extra broadcast), or all differ. Each case runs in a separate process. Prints the CPU
 seconds of each of these steps, the peak memory in MiB beyond that of importing torch, the size of
 the snapshot, and the ratio to the line above, which has half as many ranks. The exit status is 1 if
-a case other than the last takes more than 3 CPU seconds or 100 MiB.
+a case other than the last takes more than 3 CPU seconds or 50 MiB.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LIMIT_S = 3.0
-LIMIT_MIB = 100.0
+LIMIT_MIB = 50.0
 
 LABEL = "comm_mode"
 TP = 8
