@@ -120,7 +120,7 @@ def _flight(entry: dict[str, Any]) -> Flight:
         group=group,
         description=description,
         seq=entry["collective_seq_id"],
-        kind=kind,
+        kind=kind.removeprefix("_").removesuffix("_base"),  # NCCL's _all_gather_base
         sent=_tensors(entry["input_sizes"], entry["input_dtypes"]),
         received=_tensors(entry["output_sizes"], entry["output_dtypes"]),
         thread_id=int(entry["thread_id"]),

@@ -6,7 +6,7 @@ from pytest_fsdp_comm.recording import flight_recorder
 from pytest_fsdp_comm.recording.flight_recorder import flights, flown
 
 
-def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100):
+def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100, kind="all_reduce"):
     return {
         "collective_seq_id": seq,
         "input_dtypes": ["Float"],
@@ -15,7 +15,7 @@ def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100):
         "output_dtypes": ["Float"],
         "output_sizes": [[4]],
         "process_group": ("0", "default_pg"),
-        "profiling_name": f"{backend}:all_reduce",
+        "profiling_name": f"{backend}:{kind}",
         "retired": retired,
         "state": state,
         "thread_id": "7",
@@ -47,3 +47,16 @@ def test_flights_skip_earlier_and_point_to_point_calls(monkeypatch):
     of_nccl = {"_dump_nccl_trace": [old, sent, new]}
     monkeypatch.setattr(flight_recorder, "_entries", lambda dump: of_nccl.get(dump, []))
     assert [found.seq for found in flown(since_ns=100)[0]] == [3]
+
+
+@pytest.mark.parametrize(
+    ("listed", "kind"),
+    [
+        ("_all_gather_base", "all_gather"),
+        ("_reduce_scatter_base", "reduce_scatter"),
+        ("all_to_all", "all_to_all"),
+    ],
+)
+def test_kinds_of_nccl_have_the_recordings_names(listed, kind):
+    (found,) = flights([entry(1, backend="nccl", state="started", kind=listed)])
+    assert found.kind == kind
