@@ -1,1 +1,1 @@
-"""Recordings as values: events, profiles, their comparison, and the causes of a diff."""
+"""Represent recordings as immutable values, compare them, and find the causes of a diff."""

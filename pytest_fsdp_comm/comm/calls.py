@@ -1,4 +1,4 @@
-"""Define the fields by which calls are compared, and how snapshots write these fields."""
+"""Define which fields of calls are compared, and how snapshots write them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Final
 from pytest_fsdp_comm.comm.events import Collective, Source
 from pytest_fsdp_comm.text.fqn import write_word
 
-# To add a field to snapshots, declare it in `Calls` with `_word`; its default applies to snapshots
-# that lack the field. Nothing else has to change: the writer and the reader of snapshots use
-# `CALL_WORDS`, and rows are compared by all fields.
+# To add a field to snapshots, only declare it in `Calls` with `_word`. The writer and the reader of
+# snapshots use `CALL_WORDS`, and rows are compared by all fields. Older snapshots, which lack the
+# new field, get its default.
 
 _WORD: Final = "word"
 NOT_LAST: Final = " but not the last"
@@ -78,7 +78,7 @@ class Calls:
     is_object: bool = False
     """Whether the calls send pickled objects, whose size varies with their contents."""
     is_unsized: bool = False
-    """Whether the calls send activations and the size of activations is not compared."""
+    """Whether the calls send activations whose sizes are not compared."""
     ahead: int = _word(
         0, "ahead {}", lambda event: event.ahead or 0, value_pattern=_COUNT, is_timing=True
     )
@@ -89,7 +89,7 @@ class Calls:
     """Whether the calls are asynchronous (``async_op=True``); False if torch does not report it."""
     peer: int = _word(0, "peer {:+}", _peer_distance, value_pattern=f"[+-]{_COUNT}")
     """For sends and receives, the distance to the other rank, taking the shorter way around the
-    group: 1 is the next rank, -1 the previous one. 0 for other kinds, and if it is unknown."""
+    group: 1 is the next rank, -1 the previous one. 0 for other kinds, or if it is unknown."""
     root_rank: int = _word(
         -1,
         "root {}",
@@ -115,7 +115,7 @@ class Calls:
     """The backward passes that issue these calls, such as ``the last of 4 backwards``. Empty if
     every pass that computes the gradients also reduces them. See Note [Comparable]."""
     count: int = 0
-    """Number of calls; 0 in a `Calls` that only serves as a dictionary key."""
+    """Number of calls; 0 in a `Calls` that is only used as a dictionary key."""
 
     @property
     def lacks_last(self) -> bool:
@@ -165,4 +165,4 @@ _DEFAULTS: Final = {entry.name: entry.default for entry in fields(Calls)}
 UNTIMED: Final[dict[str, Any]] = {
     name: _DEFAULTS[name] for name, word in CALL_WORDS.items() if word.is_timing
 }
-"""Defaults of the timing fields. Pass them to `replace_fields` to ignore when calls are issued."""
+"""Defaults of the timing fields; pass them to `replace_fields` to ignore when calls are issued."""

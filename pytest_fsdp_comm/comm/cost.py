@@ -11,9 +11,9 @@ from typing import TypeAlias, TypeVar
 from pytest_fsdp_comm.comm.profile import CommProfile
 
 # Report the cost for a single rank, the one whose bytes change most: in a sum over ranks, more
-# bytes on one rank could hide fewer bytes on another. Ranks that occur in exactly the same rank
-# lists have equal rows and peaks, so compute the cost only for the first rank of each such group.
-# Bytes are message sizes, as in `events.Collective.nbytes`.
+# bytes on one rank could hide fewer bytes on another. Ranks that appear in the same `ranks` fields
+# have equal rows and peaks, so compute the cost only for the first rank of each such group. Bytes
+# are message sizes, as in `events.Collective.nbytes`.
 
 _Value = TypeVar("_Value")
 _Part: TypeAlias = tuple[str, str]  # axis and kind
@@ -85,7 +85,7 @@ class Cost:
 
 
 def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
-    """Compute the cost on the ranks recorded on both sides; without such ranks, it is empty."""
+    """Compute the cost on ranks that both profiles recorded; empty if there are no such ranks."""
     groups = _groups_of_equal_ranks(old, new)
     if not groups:
         return Cost()
@@ -168,7 +168,7 @@ def _largest(
     groups: Mapping[int, Sequence[int]],
     weight: Callable[[_Value], tuple[int, ...]],
 ) -> tuple[_Value, tuple[int, ...]]:
-    """Return the value with the greatest weight, and the ranks that have it; empty if all do."""
+    """Return the value with the greatest weight, and the ranks that have it (empty for all)."""
     largest = max(values.values(), key=weight)
     firsts = [rank for rank, value in values.items() if value == largest]
     ranks = sorted(itertools.chain.from_iterable(groups[rank] for rank in firsts))

@@ -1,4 +1,4 @@
-"""Compare two profiles: find changes, explain them, and look for likely causes."""
+"""Compare a recording with a snapshot: find changes, explain them, and look for likely causes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Rows: TypeAlias = tuple[Row, ...]
 
 @dataclass(frozen=True, slots=True)
 class NewCalls:
-    """The lines of code that issued calls which are missing from the snapshot."""
+    """The lines of code that issued calls that the snapshot does not have."""
 
     sites: tuple[tuple[str | None, Site], ...] = ()
     """The owner and the site of each line that may have issued new calls."""
@@ -67,12 +67,12 @@ class Change:
     """What differs, such as ``all_gather[dp]``, ``unshard``, ``(Shard(dim=0))->(Replicate())`` or
     ``world_size``."""
     before: tuple[Row, ...] = ()
-    """The first owner's rows in the snapshot; several if ranks differ, empty if it had none."""
+    """The snapshot's rows for the first owner: several if ranks differ, empty if there are none."""
     after: tuple[Row, ...] = ()
-    """The first owner's rows in the recording; several if ranks differ, empty if it has none."""
+    """The recording's rows for the first owner, likewise."""
     old_text: str = ""
     new_text: str = ""
-    """`old_text` and `new_text` are the old and the new value; both are empty if rows changed."""
+    """`old_text` and `new_text` are the two values; both are empty if the difference is in rows."""
     new_calls: NewCalls = NewCalls()
 
 
@@ -142,7 +142,7 @@ def _is_of_backward(step: Step) -> bool:
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
-    """Compare two profiles, except for parts that are not `comparable`, and explain the diff."""
+    """Compare the `comparable` parts of two profiles, and explain the diff."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     old, new = comparable(old, new)
@@ -207,7 +207,7 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
 
 
 def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:
-    """Describe both meshes; return two empty strings if one merely uses more axes."""
+    """Describe both meshes; return two empty strings if one only has additional axes."""
     before, after = ({axis.name for axis in axes} for axes in (old, new))
     shared = before & after
     is_same = [axis for axis in old if axis.name in shared] == [
@@ -261,7 +261,7 @@ def _compare_rows(
 def _new_calls(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
-    """Find the code that issued new calls: snapshots store no sites, so compare the fields."""
+    """Find the code of new calls. Snapshots store no line numbers, so compare the calls' fields."""
     sites: dict[Site, None] = {}
     is_certain = True
     for row in now:
@@ -286,7 +286,7 @@ def _new_calls(
                     if is_sender and _untimed(site.calls, call) == kind:
                         candidates.append(site)
                         counts[site.call_site] += site.calls.count
-                # If a line issued more of these calls than are old, at least one of them is new.
+                # If a line issued more of these calls than the snapshot has, one of them is new.
                 num_old = counts.total() - num_new
                 certain = {line for line, count in counts.items() if count > num_old}
                 is_certain &= bool(certain) or not candidates
@@ -296,7 +296,7 @@ def _new_calls(
 
 
 def _untimed(recorded: Calls, compared: Calls) -> Calls:
-    """Reset the timing and count of recorded calls, and also their size if `compared` has none."""
+    """Clear the timing and count of recorded calls; if `compared` has no size, clear theirs too."""
     changes = {**UNTIMED, "count": 0}
     if compared.is_unsized:
         changes |= {"nbytes": 0, "is_unsized": True}

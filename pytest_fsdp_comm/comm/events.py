@@ -63,12 +63,12 @@ COLLECTIVE_KINDS: Final = (
 """The supported kinds; any other operation is recorded as ``unknown:<op>``."""
 
 REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
-"""The kinds that reduce. FSDP and DDP use them to reduce gradients."""
+"""The kinds that reduce tensors; reductions of gradients have one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One communication call that this rank issued."""
+    """One communication call that a rank issued."""
 
     index: int
     """Position in the recording, starting at 0."""
@@ -220,7 +220,7 @@ class Recording:
     torch_version: str
     """The value of ``torch.__version__``. Reported, never compared."""
     mesh_axes: tuple[MeshAxis, ...] = ()
-    """The axes that collectives used, sorted by name."""
+    """The axes over which collectives communicated, sorted by name."""
     shows_async: bool = True
     """Whether this torch reports which calls are asynchronous; older versions do not."""
     collectives: tuple[Collective, ...] = ()

@@ -12,7 +12,7 @@ from pytest_fsdp_comm.text.codec import CodecError, dump_document, load_document
 from pytest_fsdp_comm.text.rank_lists import fold_equal
 
 JSON_VERSION: Final = 1
-"""Increase this if older readers would misread a new document."""
+"""Increase this when a change would make older versions misread new documents."""
 
 _KIND: Final = "recording"
 
@@ -40,13 +40,13 @@ class ScriptRun:
 class _Recordings:
     recordings: tuple[Recording, ...]
     ranks_alike: tuple[tuple[int, ...], ...] = ()
-    """For each recording, the other ranks whose recording is identical; empty if all differ."""
+    """For each recording, the other ranks with an identical one; empty if all recordings differ."""
     run: ScriptRun | None = None
     """None if the recordings come from a test, or from a `comm_mode` block in a script."""
 
 
 def dump_recordings(recordings: Sequence[Recording]) -> str:
-    """Return the recordings of one block as JSON, in rank order."""
+    """Return the recordings of all ranks in one `comm_mode` block as JSON, in rank order."""
     return dump_document(_KIND, JSON_VERSION, _Recordings(recordings=tuple(recordings)))
 
 
@@ -82,8 +82,8 @@ def load_run(text: str) -> ScriptRun | None:
 
 
 def parts_of(recording: Recording) -> tuple[int, ...]:
-    """Return a key that is equal for all ranks whose recording was read from the same entry."""
-    # The key consists of object ids, so it is valid only while the recording is alive.
+    """Return a key that is equal for ranks that share one recording in a JSON document."""
+    # The key consists of object ids, so it is valid only as long as the recording exists.
     names = {field.name for field in fields(recording)} - {"rank"}
     return tuple(id(getattr(recording, name)) for name in sorted(names))
 

@@ -15,13 +15,13 @@ class MeshAxis:
 
     name: str
     """The name in the device mesh (``"dp"``), ``"world"`` for the default group, or a description
-    of the layout, equal on all ranks and in all runs. Unprintable characters are escaped."""
+    of the layout. Equal on all ranks and in all runs; unprintable characters are escaped."""
     size: int
     """Number of ranks in each group."""
     dims: tuple[tuple[int, int], ...] = ()
     """Size and stride of each dimension of a group, innermost first: ``((4, 1),)`` for ranks 0 to 3
-    or 4 to 7, ``((2, 1), (2, 8))`` for ranks 0, 1, 8 and 9. On a mesh axis, all groups have the
-    same dims. Empty for a group of one rank, and for ranks that do not form such a pattern."""
+    or 4 to 7, ``((2, 1), (2, 8))`` for ranks 0, 1, 8 and 9. All groups of a mesh axis have equal
+    dims. Empty for a group of one rank, and for ranks that do not form a regular pattern."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The ranks of each recorded group, if `dims` cannot describe them; otherwise empty."""
 
@@ -45,7 +45,7 @@ def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
 
 
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """Return the `MeshAxis.dims` of ranks in group order; None if no dims describe them."""
+    """Return the `MeshAxis.dims` of ranks in group order; None if they form no regular pattern."""
     # Work outwards from the innermost dimension. The next stride is the distance to the first rank
     # not covered so far; the next size is how often the covered ranks repeat at that distance.
     offsets = [rank - ranks[0] for rank in ranks]

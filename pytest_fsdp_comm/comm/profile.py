@@ -1,4 +1,4 @@
-"""Count the calls of a recording in rows, and merge the rows of several ranks."""
+"""Fold a recording into rows, each with a count of calls, and merge the rows of several ranks."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
 
 Subject: TypeAlias = Literal["collective", "reshard", "redistribution"]
-"""What a row counts. For example, an unshard and the all-gather that it issues are two rows."""
+"""What a row counts. For example, an unshard and its all-gather are counted in separate rows."""
 SUBJECTS: Final[tuple[Subject, ...]] = get_args(Subject)
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 _SUBJECT_ORDER: Final = {subject: place for place, subject in enumerate(SUBJECTS)}
 _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
 
-# Matches the shape of the embedding, which `_MaskPartial` prints (torch 2.6 to 2.13). Rows omit the
-# shape, because it is not part of the placement.
+# Matches the embedding's shape in the repr of the placement `_MaskPartial` (torch 2.6 to 2.13).
+# Rows omit the shape, because it is not part of the placement.
 _SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
 
 
@@ -130,7 +130,7 @@ class Total:
     unsized: int
     """Number of collectives of unknown size; `count` includes them."""
     num_ranks: int
-    """Number of ranks in the sums: 1 if all ranks have the same rows, else all recorded ranks."""
+    """Number of ranks added up: 1 if all ranks have the same rows, else all recorded ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +366,7 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
 
 
 def _without_backwards(profile: CommProfile) -> CommProfile:
-    """Clear `Calls.backwards` of all calls except those that the last backward does not issue."""
+    """Clear `Calls.backwards` of all calls that the last backward also issues."""
 
     def reset(row: Row) -> Row:
         calls = (call if call.lacks_last else replace(call, backwards="") for call in row.calls)
@@ -391,11 +391,11 @@ def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
 
 
 # Note [Comparable]: a comparison ignores
-# - ranks of the snapshot that a simulation of only some ranks did not record;
+# - the rows of ranks that were not recorded, if the recording simulates only some ranks;
 # - `is_async`, if torch reported it for only one side;
 # - sizes of activations, if one side lacks them (this difference is reported as a change);
-# - `backwards`, unless the last backward does not reduce its gradients: otherwise, it follows from
-#   the counts and the number of micro-batches, so it is only printed.
+# - `backwards`, if the last backward reduces these gradients: it then follows from the counts and
+#   the number of micro-batches, so it is only printed.
 
 
 def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
@@ -427,7 +427,7 @@ def sort_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def step_order(row: Row | RowKey) -> tuple[int, int]:
-    """Return a sort key: subject, then phase."""
+    """Return a key that sorts rows by subject, then by phase."""
     return _SUBJECT_ORDER[row.subject], _PHASE_ORDER[row.phase]
 
 

@@ -10,9 +10,9 @@ from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns, matcher
 
-# A query for a name that no collective can have raises an error. If it returned 0, an assertion
-# with a typo, such as `counts(owner="layer.0") == 0`, would always pass. `comm_mode` therefore
-# stores all names of modules and axes, and errors list them.
+# A query with an unknown name raises an error. If it returned 0, an assertion with a typo, such as
+# `counts(owner="layer.0") == 0`, would always pass. To tell unused names from unknown ones,
+# `comm_mode` stores the names of all modules and axes; error messages list them.
 
 _MAX_LISTED: Final = 12
 _ELSEWHERE: Final = {
@@ -27,7 +27,7 @@ class Names:
     """The names that queries on one rank's recording may use."""
 
     modules: Mapping[str, str]
-    """Maps each module's name, including the segments that wrappers add, to its FQN."""
+    """Maps each module's path, including the segments that wrappers add, to the module's FQN."""
     owners: frozenset[str]
     """FQNs of all modules and units, and all other owners of collectives."""
     axes: frozenset[str]
@@ -35,14 +35,14 @@ class Names:
     groups: Mapping[str, str]
     """Maps the name of each process group of this rank to the name of its axis in the recording."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Maps the name of an axis to the one that the recording uses for the same process group."""
+    """Maps an axis name to the name that the recording uses for the same process group."""
     kinds: frozenset[str]
     """Kinds in the recording that are not in `COLLECTIVE_KINDS`."""
     has_model: bool
-    """Whether a model was passed to `comm_mode`; otherwise `owners` has only modules that ran."""
+    """Whether a model was passed to `comm_mode`; if not, only modules that ran are known."""
 
     def with_axes(self, pairs: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
-        """Add axes, as pairs of an axis's name and the name of its process group."""
+        """Add mesh axes; each pair has the name of an axis and of its process group."""
         axes, renamed = set(self.axes), {}
         recorded_axes = {event.axis for event in recorded}
         for name, group in pairs:
@@ -78,12 +78,12 @@ class Question:
 
 
 class Answer(int):
-    """A result that also stores the collectives it counts; arithmetic returns plain numbers."""
+    """An integer that also stores the collectives behind it; arithmetic returns a plain int."""
 
     expression: str
-    """The query, as a user would write it: ``counts('all_gather')``."""
+    """The query as a user would write it, such as ``counts('all_gather')``."""
     matching: Sequence[Collective]
-    """The counted collectives, in the order in which they were issued."""
+    """The collectives that match the query, in the order in which they were issued."""
     recorded: Sequence[Collective]
 
     def __new__(  # noqa: PYI034  # never subclassed
@@ -98,7 +98,7 @@ class Answer(int):
         return answer
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        """Copy and pickle as a plain number."""
+        """Turn copies and pickles into plain integers."""
         return int, (int(self),)
 
 

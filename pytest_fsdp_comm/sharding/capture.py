@@ -82,7 +82,7 @@ def _collect_parameters(
     parameters = []
     for index, (unit, entry, unordered) in enumerate(by_tensor.values()):
         slots = unordered
-        if len(slots) > 1:  # only tied parameters need FQNs here
+        if len(slots) > 1:  # FQNs are slow to build, and only tied parameters must be sorted
             slots = sorted(
                 slots, key=lambda slot: natural_key(f"{_path(visit, slot[0])}.{slot[1]}")
             )
@@ -105,7 +105,7 @@ def _collect_parameters(
 def _slots(
     visit: Visit, managers: dict[Slot, tuple[int, ReadParameter]]
 ) -> Iterator[tuple[Slot, Any]]:
-    """Yield each slot and its tensor in registration order; None if only the unit has a tensor."""
+    """Yield each slot in registration order, with its tensor, or None if only the unit has one."""
     unregistered: dict[int, list[str]] = {}
     for index, name in managers:
         if name not in visit.modules[index]._parameters:  # FSDP1 without use_orig_params removes it
@@ -128,8 +128,8 @@ def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> ReadP
             f"{_path(visit, index)} is still lazy; run the model once before you shard it"
         )
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
-    # FSDP2 marks each tensor that it shards (in torch 2.13, not in 2.7). If another module still
-    # registers that tensor, the mark shows that the two parameters were tied.
+    # FSDP2 marks each tensor that it shards (in torch 2.13, not in 2.7). If such a tensor is still
+    # registered in another module, the mark shows that the two parameters were tied.
     return describe(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
 
 
@@ -157,7 +157,7 @@ def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapExpectation:
-    """The modules that an auto-wrap policy would wrap, and the actual units; both without roots."""
+    """The modules that an auto-wrap policy would wrap, and the actual units, both without roots."""
 
     expected: tuple[str, ...]
     """FQNs of the modules that the policy would wrap, in registration order."""

@@ -1,8 +1,8 @@
 """Read the units of FSDP2, FSDP1 and DDP, including ``replicate``."""
 
 # FSDP2 sets some properties only in the first forward: parameter FQNs, which unit is the root, and
-# whether the root keeps its parameters after forward. This module applies FSDP2's rules itself,
-# because triggering torch's lazy initialisation would change a later recording.
+# whether the root keeps its parameters after forward. Before that, this module derives them in the
+# same way: triggering torch's lazy initialization here would change what is recorded later.
 
 # Private names of FSDP2, checked in torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py
 # fails if one of them is renamed.
@@ -203,7 +203,7 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
 def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units of FSDP1, in registration order."""
     states = [layer for layer in visit.layers() if isinstance(layer[1], FullyShardedDataParallel)]
-    # If a module has several wrappers, the outermost is `above` for the modules below it.
+    # If a module has several wrappers, the modules below it see only the outermost as `above`.
     wrappers = dict(reversed(states))
     units: list[ReadUnit] = []
     for index, wrapper in states:

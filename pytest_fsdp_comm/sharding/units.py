@@ -1,4 +1,4 @@
-"""Read modules, axes, placements and parameters; shared by the FSDP2, FSDP1 and DDP readers."""
+"""Read modules, mesh axes, placements and parameters, for the readers of FSDP2, FSDP1 and DDP."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Visit:
     wrappers: tuple[tuple[nn.Module, ...], ...]
     """The wrappers of each node, outermost first."""
     index_of: Mapping[int, int]
-    """Maps each module's and wrapper's id to the index of its node (of the first, if several)."""
+    """Maps the ids of modules and wrappers to the index of their (first) node."""
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield each wrapper and module, outermost first, with its node's index; skip aliases."""
@@ -141,10 +141,10 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class AxisNames:
-    """Name the axes of all meshes of one tree, and collect the axes that are used."""
+    """Name the mesh axes of one tree, and collect the axes that the tree uses."""
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
-        """Read the axes of all meshes now, so that names do not depend on the order of use."""
+        """Read all meshes now, so that names do not depend on the order in which axes are used."""
         self._groups = GroupNames()
         self._used: set[MeshAxis] = set()
         for mesh in meshes:
@@ -175,7 +175,7 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
     # outside the mesh; the other errors mean that the groups of the mesh were destroyed.
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         return dist.get_process_group_ranks(mesh.get_group(dim))
-    # Sort the ranks: a group lists them in ascending order, whatever their order in the mesh.
+    # Sort the ranks, because groups list them in ascending order, whatever their order in the mesh.
     return sorted(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist())
 
 
@@ -235,7 +235,7 @@ class ReadParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadUnit:
-    """One unit, with references to torch's objects where the tree will have indices."""
+    """One unit, which refers to torch's objects; in the tree, indices replace these references."""
 
     unit: ShardUnit
     """Its parameters and prefetched units are empty until `capture.py` sets them."""

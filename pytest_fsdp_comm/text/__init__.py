@@ -1,1 +1,1 @@
-"""Text formats: module names and their patterns, bytes, rank lists, paths, JSON."""
+"""Read and write texts: module names and their patterns, bytes, rank lists, paths and JSON."""

@@ -18,8 +18,8 @@ from typing import Any, Final, TypeVar, cast
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
-# This module does not use a library, because every session imports it, even one without distributed
-# tests, so the import must be fast. It takes less than 1 ms; msgspec 0.22 takes 6 to 7 ms, cattrs
+# This module uses no library because it must import fast: every pytest session imports it, even one
+# without distributed tests. Importing it takes less than 1 ms; msgspec 0.22 takes 6 to 7 ms, cattrs
 # 26.2 about 30 ms. msgspec also rejects text that is not UTF-8, which a rank may print, and unions
 # of dataclasses, such as the messages of a channel.
 
@@ -37,8 +37,8 @@ class CodecError(FsdpCommError):
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911  # one return per type
     """Convert a value to types that `json` can write."""
-    # Fall back to the repr for objects of other types and for numbers that JSON cannot represent,
-    # because an attribute that another plugin adds to a report must not cause an error here.
+    # Use the repr of objects of other types, and of numbers that JSON cannot represent. No value
+    # may raise, because other plugins may add attributes of any type to a report.
     cls = type(value)
     if cls in _PLAIN:
         return value
@@ -122,13 +122,13 @@ def _field_names(cls: Hashable) -> tuple[str, ...] | None:
     return tuple(entry.name for entry in fields(cls)) if is_dataclass(cls) else None
 
 
-# The reader for each annotation is built once and cached: ranks send many messages, and resolving
-# the annotations of a dataclass takes longer than reading an instance.
+# Cache the reader of each annotation: ranks send many messages, and resolving the annotations of a
+# dataclass takes longer than reading an instance.
 
 
 @cache
 def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # one return per type
-    """Return a reader of JSON data for an annotation; errors use its second argument as a name."""
+    """Return a function of (data, where) that reads JSON as `kind`; its errors name `where`."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind) or kind:
         case typing.Any:

@@ -13,10 +13,10 @@ from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.text.rank_lists import runs_of
 
 # A pattern describes one or more FQNs: `layers.{0..3,7}.mlp.weight` describes five. `fold_fqns`
-# writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` also accepts patterns
-# that `fold_fqns` would write differently; to reject such a pattern, fold its FQNs and compare.
+# writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` accepts any valid
+# pattern, even if `fold_fqns` would write it differently; to detect that, fold the FQNs again.
 
-# Written for the root, whose FQN is empty. No other FQN looks like it: parentheses are escaped.
+# Written for the root, whose FQN is empty. No other FQN looks like this, as `escape` escapes `(`.
 ROOT_TEXT: Final = "(root)"
 
 # Written in place of the module's name in rows that have no module.
@@ -30,7 +30,7 @@ _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))
 _DIGITS: Final = re.compile(r"([0-9]+)")
 # Names are split at `+` as well as `.`, because `+` joins the modules of one FSDP unit.
 _SEPARATOR: Final = re.compile(r"([.+])")
-# A number of at most nine digits: every program reads it exactly, and no module list is longer.
+# A number of at most nine digits, which any program can read; no module list has more entries.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")
@@ -38,9 +38,9 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 
 _NaturalPart: TypeAlias = tuple[bool, int, str]
 NaturalKey: TypeAlias = tuple[tuple[tuple[_NaturalPart, ...], ...], str]
-# The ascending values of each number in a pattern, which describes all combinations of them.
+# The values of each number in a pattern, ascending; the pattern describes all their combinations.
 Box: TypeAlias = tuple[tuple[int, ...], ...]
-# The values of one number, as ascending runs `(first, last)` that do not touch.
+# The values of one number, as ascending runs `(first, last)` with gaps between them.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
@@ -149,7 +149,7 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
-    """Merge the numbers of FQNs (`points`) into boxes, starting with the innermost number."""
+    """Merge points (the numbers of one FQN each) into boxes, starting with the innermost number."""
     boxes: list[Box] = [tuple((number,) for number in point) for point in points]
     for axis in reversed(range(len(points[0]))):
         merged: dict[Box, list[int]] = {}
@@ -195,7 +195,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
     literals, ranges = _split_pattern(pattern)
-    # Every `*` is a wildcard; to match an asterisk, escape it.
+    # Every `*` is a wildcard; an asterisk in a name must be escaped.
     words = (
         "[^.+]+".join(re.escape(read_word(part)) for part in word.split("*")) for word in literals
     )

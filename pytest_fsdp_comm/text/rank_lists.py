@@ -11,11 +11,11 @@ from pytest_fsdp_comm.errors import quoted_part
 # There is exactly one way to write each set of ranks, and `read_ranks` rejects all others:
 # - Consecutive ranks are a run, `0-3`.
 # - From the left, `FOLDED` or more runs of equal length and distance are folded: `0-62/2` is every
-#   second rank from 0 to 62, `0-55:8/16` the first 8 of every 16 from 0 to 55. Ranks of a device
-#   mesh that share some coordinates form such runs.
+#   second rank from 0 to 62, and `0-55:8/16` is the first 8 of every 16 ranks from 0 to 55. The
+#   ranks along an axis of a device mesh form such runs.
 # - All other runs are listed in ascending order: `0,2-3`.
 
-# The fewest runs that are folded, because `0,2,4` is easier to read than a stride.
+# Fewer runs than this are listed, because `0,2,4` is easier to read than a stride.
 FOLDED: Final = 4
 # Regular expression that matches every list of ranks, but also some invalid ones.
 RANKS_PATTERN: Final = r"[0-9][0-9,:/-]*"

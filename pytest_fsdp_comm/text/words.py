@@ -1,4 +1,4 @@
-"""Format the parts of messages: counts, bytes, shortened lines and paths."""
+"""Format counts, bytes, paths and shortened lines for messages."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Values that describe how a model is sharded: facts, differences and findings."""
+"""Represent how a model is sharded, compare sharded models, and find wrapping mistakes."""

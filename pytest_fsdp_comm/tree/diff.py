@@ -52,7 +52,7 @@ _Fact = TypeVar("_Fact")
 
 def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
     """Return the changes from the snapshot to the captured trees; empty if they are equal."""
-    # If ranks have different trees, each change names the ranks that it affects.
+    # If ranks have different trees, each change says which ranks it affects.
     old = comparable(old, new)
     changes: list[TreeChange] = []
     if old.recorded_ranks != new.recorded_ranks:
@@ -86,8 +86,8 @@ def _differing(profile: TreeProfile) -> set[str]:
 
 
 def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
-    """Compare the ranks that both profiles have; yield each change with the affected ranks."""
-    # In an irregular mesh, a rank knows only its groups, so merge the axes of all ranks.
+    """Compare the ranks that both profiles have; yield each change with the ranks it affects."""
+    # In an irregular mesh, a rank knows only its own groups, so merge the axes of all ranks.
     was, now = (
         merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
         for at in (old, new)
@@ -156,7 +156,7 @@ def _differences(
     new: Mapping[str, _Fact],
     describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
 ) -> Iterator[TreeChange]:
-    """Yield how the facts of each name differ; names with the same changes share a pattern."""
+    """Yield the changes of each unit or parameter; names with equal changes share a pattern."""
     names_of: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)
@@ -212,7 +212,7 @@ def _axes(unit: UnitFacts) -> str:
 def _parameter_changes(
     old: ParameterFacts | None, new: ParameterFacts | None, *, has_units: bool
 ) -> Iterator[str]:
-    # Do not report DTensors outside all units: their layout decides where gradients are reduced.
+    # Ignore DTensors outside all units, because their placements decide how gradients are reduced.
     is_loose = has_units and new is not None and not (new.managed or new.placements)
     if old is None or new is None:
         if new is not None:

@@ -1,4 +1,4 @@
-"""Findings about how a model is wrapped, and the settings that select them."""
+"""Findings (mistakes in how a model is wrapped), and the settings that select them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Finding:
     cure: str
     """The code change that fixes the problem."""
     nbytes: int | None = None
-    """The cost in bytes on each rank, in memory or in traffic per step (as `reason` says); None if
-    unknown."""
+    """The cost on each rank, in bytes of memory or of traffic per step (`reason` says which); None
+    if unknown."""
     count: int = 1
-    """The number of cases that the finding combines. They differ only in names, as equal layers do.
-    `reason` describes one case; `nbytes` is summed over all cases."""
+    """The number of cases that the finding combines, such as equal layers with different names.
+    `reason` describes one case; `nbytes` is the sum of all cases."""
 
     @property
     def cost(self) -> str:
@@ -94,9 +94,9 @@ class FindingSettings:
     """The levels and thresholds of findings."""
 
     levels: Mapping[str, RuleLevel] = field(default_factory=dict)
-    """Levels that override the defaults of rules, keyed by code."""
+    """Levels that override the default levels of rules, keyed by the rule's code."""
     small_nbytes: int = 1 << 20
-    """The latency of a collective, as the bytes that the link could transfer in that time.
+    """The latency of a collective, given as the bytes that the link could transfer in that time.
 
     A unit is too small if it gathers less than this, and less than a sixteenth of the largest unit.
     A change that adds collectives pays off if each of them saves more than this. 1 MiB is our

@@ -34,10 +34,10 @@ class AxisPlacement:
     size: int
     """The number of ranks along the axis."""
     kind: Literal["shard", "strided_shard", "flat_shard", "replicate", "partial", "other"]
-    """``strided_shard``: FSDP over a dimension that tensor parallelism also splits; axes further
-    right split it first. ``flat_shard``: FSDP1's range of the flattened unit."""
+    """``strided_shard``: FSDP over a dimension that tensor parallelism also splits; later axes of
+    the mesh split it first. ``flat_shard``: the range of FSDP1's flat parameter on this rank."""
     dim: int | None = None
-    """The sharded dimension of the tensor; None for other kinds, and for ``flat_shard``."""
+    """The sharded dimension of the tensor; None for ``flat_shard`` and for unsharded kinds."""
     text: str
     """The printed form: ``Shard(0)``, ``StridedShard(0,2)``, ``FlatShard()``, ``Replicate()``."""
 
@@ -48,7 +48,7 @@ class AxisPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNode:
-    """A module at one of the places where it is registered; see `alias_of`."""
+    """A module at one of the places where the model registers it; see `alias_of`."""
 
     name: str
     """The module's name in its parent; empty for the root."""
@@ -59,12 +59,12 @@ class ModuleNode:
     class_name: str
     """The name of the user's class. It is printed, but never compared."""
     wrappers: tuple[str, ...] = ()
-    """Classes of the wrappers around the module, outermost first; FQNs do not contain them."""
+    """Classes of the wrappers around the module, outermost first. FQNs do not include wrappers."""
     alias_of: int | None = None
-    """Index of the module's first node, which has its parameters and children; None if this node is
-    the first."""
+    """Index of the first node of the same module, which has its parameters and children; None if
+    this node is the first."""
     has_forward: bool = True
-    """Whether the module can run, and so be a unit; ``ModuleList`` and ``ModuleDict`` cannot."""
+    """Whether the module can run and be a unit. ``ModuleList`` and ``ModuleDict`` cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +94,8 @@ class ParameterNode:
     unit: int | None
     """Index of the unit that manages the parameter; None if there is none."""
     split_from: int | None = None
-    """If two units sharded a tied parameter separately: the index of the first of the two
-    parameters. None otherwise, and always None in torch 2.7, which does not record it."""
+    """If two units sharded a tied parameter separately, and so made two parameters of it: the index
+    of the first one. Otherwise None. Always None in torch 2.7, which does not record the tie."""
 
     @property
     def numel(self) -> int:
@@ -113,7 +113,7 @@ class ParameterNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Mixed precision of a unit: dtypes without torch's prefix; None for the original dtype."""
+    """Mixed precision of a unit. Dtypes have no ``torch.`` prefix; None is the original dtype."""
 
     param_dtype: str | None = None
     """Several dtypes, set by ``param_dtype_override_fn``, are joined with ``+``."""
@@ -143,14 +143,14 @@ class ShardUnit:
     """The axis over which the unit is replicated; None if it is not replicated."""
     reshard_after_forward: bool | int | None
     """Whether parameters are freed after forward, or the number of ranks over which they are then
-    resharded; None for a unit that gathers nothing. The value applies once the model has run."""
+    resharded; None for a unit that gathers nothing. This is the value once the model has run."""
     precision: Precision
     offload: bool
     """Whether shards are stored in host memory."""
     forward_prefetch: tuple[int, ...] = ()
-    """Indices of the units that the user set this unit's forward to prefetch; empty if not set."""
+    """Indices of units passed to ``set_modules_to_forward_prefetch``; empty if it is not called."""
     backward_prefetch: tuple[int, ...] = ()
-    """Like `forward_prefetch`, but for backward."""
+    """Indices of units passed to ``set_modules_to_backward_prefetch``, likewise."""
     gradient_divide_factor: float | None = None
     """The divisor of gradients set by ``set_gradient_divide_factor``; None if torch averages
     gradients over all ranks that reduce them."""
@@ -161,7 +161,7 @@ class ShardUnit:
     prefetch: str = ""
     """FSDP1's policy: ``BACKWARD_PRE`` or ``BACKWARD_POST``, and ``FORWARD`` if enabled."""
     precision_overrides: tuple[str, ...] = ()
-    """FSDP1: the module's class, if auto-wrap made it a unit only to disable mixed precision."""
+    """FSDP1: the module's class, if auto-wrap made it a unit only to keep it in full precision."""
     nbytes_gathered: int
     """Bytes of one all-gather's output, with padding; 0 for a unit that gathers nothing."""
     nbytes_padding: int
@@ -190,8 +190,8 @@ class ShardTree:
     mesh_axes: tuple[MeshAxis, ...]
     """The axes over which parameters are sharded or replicated, sorted by name."""
     modules: tuple[ModuleNode, ...]
-    """In registration order, parents first. The root has index 0; if the rank runs several parts of
-    one model, each part's root comes before its modules."""
+    """In registration order, parents first. The root has index 0. If the rank runs several parts of
+    a model, each part has a root, followed by the part's modules."""
     parameters: tuple[ParameterNode, ...]
     """Each original parameter once, in registration order."""
     units: tuple[ShardUnit, ...]

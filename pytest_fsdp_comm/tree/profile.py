@@ -1,4 +1,4 @@
-"""The compared facts of sharded trees, for one rank and merged over all ranks."""
+"""The facts about a sharded model that are compared, for one rank and merged over all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UnitFacts:
 
 def policy_change(old: UnitFacts, new: UnitFacts) -> str:
     """Describe how a unit's resharding after forward changed; empty if it did not."""
-    # Use each API's term: in FSDP1, the sharding strategy determines whether a unit reshards.
+    # Use each API's term. In FSDP1, the sharding strategy decides whether a unit reshards.
     if old.reshard_after_forward == new.reshard_after_forward:
         return ""
     if "fsdp1" not in {old.kind, new.kind}:
@@ -41,7 +41,7 @@ def policy_change(old: UnitFacts, new: UnitFacts) -> str:
 
 
 def lost_root(old: TreeFacts, new: TreeFacts) -> str:
-    """Return the likely cause if units below the root became roots; empty if none did."""
+    """Return the likely cause of units below the root becoming roots; empty if none did."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     roots = new_roots(old, new)
     if "" not in before or not roots:
@@ -94,7 +94,7 @@ class TreeFacts:
     world_size: int
     mesh_axes: tuple[MeshAxis, ...]
     units: Mapping[int, Mapping[str, UnitFacts]]
-    """Units, keyed by number, then by name; the first unit of a module has the number 1."""
+    """Units, keyed by number, then by name. A module's first unit has the number 1."""
     parameters: Mapping[str, ParameterFacts]
     """Parameters, keyed by FQN."""
 
@@ -142,11 +142,11 @@ def _unit_facts(unit: ShardUnit, names: list[str]) -> UnitFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeProfile:
-    """The compared facts of all ranks of a test; the backend and torch version are only printed."""
+    """The compared facts of a test's ranks; the backend and the torch version are only printed."""
 
     trees: Mapping[tuple[int, ...], TreeFacts]
-    """Each distinct tree, keyed by the ranks that have it, in ascending order, or by ``()`` if all
-    ranks have the same tree. The tree of the lowest rank comes first."""
+    """Each distinct tree, keyed by the ranks that have it, ascending, or by ``()`` if all ranks
+    have the same tree. Sorted by lowest rank."""
     recorded_ranks: tuple[int, ...] = ()
     """The ranks that were recorded, ascending; empty for all ranks."""
     backend: str = field(default="", compare=False)
@@ -180,7 +180,7 @@ class TreeProfile:
 
 
 def comparable(old: TreeProfile, new: TreeProfile) -> TreeProfile:
-    """Return `old`, restricted to the ranks of `new` if only `old` covers all ranks."""
+    """Return `old`; if only `new` is limited to some ranks, restrict `old` to these ranks."""
     is_part = new.recorded_ranks and not old.recorded_ranks
     return old.restricted(new.recorded_ranks) if is_part else old
 
@@ -195,8 +195,8 @@ def fold(tree: ShardTree) -> TreeProfile:
 def merge(
     trees: Mapping[int, TreeFacts], *, backend: str = "", torch_version: str = ""
 ) -> TreeProfile:
-    """Merge the trees of all recorded ranks, which are keyed by rank in ascending order."""
-    # Ranks with equal trees may share an object, so compute the content once per object.
+    """Merge the trees of all recorded ranks; `trees` is keyed by rank, in ascending order."""
+    # Ranks with equal trees often share one object, so compute its content only once.
     distinct = {id(facts): facts for facts in trees.values()}
     contents = {key: _content(facts) for key, facts in distinct.items()}
     groups: dict[Hashable, tuple[TreeFacts, list[int]]] = {}
@@ -211,7 +211,7 @@ def merge(
 
 
 def _content(facts: TreeFacts) -> Hashable:
-    """Return a hashable value that is the same for equal trees, so that a dict can group them."""
+    """Return a dictionary key that is the same for equal trees."""
     return (
         facts.world_size,
         facts.mesh_axes,

@@ -1,1 +1,1 @@
-"""Find the shortest exact explanation of a diff: model-wide steps, then leftover rows."""
+"""Explain a diff exactly, in few lines: changes to many modules first, then leftover rows."""

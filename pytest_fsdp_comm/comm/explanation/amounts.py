@@ -29,9 +29,9 @@ from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey, replace_fields
 from pytest_fsdp_comm.text.words import itemsize
 
-# The factors that are proposed are the most common ratios of new to old values; applying a step
-# shows whether it is right for all other rows. Fractions are proposed only if all products are
-# whole numbers: a later step that writes the same row could hide a rounded product.
+# Propose the most common ratios of new to old values as factors. When the search applies a factor
+# to all rows, it sees whether the result is right. Propose fractions only if all products are whole
+# numbers, because a later step that writes the same row could hide a rounding error.
 
 
 _ONE: Final = Fraction(1)
@@ -160,7 +160,7 @@ def propose_counts(between: Between) -> Iterator[Step]:
 
 def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
     """Return the most common ratios of new to old values, weighted by the number of modules."""
-    # Fractions are slow to create, so add up the modules of equal pairs before creating any.
+    # Fractions are slow to create, so first add up the weights of equal pairs.
     weights: Counter[tuple[int, int]] = Counter()
     for old, new, weight in pairs:
         if old and new and old != new:
@@ -210,7 +210,7 @@ class Sizes(_Scaled):
     axis: str = ""
     """The axis of the gradients; empty for activations, which change over all axes."""
     with_loss: bool = False
-    """Whether outside calls that have no role, such as those of a parallel loss, change too."""
+    """Whether calls without a role in the outside phase, as of a parallel loss, change too."""
 
     @property
     def description_cost(self) -> float:
@@ -253,7 +253,7 @@ class Dtype(_Scaled):
     factor: Fraction
     """The new bytes of each call, divided by the old bytes."""
     parts: frozenset[tuple[str, str]]
-    """A pair of role and axis for each group of collectives with the new dtype."""
+    """The pairs of role and axis whose collectives have the new dtype."""
     old: str
     new: str
     owners: frozenset[Owner] = frozenset()

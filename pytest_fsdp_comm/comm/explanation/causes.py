@@ -18,10 +18,10 @@ from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step, se
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.text.fqn import name_owners
 
-# A step is exact, so its cause explains all of its rows. The rule for a kind of step names every
-# known cause, except those that the recordings, the test's trees or the torch versions rule out.
-# Other rules handle combinations of steps, and leftover rows. docs/causes.md lists the causes, and
-# `tests/regressions/look_alikes.json` lists changes that have the same diff.
+# A step is one change that explains many rows of a diff (see `steps`). The rule for a kind of step
+# names all causes known to have this effect, except those that the recordings, the test's sharding
+# trees or the torch versions rule out. Other rules handle combinations of steps, or leftover rows.
+# docs/causes.md lists the causes; `tests/regressions/look_alikes.json` lists causes of equal diffs.
 
 _NOT_REDUCED: Final = ", FSDP does not reduce their gradients"
 _MISSING_ROOT: Final = (
@@ -34,9 +34,9 @@ _MODEL_DTYPE: Final = "the dtype of the model's parameters"
 _FROZEN: Final = "frozen, as the tree shows"
 _THAWED: Final = f"parameters are no longer {_FROZEN}"
 _REDUCES_IN_FLOAT32: Final = (2, 15)
-"""The first version of torch in which FSDP2 reduces in the parameter's dtype if ``reduce_dtype`` is
-unset, and casts partial gradients before DTensor reduces them. Older versions of FSDP2, and all
-versions of FSDP1, use ``param_dtype`` for both. Observed with torch 2.13.0 and 2.15.0."""
+"""The first torch version in which FSDP2 reduces in the parameter's original dtype if
+``reduce_dtype`` is unset, and casts partial gradients before DTensor reduces them. Older FSDP2, and
+FSDP1 in all versions, use ``param_dtype`` in both cases. Observed with torch 2.13.0 and 2.15.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Cause:
     is_of_torch: bool = False
     """Whether a different version of torch caused the change, rather than the user's code."""
     is_unwanted: bool = False
-    """Whether the cause is a regression regardless of its steps."""
+    """Whether the cause is a regression even if none of its steps is one."""
 
     @property
     def is_of_regression(self) -> bool:
@@ -59,7 +59,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Evidence for causes: both recordings, and changes in the trees that the test compares."""
+    """Evidence for causes: both recordings, and changes in the test's sharding trees."""
 
     old: CommProfile
     new: CommProfile
@@ -71,7 +71,7 @@ class Inputs:
 
 
 def _is_regression(step: Replaced) -> bool:
-    """Whether a step with a known cause counts as a regression."""
+    """Whether a step with a known cause counts as a regression, which is listed first."""
     match step.kind:
         case "reduced times" | "redistributed" | "gathered in full" | "called":
             return True
@@ -96,7 +96,7 @@ def find_causes(
     explained = [step for cause in causes for step in cause.steps]
     for step in explanation.steps:
         is_of_mesh = step.kind in {"sizes", "redistributed"} and not is_same_mesh
-        # If rows are left over, the recomputed gathers may have moved there from another phase.
+        # If rows are left over, the gathers may just have moved to recompute from another phase.
         is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
             text = _cause(step, inputs)
@@ -109,7 +109,7 @@ def find_causes(
     )
 
 
-# The following rules are for several steps, or for leftover rows.
+# Rules for combinations of steps, and for leftover rows.
 def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
     """Detect a root unit that was removed or is not called, so that units below it become roots."""
     lost_roots, unresharded = (
@@ -123,7 +123,7 @@ def _roots(explanation: Explanation, inputs: Inputs) -> list[Cause]:
     lost_roots = [step for step in lost_roots if step.owners == (ROOT_FQN,)]
     trees = inputs.trees
     if trees is not None and trees.lost_root:
-        # Ignore units that only one tree has: they were added or removed together with the root.
+        # Ignore units that only one tree has, because they were added or removed with the root.
         units, roots = trees.units, trees.new_roots
         unresharded = [step for step in unresharded if units.intersection(step.owners) <= roots]
         # If the snapshot has no backward, there were no reductions to lose.
@@ -157,7 +157,7 @@ def swapped_axes(old: CommProfile, new: CommProfile) -> Iterator[Cause]:
 
 
 def _norms_one_by_one(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect norms that used to be stacked and reduced in one call, and now take one call each."""
+    """Detect norms that used to be stacked and reduced in one call, but now need one call each."""
     (was, norms_before), (now, norms) = map(_reduced_norms, inputs.sides)
     removed, added = was - now, now - was
     nbytes = [sum(size * count for size, count in calls.items()) for calls in (removed, added)]
@@ -173,7 +173,7 @@ def _norms_one_by_one(explanation: Explanation, inputs: Inputs) -> Iterator[Caus
 
 
 def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
-    """Count the all-reduces of each size in phases that reduce DTensor norms, and the norms."""
+    """Count all-reduces by size, in phases that reduce norms of DTensors; also count the norms."""
     norms, calls = Counter[Phase](), Counter[int]()
     rows = [row for row in profile.rows if row.owner is None]
     for row in rows:
@@ -185,7 +185,7 @@ def _reduced_norms(profile: CommProfile) -> tuple[Counter[int], int]:
 
 
 def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect units that backward or the step leaves unsharded now, if nothing else changed."""
+    """Detect units that now stay unsharded after backward or the step, if nothing else changed."""
     rows = set(explanation.before) ^ set(explanation.after)
     was, now = (
         Counter({(row.owner, row.phase, row.what): row.count for row in side})
@@ -197,7 +197,7 @@ def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]
     if explanation.steps or sent or now - was or (Phase.OUTSIDE, "unshard") in acts:
         return
     owners = {row.owner for row in rows}
-    # If no other unit ran in forward, an evaluation may have run only this one.
+    # If no other unit ran in forward, this may be an evaluation of only these units.
     has_others = not owners.issuperset(_acts(inputs.new, Phase.FORWARD, "unshard"))
     is_resharded = any(now[owner, Phase.BACKWARD, "reshard"] for owner in owners)
     prefix = f"{name_owners(owners)} left unsharded after"
@@ -209,7 +209,7 @@ def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]
 
 
 def _evaluations(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect added evaluations: forward gathers all units, or all that it reshards, more often."""
+    """Detect added evaluations: more forward gathers of all units, or of all that it reshards."""
     phases = {row.phase for row in {*explanation.before} ^ {*explanation.after}}
     freed, units = (_acts(inputs.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
     more = _more_acts(inputs, Phase.FORWARD, "unshard").keys()
@@ -242,7 +242,7 @@ def _prefetching(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
             yield Cause(text=f"{call} lists different modules, as the tree shows")
 
 
-# The following rules are for one step.
+# Rules for a single step.
 def _cause(step: Step, inputs: Inputs) -> str:
     """Return a step's cause; empty if it is unknown, or if the step's sentence already names it."""
     match step:
@@ -322,7 +322,7 @@ def _of_counts(step: Counts, inputs: Inputs) -> str:
 
 def _of_sizes(step: Sizes, inputs: Inputs) -> str:
     if step.axis:
-        return ""  # sizes of gradients follow from their parameters or from the mesh
+        return ""  # the sizes of gradients depend on their parameters and on the mesh
     kinds = {row.what for row in inputs.old.collectives if role_of((row,)) == Role.ACTIVATIONS}
     sizes = ["batch size", "sequence length"]
     if kinds == {"all_to_all"}:
@@ -342,7 +342,7 @@ def _of_dtype(step: Dtype, inputs: Inputs) -> str:
             return f"{_MODEL_DTYPE if is_dtype else 'MixedPrecisionPolicy'}, as the tree shows"
     if torchs := _change_of_torch(step, inputs):
         return torchs
-    # Compare the gathers too: if their number changed, no step reports that their dtype changed.
+    # Compare the gathers too: if their number also changed, no step reports their new dtype.
     types = [{dtype for *_, dtype in _gathers(side)} for side in inputs.sides]
     if Role.PARAMETERS in step.roles or types[0] != types[1]:
         # Trees do not show hooks, so they cannot rule out this cause.
@@ -400,7 +400,7 @@ def _of_passes(step: Replaced) -> str:
     facts = step.facts
     match step.kind, step.is_added:
         case "recomputed", _ if facts["is_moved"]:
-            return ""  # unknown: a different list of units to prefetch also moves gathers
+            return ""  # unknown: a different list of modules to prefetch has the same effect
         case "recomputed", is_added:
             if is_added and facts["gathers_again"]:
                 return (
@@ -491,7 +491,7 @@ def _of_units(step: Replaced, inputs: Inputs) -> str:
 
 def _of_called(step: Replaced, inputs: Inputs) -> str:
     more = _more_acts(inputs, Phase.FORWARD, "unshard")
-    # Ignore gathers in backward, because a call without a backward changes the prefetch order.
+    # Ignore gathers in backward: a call of the unit without a backward changes what is prefetched.
     is_reduced, is_resharded = (
         any(_more_acts(inputs, Phase.BACKWARD, act)[at] == more[at] > 0 for at in step.owners)
         for act in ("reduce_scatter", "reshard")
@@ -504,7 +504,7 @@ def _of_called(step: Replaced, inputs: Inputs) -> str:
             "before, or leave it in its parent's unit"
         )
     again = "the unit runs again without a backward, e.g. under no_grad()"
-    # In a list of layers, every layer but the first gets inputs that require gradients.
+    # In a list of layers, all inputs require gradients, except possibly those of the first layer.
     lists = Counter(template(owner) for owner in step.owners if owner is not None)
     if any("*" in name and number > 1 for name, number in lists.items()):
         return again

@@ -1,4 +1,4 @@
-"""Propose changed reductions of gradients; see Note [Evidence of a proposal] in `units`."""
+"""Propose steps that change gradient reductions; see Note [Evidence of a proposal] in `units`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def propose_reductions(between: Between) -> Iterator[Step]:
 
 
 def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """Return the kind of step, and the ratio of counts, or 1 if more is reduced, 0 if less."""
+    """Return the kind of step, with the ratio of counts, or with 1 for more bytes, 0 for less."""
     if before == after:
         return None
     if not (before and after):
@@ -79,7 +79,7 @@ def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fract
 
 def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[Step]:
     is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
-    # Units with unchanged reductions. If forward gathers each once, there are no micro-batches.
+    # Units with unchanged reductions. If forward gathers each only once, there is one micro-batch.
     other_units = [
         content
         for owner, content in between.state.items()
@@ -101,7 +101,7 @@ def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[St
 
 def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Step]:
     less, more = between.sides(is_added=is_added)
-    # Include missing reshards: backward does not reshard a unit whose gradients it does not reduce.
+    # Include reshards in backward, which happen only if backward reduces the unit's gradients.
     freed = {
         owner: [
             key
@@ -111,7 +111,7 @@ def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Ste
         for owner in keys
         if not less[owner].reductions
     }
-    # The phases and axes in which the gradients are reduced even without the change.
+    # The phases and axes in which gradients are reduced on the side with fewer reductions.
     places = {(key.phase, key.axis) for owner in keys for key in less[owner].reductions}
     yield from replaced(
         between,
@@ -123,7 +123,7 @@ def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Ste
 
 
 def propose_buckets(between: Between) -> Iterator[Step]:
-    """Propose that the same bytes of gradients are now reduced in more or fewer calls."""
+    """Propose that gradients of the same total size are now reduced in more or fewer calls."""
     keys = between.select_rows(
         lambda _, before, after: (
             role_of(before) == role_of(after) == Role.GRADIENTS

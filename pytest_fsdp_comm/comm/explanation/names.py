@@ -36,13 +36,13 @@ class AxisRenamed(GlobalStep):
     old: str
     new: str
     has_same_ranks: bool
-    """Whether both axes have the same ranks; if so, only the name changed."""
+    """Whether both axes have the same ranks, so that only the name changed."""
 
     def change(self, row: Row, content: Content) -> Row:
         return replace(row, axis=self.new) if row.axis == self.old else row
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # A renamed axis must have no rows in the new profile.
+        # The old name must have no rows in the new profile.
         return key.axis == self.old
 
 
@@ -67,7 +67,7 @@ class Renamed(Step):
     new: str
     keeps_root: bool = False
     is_leaf: bool = False
-    """Whether the module has no submodules; if so, it may have been replaced, not renamed."""
+    """Whether the module has no submodules, so that it may have been replaced, not renamed."""
 
     def apply(self, state: State, pool: Pool) -> State:
         return State({self.name(owner): content for owner, content in state.items()})
@@ -78,7 +78,7 @@ class Renamed(Step):
         return replace_prefix(owner, self.old, self.new)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # No rows may be left below the old prefix, unless the new prefix includes them.
+        # No rows may be left below the old prefix; rows that are also below the new one are fine.
         if owner is None or self.name(owner) == owner:
             return False
         return not self.new or replace_prefix(owner, self.new, "\0") == owner
@@ -118,7 +118,7 @@ def _without_common_end(old: str, new: str) -> tuple[str, str]:
 
 
 def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
-    """Whether submodules or equal rows show that the modules were renamed, not replaced."""
+    """Whether submodules or equal rows indicate that the modules were renamed, not replaced."""
     old, new = step.old, step.new
     below = {template(owner or "") for owner in changes} - {old}
     if not old or not new:
@@ -132,10 +132,10 @@ def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Layers(Step):
-    """A list of modules grew or shrank, and added modules repeat their siblings.
+    """A list of modules grew or shrank; added modules have the same rows as their siblings.
 
-    The modules after an added or removed one are renumbered, so their rows differ as well. The
-    step adds or removes modules at one position and renumbers those that follow.
+    If modules are added or removed in the middle, all later modules get new numbers, so their rows
+    differ too. The step therefore also renumbers the modules after the changed position.
     """
 
     kind: str = "layers"
@@ -147,9 +147,9 @@ class Layers(Step):
     at: int
     """Index of the first added or removed module."""
     period: int = 1
-    """Length of the repeated pattern: 2 if every second layer is a mixture of experts."""
+    """Length of the repeating pattern, such as 2 if every second layer is a mixture of experts."""
     has_units: bool = True
-    """Whether all modules are units; if not, the modules that send nothing are not counted."""
+    """Whether all modules are units; if not, `old` and `new` count only modules with rows."""
 
     @property
     def description_cost(self) -> float:
@@ -188,7 +188,7 @@ class Layers(Step):
         return ".".join((*segments[: self._depth], str(place), *segments[self._depth + 1 :]))
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # The step determines all rows of added modules; removed modules must have none.
+        # Added modules must have exactly the rows of their siblings, and removed modules none.
         place = self._place(owner)
         return place is not None and (
             place >= self.new or self.at <= place < self.at + self.new - self.old
@@ -209,7 +209,7 @@ def propose_layers(between: Between) -> Iterator[Step]:
 
 
 def _lists(state: State) -> dict[str, dict[str, _List]]:
-    """Return a state's module lists, keyed by the `template` of each list's name, then by name."""
+    """Return the module lists in a state, keyed by the `template` of their name, then by name."""
     lists: dict[str, dict[str, _List]] = {}
     for owner, content in state.items():
         segments = (owner or "").split(".") if "+" not in (owner or "") else []
@@ -230,8 +230,8 @@ def _length(lists: Mapping[str, _List]) -> int:
 
 def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]]:
     """Yield possible values of `Layers.at` and `Layers.period`, based on the shorter list."""
-    # All positions among equal modules are equivalent, so try only the end of the list, and the
-    # positions where neighbours differ.
+    # Among equal modules, it does not matter where a module is added or removed. So try only the
+    # end of the list, and the positions where neighbours differ.
     contents = [modules[n] for n in range(min(before, after))]
     ends = [n for n in range(1, len(contents)) if contents[n] != contents[n - 1]]
     places = list(dict.fromkeys([len(contents), *reversed(ends)]))[:4]

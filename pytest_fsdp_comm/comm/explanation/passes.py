@@ -1,4 +1,4 @@
-"""Propose changes to phases, axes or activations; see Note [Evidence of a proposal] in `units`."""
+"""Propose steps for phases, axes and activations; see Note [Evidence of a proposal] in `units`."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _phase(
     is_added: bool,
 ) -> Iterator[Step]:
     old, new = between.origin[None], between.target[None]
-    # If no gradients are reduced any more, their norms are lost too: do not report that.
+    # If no gradients are reduced any more, do not also report that their norms are gone.
     was_reduced, is_reduced = (
         any(content.reductions for content in state.values())
         for state in (between.origin, between.target)
@@ -207,7 +207,7 @@ def _redistributed(between: Between) -> Iterator[Step]:
             target = between.target[group.owners[0]]
             if after and is_whole and _is_by_hand(key.phase, map(target.row, sent)):
                 continue  # see `_gathered_in_full`
-            # Each redistribution issues one collective, so both counts must change equally.
+            # A redistribution issues one collective, so both counts must change by the same number.
             if [*sent.values()] == [count_of(after) - count_of(before)]:
                 chosen = [key, *sent]
                 keys = key_groups[key.phase, key.what, bool(after)]

@@ -1,4 +1,4 @@
-"""Search for the cheapest exact list of steps from one profile to another."""
+"""Search for the cheapest list of steps that explains how one profile became another."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ _PROPOSALS: Final = (
     (5, propose_of_passes),
     (5, propose_of_units),
 )
-"""The functions that propose steps, each with the highest `Step.order` of its steps."""
+"""The functions that propose steps, each with the highest `Step.order` that its steps have."""
 
 
 Subject: TypeAlias = Literal["ahead", "is_async"]
-"""The timing field of `Calls` that changed."""
+"""A field of `Calls` that describes timing, and so is compared separately."""
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
 """Each value of a timing field, ascending, and the share of calls that have it. Unlike counts,
 shares stay the same if all calls are repeated."""
@@ -94,7 +94,7 @@ class Explanation:
     steps: tuple[Step, ...]
     is_exact: bool
     before: tuple[Row, ...]
-    """The rows after all steps, for each owner that still differs from the new profile."""
+    """The rows after all steps, of the owners that still differ from the new profile."""
     after: tuple[Row, ...]
     timings: tuple[TimingChange, ...]
     """Changes in the timing of rows that both profiles have."""
@@ -196,8 +196,8 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
 
 # Note [Exactness]: users can rely on the sentence of each step, even if rows are left over, because
 # steps are reported only if they meet these conditions:
-# 1. After all steps, the rows that a step changed are equal to those of the new profile.
-# 2. So are the rows that it claims (see `Step.claims`).
+# 1. After all steps, each row that a step changed equals the row of the new profile.
+# 2. The same is true of all calls that a step claims (see `Step.claims`).
 # 3. No two steps write the counts, or the sizes, of the same row.
 # 4. No step changes only rows that another step wrote.
 # 5. A step that changes counts or sizes of all modules changes at least two rows.
@@ -232,7 +232,7 @@ def _calls_that_differ(*sides: Rows) -> set[Calls]:
 def _are_apart(
     states: Sequence[State], steps: Sequence[Step], wrong: set[tuple[Owner, RowKey]]
 ) -> bool:
-    """Whether steps meet conditions 1, 3, 4 and 5; `wrong` are the rows that still differ."""
+    """Whether steps meet conditions 1, 3, 4 and 5; `wrong` lists the rows that still differ."""
     written: defaultdict[str, set[tuple[Owner, RowKey]]] = defaultdict(set)
     for before, step, after in zip(states, steps, states[1:], strict=False):
         if step.order <= _NAMES:

@@ -168,7 +168,7 @@ def _of_replaced(step: Replaced) -> str:
             axis = facts["axis"]
             if not step.is_added:
                 return f"no more collectives over {axis}"
-            # Ignore rows from before the step: they have this axis only because it was renamed.
+            # Ignore rows that the step replaces: they have this axis only due to a renaming step.
             calls = _calls(step, lambda key, _: key.axis == axis, is_new=True)
             return _with_calls(f"new collectives over {axis}, which had none before", calls)
         case "recomputed" if facts["is_moved"]:
@@ -315,7 +315,7 @@ def _calls(
 
     def amount_of(volume: Volume) -> str:
         calls, size = counted(abs(volume.count), "call"), show_nbytes(abs(volume.nbytes))
-        # If some calls have no size, the bytes of the others would look like the total.
+        # If some calls have no size, the bytes of the other calls would look like the total.
         has_size = bool(volume.nbytes) and is_sized
         if is_change:
             calls = f"{'-' if volume.count < 0 else '+'}{calls}"

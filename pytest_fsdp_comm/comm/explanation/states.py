@@ -1,4 +1,4 @@
-"""Define the states of the search: the rows of each module, and how two states differ."""
+"""Define the states that the search explores: the rows of each module, and how states differ."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pytest_fsdp_comm.text.fqn import natural_key
 _T = TypeVar("_T")
 
 # Note [Contents]: a `Content` has the rows of a module without the module's name. A model of 126
-# layers has thousands of rows, but only a dozen contents. Each search has a `Pool`, which creates
-# each content only once. Contents are therefore compared by identity, and a step changes a content
-# once for all modules that share it. Never compare contents of two pools. Contents omit prefetch
-# distances, because they depend on the order of units, and `is_async`; for both, see
-# `search.find_timing_changes`.
+# layers has thousands of rows, but only a dozen different contents. Each search has a `Pool`, which
+# creates each content only once. Contents are therefore compared by identity, and a step changes a
+# content once for all modules that share it. Never compare contents of two pools. Contents omit
+# prefetch distances, which depend on the order of units, and `is_async`:
+# `search.find_timing_changes` compares both.
 
 Owner: TypeAlias = str | None
 Rows: TypeAlias = "tuple[Row, ...]"
-"""The rows that have one key, without their owner and sites; several if ranks differ."""
+"""A module's rows with the same key, without owner and sites; several if ranks differ."""
 
 
 class Content:
@@ -58,7 +58,7 @@ class Content:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Bytes of one forward gather of the unit; 0 without gathers, or if their sizes differ."""
+        """Bytes of one forward gather of the unit; 0 if there is none, or if their sizes differ."""
         gathers = self.gathers[Phase.FORWARD].values()
         return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)
 
@@ -146,7 +146,7 @@ def rows_in(state: State, owners: Iterable[Owner]) -> tuple[Row, ...]:
 
 
 def calls_of(rows: Rows) -> Iterator[Calls]:
-    """Iterate over the calls of rows."""
+    """Iterate over the calls of all rows."""
     return chain.from_iterable(row.calls for row in rows)
 
 
@@ -186,7 +186,7 @@ def is_part(part: Rows, rows: Rows) -> bool:
 
 
 def sole(values: Iterable[_T], otherwise: _T) -> _T:
-    """Return the only distinct value, or `otherwise` if there are none or several."""
+    """Return the value if all values are equal; `otherwise` if they differ or there are none."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else otherwise
 
@@ -215,19 +215,19 @@ def is_of_parameters(_key: RowKey, call: Calls) -> bool:
 
 
 def is_of_unit(key: RowKey, call: Calls) -> bool:
-    """Whether a call gathers or reshards an FSDP unit."""
+    """Whether a row's calls gather, unshard or reshard an FSDP unit."""
     return call.role == Role.PARAMETERS or key.subject == "reshard"
 
 
 def is_of_whole_unit(key: RowKey, call: Calls) -> bool:
-    """Whether a call gathers, reshards or reduces an FSDP unit."""
+    """Whether a row's calls gather, unshard, reshard or reduce an FSDP unit."""
     return is_of_parameters(key, call) or key.subject == "reshard"
 
 
 def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
     """Whether a call sends gradients.
 
-    Outside forward, redistributions count too if the same phase sends gradients, not activations.
+    A redistribution outside forward counts too, if its phase sends gradients but no activations.
     """
     if key.subject != "redistribution" or key.phase is Phase.FORWARD:
         return call.role == Role.GRADIENTS
@@ -246,7 +246,7 @@ class Difference(NamedTuple):
 
 
 class Between:
-    """Two states and their differences."""
+    """The current state of the search, its target, and the differences between them."""
 
     def __init__(
         self,

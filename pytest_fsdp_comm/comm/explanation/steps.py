@@ -1,4 +1,4 @@
-"""Define the steps that explain a diff; each step is one change."""
+"""Define the steps that explain a diff; each step is one change that may affect many rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Changes to FSDP units, as a test's trees show them. Units are named like owners of rows."""
+    """Changes to FSDP units that a test's sharding trees show; units are named as owners of rows."""
 
     units: frozenset[str]
     """Units that exist in both trees."""
@@ -42,14 +42,14 @@ class Evidence:
     thawed: frozenset[str] = frozenset()
     """Units in which parameters that used to be frozen are trainable now."""
     trainable: frozenset[str] = frozenset()
-    """Units of either tree, and other modules, that have trainable parameters now."""
+    """Modules, units or not, that have trainable parameters now."""
     policies: Mapping[str, str]
     """The text of `tree.profile.policy_change` for each unit that reshards differently."""
     new_roots: frozenset[str] = frozenset()
     lost_root: str = ""
     """The text of `tree.profile.lost_root`: why units became roots."""
     prefetching: frozenset[str] = frozenset()
-    """Names of those prefetch fields of `tree.profile.UnitFacts` that differ for some unit."""
+    """Names of the prefetch fields of `tree.profile.UnitFacts` that changed for some unit."""
     is_other_dtype: bool = False
     is_other_policy: bool = False
     """Whether the mixed precision of a unit changed."""
@@ -64,7 +64,7 @@ WRITES: Final[Mapping[str, str]] = {
     # The bytes of a call depend on its dtype, so a step that writes one also writes the other.
     **dict.fromkeys(("sizes", "dtype", "unit sizes", "part reduced", "gradient sizes"), "sizes"),
 }
-"""The part of a row that each kind of step writes; other kinds write entire rows."""
+"""The part of a row that these kinds of steps write; all other kinds write entire rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Step:
         raise NotImplementedError
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Whether the sentence covers a call, which must then be the same after all steps."""
+        """Whether the step's sentence covers a call; after all steps, that call must not differ."""
         return False
 
     def includes(self, owner: Owner) -> bool:
@@ -133,7 +133,7 @@ class Replaced(Step):
     @cached_property
     def description_cost(self) -> float:
         kinds = {(template(owner or ""), *rows) for owner, rows in self.rows.items()}
-        # The sentences of these two kinds say the least, so make the search prefer all others.
+        # The sentences of these two kinds say the least, so make the search prefer all other kinds.
         return 1.5 + 0.5 * len(kinds) + 0.5 * (self.kind in {"regrouped", "unit"})
 
     def apply(self, state: State, pool: Pool) -> State:
@@ -148,8 +148,8 @@ class Replaced(Step):
         return after
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # "phase" says that forward did not change, "unit" that forward gathers of other units did
-        # not change.
+        # The sentence of "phase" says that forward did not change, and the sentence of "unit" that
+        # forward gathers of other units did not.
         is_covered = self.kind == "phase" or (self.kind == "unit" and is_gather(key, call))
         return is_covered and key.phase is Phase.FORWARD
 

@@ -21,12 +21,12 @@ from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.words import itemsize
 
-# If gradients are not reduced, training is incorrect, and often communicates less. Compare the two
-# profiles to find lost reductions: a step of the search summarizes many rows and may hide one. Do
-# not report a reduction as lost if a harmless change may explain it: other modules now reduce more
-# gradients, the gradients are reduced over other axes, the forward's collectives on that axis
-# changed too, the module was removed, or the tree shows that its parameters are frozen. But report
-# a step that now looks like an evaluation: a training step with a detached loss has the same rows.
+# If gradients are not reduced, training is wrong, although it often communicates less. To find lost
+# reductions, compare the profiles themselves, because a step of the search summarizes many rows and
+# may hide one. Do not report a reduction as lost if a harmless change may explain it: other modules
+# now reduce more gradients, the gradients are reduced over other axes, the forward's collectives on
+# that axis changed too, the module was removed, or the tree shows that its parameters are frozen.
+# But report a test that now looks like an evaluation: training with a detached loss looks the same.
 
 Problem: TypeAlias = Literal[
     "unsharded", "unreduced", "part", "backwards", "ranks", "times", "passes", "reduce_op", "dtype"
@@ -52,7 +52,7 @@ class TrainingChange:
     owners: tuple[Owner, ...]
     """The new names of the modules, in natural order."""
     axes: tuple[str, ...]
-    """The affected axes, sorted; if the reduction was lost, these are their old names."""
+    """Names of the affected axes, sorted; if the reduction was lost, their old names."""
     before: str = ""
     """The number, op or dtype in the snapshot; empty for problems without such a value."""
     after: str = ""
@@ -103,7 +103,7 @@ def find_training_changes(
 
 
 def reports_step(training: Iterable[TrainingChange | Step], step: Step) -> bool:
-    """Whether `training` contains a step, or a change that reports the same thing."""
+    """Whether `training` contains a step, or a change that covers everything in the step."""
     return any(
         _reports_all(change, step) if isinstance(change, TrainingChange) else change is step
         for change in training
@@ -202,7 +202,7 @@ class _Side:
         }
 
     def num_ranks_besides(self, axes: set[str]) -> int:
-        """Count the ranks that share one batch over axes not in `axes`."""
+        """Return how many ranks share one batch, counting only axes outside `axes`."""
         return self.num_ranks({self.axes.get(row.axis, "") for row in self.work} - axes)
 
 
@@ -225,7 +225,7 @@ def _gradients(row: Row) -> list[Calls]:
 def _sole(rows: Iterable[Row], field: str) -> str | None:
     """Return the value of `field` that all gradient calls share; None if the values differ."""
     values: set[str] = {getattr(call, field) for row in rows for call in _gradients(row)}
-    # If the last backward does not reduce some of the gradients, report that for all of them.
+    # Only calls that the last backward lacks have a value; report it even if other calls have none.
     return max(values) if field == "backwards" else sole(values, None)
 
 
@@ -250,7 +250,7 @@ class _Training:
         self.grown = set(grown)
 
     def problems(self) -> Iterator[tuple[Owner, _AxisProblem]]:
-        """Yield each problem with a module's gradients, together with that module."""
+        """Yield each module that has a problem with its gradients, and the problem."""
         old, new = self.old, self.new
         has_tree = self.trees is not None and self.trees.units
         if old.has_units and not (new.has_units or new.reduces or has_tree):
@@ -353,8 +353,8 @@ class _Training:
             was, now = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
             runs = {(count, after.get(place, 0)) for place, count in before.items()}
             acts = {key.what for key, _ in before}
-            # The number of backwards is that of reshards. Forward gathers count forwards only for
-            # units that forward reshards; backward gathers those again.
+            # Each backward reshards the unit once. Gathers in forward show the number of forwards
+            # only if forward reshards the unit, in which case backward gathers it again.
             if len(runs) == 1 and "reshard" in acts:
                 units_by_runs[runs.pop()][owner] = "unshard" in acts and was == now
         for (runs_before, runs_now), owners in units_by_runs.items():
@@ -364,10 +364,10 @@ class _Training:
                     yield owner, ("passes", axes, str(runs_before), str(runs_now))
 
     def _times(self, owner: Owner, was: list[Row], now: list[Row]) -> tuple[str, str] | None:
-        """Return old and new counts of reductions; None if equal, or explained by forward calls."""
+        """Return old and new counts of reductions; None if equal or explained by more forwards."""
         calls = [[call for row in rows for call in _gradients(row)] for rows in (was, now)]
         before, after = (max(call.count for call in side) for side in calls)
-        # Calls of several sizes are buckets of different gradients, whose number may change.
+        # Calls of several sizes are buckets of gradients, and the number of buckets may change.
         if before == after or any(len({call.nbytes for call in side}) > 1 for side in calls):
             return None
         ratios = self.ratios or _ratios(self.old.units[owner], self.new.units[owner])
@@ -376,7 +376,7 @@ class _Training:
 
 
 def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
-    """Return the ratios of new to old counts for rows of both sides in forward or outside."""
+    """Return the ratios of new to old counts of rows that both sides have in forward or outside."""
     before = {(row.owner, row.key, row.ranks): row.count for row in old}
     return {
         Fraction(row.count, before[place])

@@ -29,9 +29,9 @@ from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
 # Note [Evidence of a proposal]: a `Replaced` step copies its rows from the new profile, so they are
-# right even if the step's sentence is wrong. The function that proposes the step must check all
-# claims of the sentence (unchanged forward gathers, equal total bytes, unchanged other units),
-# because no later code checks them.
+# right even if the sentence that users read is wrong. The function that proposes the step must
+# check everything that the sentence says (unchanged forward gathers, equal total bytes, unchanged
+# other units), because no later code checks it.
 
 
 def propose_of_units(between: Between) -> Iterator[Step]:
@@ -58,13 +58,13 @@ def _unit_sizes(between: Between) -> Iterator[Step]:
         owner: (between.state[owner].gathered_nbytes, between.target[owner].gathered_nbytes)
         for owner in rows
     }
-    # Change only the sizes: copying rows from the target could also change their counts.
+    # Change only the sizes, because rows copied from the target could also have other counts.
     was = {owner: between.state[owner].rows for owner in rows}
     yield Replaced(kind="unit sizes", rows=rows, was=was, facts={"sizes": nbytes})
 
 
 def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
-    """Return a unit's rows with new sizes; empty if sizes on one axis changed by several ratios."""
+    """Return a unit's rows with new sizes; empty if the sizes on an axis have no common ratio."""
     gathers = old.gathers[Phase.FORWARD]
     if not gathers or old.rows.keys() != new.rows.keys():
         return {}
@@ -123,7 +123,7 @@ def _rows_but_reductions(*sides: Content) -> list[RowKey]:
 
 
 def _gathers_no_more(first: Content, second: Content) -> bool:
-    """Whether `first` has gathers in forward, and all of them are also in `second`."""
+    """Whether `first` has forward gathers, and `second` has at least as many of each."""
     # Counts may differ: a unit that stays unsharded is gathered only once for all micro-batches.
     less, more = first.gathers[Phase.FORWARD], second.gathers[Phase.FORWARD]
     return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
@@ -146,7 +146,7 @@ def _in_backward(between: Between, *, is_added: bool) -> Iterator[Step]:
     keys = between.select(rows, is_added=is_added)
     less, more = between.sides(is_added=is_added)
     reductions = {(bool(less[at].reductions), bool(more[at].reductions)) for at in keys}
-    # After a recomputed forward has gathered a unit, backward need not gather it again.
+    # If recomputing the forward gathers a unit, backward need not gather it again.
     sides = between.origin, between.target
     is_again = any(side[at].gathers[Phase.RECOMPUTE] for side in sides for at in keys)
     if len(reductions) != 1 or is_again:
@@ -185,10 +185,10 @@ def _is_sharding(replicated: Content, sharded: Content) -> bool:
     )
 
 
-# A unit that only one side has was split off from its parent, was regrouped with others, or is new.
-# Bytes tell these cases apart: `_split_off` and `_regrouped` require equal total bytes in gathers
-# and in reductions, and `_units` requires that no other unit lost bytes. If several cases apply,
-# `Replaced.description_cost` makes the search prefer `_split_off`.
+# If only one side has a unit, it was split off from its parent, was regrouped with other units, or
+# is new. Bytes tell these cases apart: `_split_off` and `_regrouped` require that gathers and
+# reductions have equal total bytes on both sides; `_units` requires that no other unit lost bytes.
+# If several cases apply, `Replaced.description_cost` makes the search prefer `_split_off`.
 def _split_off(between: Between, *, is_added: bool) -> Iterator[Step]:
     large, small = between.sides(is_added=is_added)
     # Modules that are units only in `small`, keyed by the closest unit above them in `large`.
@@ -241,8 +241,8 @@ def _unit_above(owner: str, state: State) -> str | None:
 
 
 def _have_same_bytes(*sides: Sequence[Content]) -> bool:
-    """Whether gathering and reducing each unit once takes the same total bytes on all sides."""
-    # Units without gathers are allowed, but gathers of several sizes cannot be compared.
+    """Whether all sides have the same total bytes if each unit is gathered and reduced once."""
+    # Units may have no gathers, but gathers of several sizes in one unit cannot be compared.
     if any(unit.gathers[Phase.FORWARD] and not unit.gathered_nbytes for unit in chain(*sides)):
         return False
     gathered = {sum(unit.gathered_nbytes for unit in side) for side in sides}
@@ -287,7 +287,7 @@ def _regrouped(between: Between) -> Iterator[Step]:
 
 
 def _policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
-    """Return whether units, except the root, stay unsharded, and how often forward gathers them."""
+    """Return whether each unit but the root stays unsharded, and its number of forward gathers."""
     return {(state[unit].stays_unsharded, forward_gathers(state[unit])) for unit in units if unit}
 
 
@@ -297,14 +297,14 @@ def _called(between: Between) -> Iterator[Step]:
         is_changed = (
             before.keys() == after.keys()
             and before != after
-            # If a unit stays unsharded, forward gathers it once, however often it is called.
+            # A unit that stays unsharded is gathered only once, however often it is called.
             and not new.stays_unsharded
             and all(_sizes(before[key]) == _sizes(after[key]) for key in before)
         )
         return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
     keys = between.select(rows)
-    # Other units must be gathered as before. Those that stay unsharded always are.
+    # The gathers of all other units must be unchanged, except of units that stay unsharded.
     other_units = [
         (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
         for owner, content in between.state.items()
@@ -346,7 +346,7 @@ def _units(between: Between, *, is_added: bool) -> Iterator[Step]:
         return
 
     other_units = {at for at, unit in without.items() if unit.gathers[Phase.FORWARD]} - keys.keys()
-    # Backward may no longer gather the other units, if they stay unsharded now.
+    # The gathers of other units in backward may have changed, if these units now stay unsharded.
     is_regathered = any(
         between.origin.get(owner, between.state[owner]).gathers[Phase.BACKWARD]
         != between.target[owner].gathers[Phase.BACKWARD]

@@ -1,1 +1,1 @@
-"""Rules about how a model is wrapped; declare new rules in `rules`."""
+"""Find mistakes in how a model is wrapped; add new rules to `rules`."""

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.tree.findings.wrapping import (
 )
 from pytest_fsdp_comm.tree.model import ShardTree, ShardUnit
 
-# Report a unit if padding is more than this share of its all-gather.
+# Report units whose all-gather has a larger share of padding than this.
 _PADDING_SHARE: Final = 0.1
 
 # Errors: training computes wrong results, raises, or gains nothing from FSDP.
@@ -33,8 +33,8 @@ _PADDING_SHARE: Final = 0.1
 @rule("no-root-unit", "error", cure="call fully_shard on the model itself too, after its blocks")
 def no_root_unit(wrapping: Wrapping) -> Iterator[Case]:
     """Find blocks of a stack that are units without a common root unit."""
-    # Ignore parts of a model that run by themselves, such as the stages of a pipeline: parts passed
-    # as a list, parts in a module that cannot run, and parts in which units manage all parameters.
+    # Ignore parts of a model that run on their own, such as pipeline stages: parts passed as a
+    # list, parts inside a module without a forward, and parts in which units manage all parameters.
     tree = wrapping.tree
     by_part: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for index, unit in enumerate(tree.units):
@@ -63,7 +63,7 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
         module
         for stack in wrapping.stacks
         if len(modules.intersection(stack)) > 1
-        # Only a module that can run can be their common root.
+        # Only a module with a forward can be their common root.
         and any(tree.modules[at].has_forward for at in tree.around(stack[0]) if at != stack[0])
         for module in modules.intersection(stack)
     }
@@ -106,8 +106,8 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("wrapped-after-parent", "error", cure="wrap children before their parents")
 def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units whose parameters an enclosing unit, wrapped earlier, already manages."""
-    # Ignore a unit that has no parameters because its children are units that manage them.
+    """Find units without parameters because an enclosing unit, wrapped earlier, manages them."""
+    # Ignore units whose parameters are managed by units inside them.
     tree = wrapping.tree
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     late: defaultdict[int, dict[int, None]] = defaultdict(dict)
@@ -184,7 +184,7 @@ def ranks_differ(texts: Mapping[int, str]) -> Iterator[Case]:
 @rule("partly-wrapped", "warning", cure="call fully_shard on each block of the stack")
 def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
     """Find blocks that are not units although other blocks of the same stack are."""
-    # Ignore blocks that are too small for a unit, and blocks whose modules are units.
+    # Ignore blocks that are too small to be a unit, and blocks whose submodules are units.
     tree, units_of = wrapping.tree, wrapping.units_of
     nbytes = [0] * len(tree.modules)
     trains = [False] * len(tree.modules)
@@ -198,9 +198,9 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
             nbytes[parent] += 0 if index in units_of else nbytes[index]
     for stack in wrapping.stacks:
         wrapped = [index for index in stack if index in units_of]
-        # In FSDP1, compare frozen blocks only with frozen blocks, and trainable blocks only with
-        # trainable ones. FSDP2 units can mix both at no cost, so a single wrapped block means that
-        # all blocks should be wrapped.
+        # In FSDP1, report a frozen block only if a frozen block is wrapped, and a trainable block
+        # only if a trainable one is. FSDP2 units can mix both at no cost, so a single wrapped block
+        # means that all blocks should be wrapped.
         comparable = {
             state
             for index in wrapped
@@ -246,10 +246,10 @@ def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
 @rule("mixed-frozen", "warning", cure="wrap its large frozen modules as separate units")
 def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
     """Find units that mix frozen and trainable parameters, if separate units would pay off."""
-    # Only FSDP1 has this cost: it reduces one flat gradient, with zeros for frozen parameters.
-    # FSDP2 reduces only existing gradients, and gathers the same bytes in one unit or two. Ignore
-    # cases where the additional collectives cost more than the zeros, and modules that have both
-    # kinds of parameters, which no unit can separate.
+    # Only FSDP1 has this cost, because it reduces one flat gradient, with zeros for frozen
+    # parameters. FSDP2 reduces only existing gradients, and gathers the same bytes in one unit or
+    # two. Ignore cases where the additional collectives cost more than the zeros, and modules with
+    # both kinds of parameters, because no unit can separate these.
     for index, unit in wrapping.sharded_units():
         frozen = sum(not parameter.trainable for parameter in wrapping.parameters(unit))
         if unit.kind != "fsdp1" or not 0 < frozen < len(unit.parameters):
@@ -272,9 +272,9 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
     """Find units too small for separate collectives, if the enclosing unit could include them."""
-    # Ignore a unit that cannot be merged into the enclosing unit: the two must have the same mesh,
-    # precision, offload and divide factor, and merging must not add a dtype, gather parameters more
-    # often, or make FSDP1 reduce gradients of frozen parameters.
+    # A unit can be merged into the enclosing unit only if both have the same mesh, precision,
+    # offload and divide factor, and if merging does not add a dtype, gather parameters more often,
+    # or make FSDP1 reduce gradients of frozen parameters.
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):
             continue
@@ -285,8 +285,8 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
         if around is not None and _can_join(wrapping, unit, around):
             trains, trains_around = wrapping.is_trainable(unit), wrapping.is_trainable(around)
             saved = gathers(unit) + (reductions(unit) if trains and trains_around else 0)
-            # The first trainable unit that joins a frozen unit keeps its reduction, which further
-            # trainable units then share.
+            # If trainable units are merged into a frozen unit, one of their reductions remains, and
+            # all of them share it.
             at_least = "at least " if trains and not trains_around else ""
             reason = (
                 "its all-gather costs latency, not bandwidth: without this unit, a step has "
@@ -356,7 +356,7 @@ def padding(wrapping: Wrapping) -> Iterator[Case]:
     cure="remove the class from _module_classes_to_ignore unless it needs full precision",
 )
 def precision_override(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units, except batch norms, that mixed precision ignores because of their class."""
+    """Find units, except batch norms, whose class is excluded from mixed precision."""
     for index, unit in enumerate(wrapping.tree.units):
         if unit.precision_overrides:
             reason = (
@@ -393,7 +393,7 @@ def _apply(declared: Rule, subject: object, settings: FindingSettings) -> tuple[
 
 def parse_settings(lines: Iterable[str]) -> FindingSettings:
     """Read the ini option ``fsdp_comm_findings``; raise ValueError for an invalid line."""
-    # A line sets a threshold, or the level of one code or of `all`; later lines win.
+    # A line sets a threshold, or the level of one code or of `all` codes; later lines win.
     codes = [declared.code for declared in RULES]
     levels: dict[str, RuleLevel] = {}
     thresholds: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The class `Rule`, and facts about a tree that rules share: enclosing units, stacks, costs."""
+"""Define `Rule`, and values of a tree that several rules need: enclosing units, stacks, costs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALL_SHARE: Final = 16
 
 @dataclass(frozen=True)
 class Wrapping:
-    """A tree, the settings for its findings, and values that several rules share."""
+    """A sharded model, the settings for its findings, and values that several rules need."""
 
     tree: ShardTree
     settings: FindingSettings
@@ -45,7 +45,7 @@ class Wrapping:
 
     @cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """The stacks of a model: groups of numbered siblings of one class that have parameters."""
+        """The stacks: numbered siblings of one class that have parameters, such as ``layers.*``."""
         holding: set[int] = set()
         for parameter in self.tree.parameters:
             # Stop at the first module already added, because a model may be 100,000 modules deep.
@@ -107,7 +107,7 @@ class Wrapping:
 
     def is_too_small(self, nbytes: int) -> bool:
         """Whether gathering `nbytes` is mostly latency, and the largest unit gathers far more."""
-        # A collective costs at least its latency. In that time, the link could carry
+        # During the latency of a collective, the link could transfer
         # `FindingSettings.small_nbytes`. If all units of a model are small, do not report any.
         is_small = nbytes < self.settings.small_nbytes
         return is_small and is_negligible(nbytes, self.largest_gather)
@@ -124,7 +124,7 @@ def gathers(unit: ShardUnit) -> int:
 
 
 def reductions(unit: ShardUnit) -> int:
-    """Return how many collectives reduce a unit's gradients: two if the unit is also replicated."""
+    """Return how many collectives reduce a unit's gradients: two if it is replicated too (HSDP)."""
     return 1 if unit.replicate_axis is None else 2
 
 
@@ -152,7 +152,7 @@ class Case(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A kind of finding; see `Finding` for the meaning of the fields."""
+    """A rule about how a model is wrapped, which yields findings; for its fields, see `Finding`."""
 
     code: str
     level: Level
@@ -183,5 +183,5 @@ class Rule(NamedTuple):
 def rule(
     code: str, level: Level, *, cure: str
 ) -> Callable[[Callable[[Any], Iterator[Case]]], Rule]:
-    """Return a decorator that turns a function that yields cases into a `Rule`."""
+    """Return a decorator that makes a `Rule` of a function that yields cases."""
     return lambda cases: Rule(code, level, cure, cases)
