@@ -11,9 +11,9 @@ from typing import TypeAlias, TypeVar
 from pytest_fsdp_comm.comm.profile import CommProfile
 
 # Report the cost for a single rank, the one whose bytes change most: in a sum over ranks, more
-# bytes on one rank could hide fewer bytes on another. Ranks that appear in the same `ranks` fields
-# have equal rows and peaks, so compute the cost only for the first rank of each such group. Bytes
-# are message sizes, as in `events.Collective.nbytes`.
+# bytes on one rank could hide fewer bytes on another. Ranks that are listed in the same rows and
+# peaks have equal costs, so compute the cost only for the first rank of each group of such ranks.
+# Bytes are message sizes, as in `events.Collective.nbytes`.
 
 _Value = TypeVar("_Value")
 _Part: TypeAlias = tuple[str, str]  # axis and kind

@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def reported(self) -> tuple[TrainingChange | Step, ...]:
-        """Changes that break training, then regressions, other steps, and steps due to torch."""
+        """Changes that break training, then regressions, other steps, and steps caused by torch."""
         steps = () if self.explanation is None else self.explanation.steps
         # Use ids as keys, because steps are not hashable.
         order = {

@@ -63,7 +63,7 @@ COLLECTIVE_KINDS: Final = (
 """The supported kinds; any other operation is recorded as ``unknown:<op>``."""
 
 REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
-"""The kinds that reduce tensors; reductions of gradients have one of them."""
+"""The kinds that reduce tensors. Gradients are reduced by collectives of these kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class Answer:
     """A value that a simulated rank assumed because it could not compute the real one."""
 
     site: str
-    """``module:function`` of the innermost user code, without a line, which any edit may change."""
+    """``module:function`` of the innermost user code; line numbers would change with any edit."""
     how: str
     """The operation that read the value, such as ``item`` or ``torch.cuda.device_count``."""
     value: str

@@ -15,7 +15,7 @@ class MeshAxis:
 
     name: str
     """The name in the device mesh (``"dp"``), ``"world"`` for the default group, or a description
-    of the layout. Equal on all ranks and in all runs; unprintable characters are escaped."""
+    of the layout. All ranks and runs use the same name. Unprintable characters are escaped."""
     size: int
     """Number of ranks in each group."""
     dims: tuple[tuple[int, int], ...] = ()

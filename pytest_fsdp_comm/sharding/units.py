@@ -56,7 +56,7 @@ class Visit:
                     yield index, layer
 
     def slots(self, registrations: Iterable[tuple[nn.Module, str]]) -> tuple[Slot, ...]:
-        """Convert registrations to slots; skip modules outside the tree."""
+        """Convert pairs of module and parameter name to slots; skip modules outside the tree."""
         return tuple(
             (self.index_of[id(module)], name)
             for module, name in registrations

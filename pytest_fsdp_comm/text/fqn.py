@@ -16,10 +16,10 @@ from pytest_fsdp_comm.text.rank_lists import runs_of
 # writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` accepts any valid
 # pattern, even if `fold_fqns` would write it differently; to detect that, fold the FQNs again.
 
-# Written for the root, whose FQN is empty. No other FQN looks like this, as `escape` escapes `(`.
+# Stands for the root, whose FQN is empty. It is unique, because other FQNs escape parentheses.
 ROOT_TEXT: Final = "(root)"
 
-# Written in place of the module's name in rows that have no module.
+# Stands for the missing name in rows that are attributed to no module.
 NO_MODULE: Final = "(no-module)"
 
 # The most FQNs that a pattern may describe; `expand` raises ValueError if there are more.

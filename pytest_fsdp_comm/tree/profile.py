@@ -14,7 +14,7 @@ from pytest_fsdp_comm.tree.model import Precision, ShardTree, ShardUnit, UnitKin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
-    """The compared facts of a `ShardUnit`; axes and units are represented by their names."""
+    """The facts about a `ShardUnit` that are compared. Names represent axes and other units."""
 
     kind: UnitKind
     is_root: bool = False

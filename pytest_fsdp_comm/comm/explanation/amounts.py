@@ -210,7 +210,7 @@ class Sizes(_Scaled):
     axis: str = ""
     """The axis of the gradients; empty for activations, which change over all axes."""
     with_loss: bool = False
-    """Whether calls without a role in the outside phase, as of a parallel loss, change too."""
+    """Whether calls outside all modules without a role, as of a parallel loss, change too."""
 
     @property
     def description_cost(self) -> float:

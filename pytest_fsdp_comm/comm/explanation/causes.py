@@ -96,7 +96,7 @@ def find_causes(
     explained = [step for cause in causes for step in cause.steps]
     for step in explanation.steps:
         is_of_mesh = step.kind in {"sizes", "redistributed"} and not is_same_mesh
-        # If rows are left over, the gathers may just have moved to recompute from another phase.
+        # If rows are left over, the gathers may only have moved from another phase to recompute.
         is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
             text = _cause(step, inputs)
@@ -539,7 +539,7 @@ def _of_reduced_times(step: Replaced, inputs: Inputs) -> str:
 
 
 def _units_in(step: Replaced, trees: Evidence | None) -> set[str]:
-    """Return the modules of a step if all of them are units in the trees; otherwise none."""
+    """Return a step's modules if all of them are units in both trees; otherwise an empty set."""
     owners = {owner for owner in step.owners if owner is not None}
     return owners if trees is not None and owners <= trees.units else set()
 

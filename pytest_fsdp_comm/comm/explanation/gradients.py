@@ -55,7 +55,7 @@ def propose_reductions(between: Between) -> Iterator[Step]:
 
 
 def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """Return the kind of step, with the ratio of counts, or with 1 for more bytes, 0 for less."""
+    """Return the kind of step and its ratio: of counts, or 1 if more is reduced, or 0 if less."""
     if before == after:
         return None
     if not (before and after):

@@ -133,7 +133,7 @@ def _phases(between: Between, *, is_added: bool) -> Iterator[Step]:
     less, more = between.sides(is_added=is_added)
     without, having = ({key.phase for key in state.row_keys()} for state in (less, more))
     for phases in _PARTS:
-        # The model need not recompute, but the other phases must exist.
+        # Recomputation is optional, but the other phases must exist.
         is_there = {phases[0], phases[-1]} <= {*having, Phase.RECOMPUTE}
         if not (without.isdisjoint(phases) and is_there):
             continue

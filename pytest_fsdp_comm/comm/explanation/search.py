@@ -199,7 +199,7 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
 # 1. After all steps, each row that a step changed equals the row of the new profile.
 # 2. The same is true of all calls that a step claims (see `Step.claims`).
 # 3. No two steps write the counts, or the sizes, of the same row.
-# 4. No step changes only rows that another step wrote.
+# 4. A step that replaces entire rows replaces at least one that no earlier step has replaced.
 # 5. A step that changes counts or sizes of all modules changes at least two rows.
 # 6. No step reports other units as unchanged if another step changes them.
 

@@ -300,7 +300,7 @@ def _calls(
 ) -> str:
     """Describe the calls that a step adds: ``3 calls, 30.0 KiB in total``; empty if there are none.
 
-    With `is_change`, add signs: ``+3 calls, +30.0 KiB``. With `is_new`, ignore the earlier rows.
+    With `is_change`, add signs: ``+3 calls, +30.0 KiB``. With `is_new`, do not subtract old calls.
     """
     amounts: defaultdict[tuple[int, ...], Volume] = defaultdict(Volume)  # keyed by ranks
     is_sized = True

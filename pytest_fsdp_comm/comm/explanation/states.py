@@ -347,7 +347,7 @@ def template(fqn: str) -> str:
 
 @lru_cache(maxsize=100_000)
 def replace_prefix(fqn: str, old: str, new: str) -> str:
-    """Replace the prefix `old` with `new` in an FQN, or in each of several joined with ``+``.
+    """Replace the prefix `old` of an FQN with `new`; if ``+`` joins several FQNs, of each of them.
 
     A prefix consists of whole segments, with ``*`` for numbers. An empty `old` matches all names.
     """

@@ -155,7 +155,7 @@ class _Side:
         self.reduced: defaultdict[Owner, defaultdict[str, list[Row]]]
         self.reduced = defaultdict(lambda: defaultdict(list))
         self.units: defaultdict[Owner, list[Row]] = defaultdict(list)
-        self.work: list[Row] = []  # collectives of ranks that share a batch
+        self.work: list[Row] = []  # collectives between ranks that share a batch
         renames = [step for step in steps if isinstance(step, Renamed)]
         for row in profile.rows:
             owner = row.owner
@@ -192,7 +192,7 @@ class _Side:
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
 
     def forward(self, axis: str) -> set[tuple[str, str]]:
-        """Return module and kind of forward collectives over an axis, except parameter gathers."""
+        """Return module and kind of all forward collectives over an axis but parameter gathers."""
         return {
             (template(row.owner or ""), row.what)
             for row in self.profile.collectives
@@ -346,7 +346,7 @@ class _Training:
         return was == now != set() and is_less and not (is_frozen or is_elsewhere)
 
     def _passes(self) -> Iterator[tuple[Owner, _AxisProblem]]:
-        """Yield units with fewer backwards, if at least one has as many forwards as before."""
+        """Yield units with fewer backwards, if at least one of them has unchanged forwards."""
         units_by_runs: defaultdict[tuple[int, int], dict[Owner, bool]] = defaultdict(dict)
         for owner in filter(self.new.reduced.__contains__, self.old.reduced):
             before, after = (side.acts(owner, Phase.BACKWARD) for side in (self.old, self.new))

@@ -346,7 +346,7 @@ def _units(between: Between, *, is_added: bool) -> Iterator[Step]:
         return
 
     other_units = {at for at, unit in without.items() if unit.gathers[Phase.FORWARD]} - keys.keys()
-    # The gathers of other units in backward may have changed, if these units now stay unsharded.
+    # Other units may be gathered differently in backward, if they now stay unsharded.
     is_regathered = any(
         between.origin.get(owner, between.state[owner]).gathers[Phase.BACKWARD]
         != between.target[owner].gathers[Phase.BACKWARD]
