@@ -11,8 +11,8 @@ from pytest_fsdp_comm.comm.events import Collective, Source
 from pytest_fsdp_comm.text.fqn import write_word
 
 # To add a field to snapshots, only declare it in `Calls` with `_word`. The writer and the reader of
-# snapshots use `CALL_WORDS`, and rows are compared by all fields. Older snapshots, which lack the
-# new field, get its default.
+# snapshots use `CALL_WORDS`, and rows are compared by all fields. If a snapshot lacks the field, it
+# is read as the default.
 
 _WORD: Final = "word"
 NOT_LAST: Final = " but not the last"

@@ -261,7 +261,7 @@ def _compare_rows(
 def _new_calls(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
-    """Find the code of new calls. Snapshots store no line numbers, so compare the calls' fields."""
+    """Find the code of new calls; as snapshots store no line numbers, compare the calls' fields."""
     sites: dict[Site, None] = {}
     is_certain = True
     for row in now:

@@ -82,7 +82,7 @@ def _collect_parameters(
     parameters = []
     for index, (unit, entry, unordered) in enumerate(by_tensor.values()):
         slots = unordered
-        if len(slots) > 1:  # FQNs are slow to build, and only tied parameters must be sorted
+        if len(slots) > 1:  # only the slots of tied parameters are sorted by FQN
             slots = sorted(
                 slots, key=lambda slot: natural_key(f"{_path(visit, slot[0])}.{slot[1]}")
             )

@@ -148,9 +148,9 @@ class ShardUnit:
     offload: bool
     """Whether shards are stored in host memory."""
     forward_prefetch: tuple[int, ...] = ()
-    """Indices of units passed to ``set_modules_to_forward_prefetch``; empty if it is not called."""
+    """Indices of the units set by ``set_modules_to_forward_prefetch``; empty without that call."""
     backward_prefetch: tuple[int, ...] = ()
-    """Indices of units passed to ``set_modules_to_backward_prefetch``, likewise."""
+    """Indices of the units set by ``set_modules_to_backward_prefetch``, likewise."""
     gradient_divide_factor: float | None = None
     """The divisor of gradients set by ``set_gradient_divide_factor``; None if torch averages
     gradients over all ranks that reduce them."""

@@ -287,7 +287,7 @@ def _regrouped(between: Between) -> Iterator[Step]:
 
 
 def _policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
-    """Return whether each unit but the root stays unsharded, and its number of forward gathers."""
+    """Return pairs for all units but the root: stays unsharded, number of forward gathers."""
     return {(state[unit].stays_unsharded, forward_gathers(state[unit])) for unit in units if unit}
 
 

@@ -106,7 +106,7 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("wrapped-after-parent", "error", cure="wrap children before their parents")
 def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
-    """Find units without parameters because an enclosing unit, wrapped earlier, manages them."""
+    """Find units that have no parameters, because an enclosing unit was wrapped before them."""
     # Ignore units whose parameters are managed by units inside them.
     tree = wrapping.tree
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
