@@ -1,16 +1,16 @@
 """Track the running recordings, and decide which of them record a call on a given thread."""
 
-# All recordings share one set of kernels and patches; if each had a set, overlapping recordings
-# would lose events. On each call, a kernel or patch looks up the recordings that its thread has
-# entered. We store them in torch's thread-local state, because the autograd engine copies that
-# state to its device threads, where a threading.local would be empty.
+# All recordings share our dispatcher kernels and our patches of torch; if each recording had its
+# own, overlapping recordings would lose events. On each call, a kernel or patch looks up which
+# recordings the current thread has entered. That list is in torch's thread-local state, because the
+# autograd engine copies it to its device threads, where a threading.local would be empty.
 
 # Note [Whose call]
 # A recording includes the collectives of all threads. Those of a thread that has not entered the
-# recording have no owner, because the recording knows only the units and autograd graphs of the
-# thread that entered it. A thread that starts while recordings are running is recorded only by
-# them. If it communicates in a later block, that block's recording gets a gap that names the
-# thread.
+# recording have no owner, because the recording knows only the FSDP units and autograd graphs of
+# the thread that entered it. A thread belongs to the recordings that are running when it starts. If
+# it still communicates during a later block, that block's recording does not include this, and gets
+# a gap that names the thread.
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ _is_stashed: Callable[[str], bool] = look_up("torch._C", "_is_key_in_tls")
 _stashed: Callable[[str], tuple[Recorder, ...]] = look_up("torch._C", "_get_obj_in_tls")
 _stash: Callable[[str, tuple[Recorder, ...]], None] = look_up("torch._C", "_stash_obj_in_tls")
 
-# A copy of the recordings in torch's thread-local state, keyed by thread id, because a step looks
-# them up about a thousand times.
+# A cache of torch's thread-local state, keyed by thread id, because a training step looks up its
+# recordings about a thousand times.
 _entered: Final[dict[int, tuple[Recorder, ...]]] = {}
 
 
@@ -87,7 +87,7 @@ def is_any() -> bool:
 
 
 def owners_so_far() -> dict[tuple[str, int], str]:
-    """Return `Recorder.owners_so_far` of the newest recording; empty if none is running."""
+    """Return the owners of the newest recording's collectives so far; empty if none is running."""
     return _recorders[-1].owners_so_far() if _recorders else {}
 
 
@@ -110,7 +110,7 @@ def _enter(recorders: tuple[Recorder, ...]) -> None:
 
 @contextlib.contextmanager
 def under_way(recorder: Recorder) -> Iterator[None]:
-    """Run the block with a recording that is active in the process and on this thread."""
+    """Make a recording active, in the process and on this thread, while the block runs."""
     global _recorders  # noqa: PLW0603  # the whole process shares kernels and patches
     with _lock:
         _recorders = (*_recorders, recorder)
@@ -130,7 +130,7 @@ def under_way(recorder: Recorder) -> Iterator[None]:
 
 
 def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
-    """Return which recordings record this call, and which get a gap. See Note [Whose call]."""
+    """Return the recordings that include this call, and those with a gap. See Note [Whose call]."""
     if entered():
         return _recorders, ()
     # Do not call threading.current_thread(): on a C++ thread, it would register a dummy thread.

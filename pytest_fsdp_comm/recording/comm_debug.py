@@ -52,7 +52,7 @@ class TracedModule:
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when this one was first called, outermost first."""
     name: str = GLOBAL
-    """Its name in CommDebugMode: the class of the root, then the FQN below it. `settle` sets it."""
+    """The module's name in CommDebugMode: the root's class, then the FQN. `settle` sets it."""
 
     def settle(self, keys: Mapping[int, str]) -> None:
         """Set the name from `keys`, and fill in the placements of parameters that were gathered."""
@@ -145,7 +145,7 @@ class ModuleTracer:
         issuer = self._units.issuer
         if issuer:
             return self._note_module(issuer[0])
-        # The previous operation computed this gradient. Using its module avoids a slow search.
+        # The previous operation computed this gradient: use its module, and avoid a slow search.
         if self._backward.adds_gradient() and self._operations:
             traced, operation = self._operations[-1]
             if operation["is_bw"]:
@@ -400,7 +400,7 @@ class CommDebugAnswers(ABC):
         self._answering(noise_level).generate_json_dump(file_name, noise_level)
 
     def _answering(self, noise_level: int = 0) -> Any:
-        """Fill and return an instance of torch's class. See Note [Answers of CommDebugMode]."""
+        """Return a CommDebugMode filled with our data. See Note [Answers of CommDebugMode]."""
         from torch.distributed.tensor.debug import CommDebugMode  # noqa: PLC0415  # for few tests
 
         mode = CommDebugMode()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -41,11 +41,12 @@ from pytest_fsdp_comm.text.words import counted, show_nbytes
 class CommMode(CommDebugAnswers):
     """Record the communication of a block of code.
 
-    In ``with comm_mode(model):``, FQNs are relative to ``model``; in ``with comm_mode:``, to the
-    outermost module that ran. If there were several, FQNs below the second begin with ``@2``, below
-    the third with ``@3`` and so on, in the order in which the modules first ran. If none ran, FQNs
-    are relative to the root of an earlier block, or else to the FSDP root. Collectives of other
-    threads have no owner. The recording stays available until the next block starts.
+    In ``with comm_mode(model):``, FQNs are relative to ``model``. In ``with comm_mode:``, they are
+    relative to the outermost module that ran. If several outermost modules ran, FQNs below the
+    second begin with ``@2``, below the third with ``@3``, and so on, in the order in which the
+    modules first ran. If no module ran, FQNs are relative to the root of an earlier block, or else
+    to the FSDP root. Collectives of other threads have no owner. The recording stays available
+    until the next block starts.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class CommMode(CommDebugAnswers):
 
     @property
     def models(self) -> list[nn.Module]:
-        """The roots of the last block's FQNs, except roots without parameters."""
+        """The roots that the last block's FQNs are relative to, if they have parameters."""
         references = self._block.roots if self._block else ()
         roots = [root for root in (reference() for reference in references) if root is not None]
         return [root for root in roots if any(True for _ in root.parameters())]
@@ -331,7 +332,7 @@ class CommMode(CommDebugAnswers):
         *,
         timeout_s: float = 60.0,
     ) -> Iterator[None]:
-        """Record a block of a launched program on all ranks, outside any test, and save it.
+        """Record a block of a launched program (not a test) on all ranks, and save the recordings.
 
         Every rank must enter the block. The ranks exchange files in the folder of `path`, without
         using the program's process groups, and rank 0 writes `path` on a separate thread. An error
@@ -378,7 +379,7 @@ class CommMode(CommDebugAnswers):
     ) -> int:
         """Return the number of matching collectives on this rank.
 
-        It is an int; if an assertion on it fails, pytest prints the collectives that were counted.
+        If an assertion on the returned int fails, pytest prints the collectives it counted.
 
         Args:
             kind: E.g. ``"all_gather"``; None for all.

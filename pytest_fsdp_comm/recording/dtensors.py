@@ -42,7 +42,7 @@ def dispatch_of(cls: type) -> Dispatch:
 
 def is_dtensor_class(cls: type) -> bool:
     """Whether a class is DTensor itself, not a subclass; CommDebugMode checks the same."""
-    module = sys.modules.get("torch.distributed.tensor")  # not imported: see `_stand_ins`
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before this import
     return module is not None and cls is module.DTensor
 
 
@@ -74,21 +74,21 @@ def _can_be_taken_apart(cls: type) -> bool:
 
 def _stand_ins() -> tuple[type, ...]:
     """Return the classes with which torch traces code; their operations fail outside their mode."""
-    # Look in sys.modules: before its module is imported, a class has no tensors.
+    # Look in sys.modules: if nothing has imported the module, no tensor can have the class.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
 
 
 class RedistributionWatch:
-    """Detect the first collective of each redistribution."""
+    """Detect the first collective of each DTensor redistribution."""
 
     def __init__(self, groups: GroupNames) -> None:
         self._groups = groups
-        # torch's list of steps identifies a redistribution (a frame's address may be reused). Equal
-        # redistributions share the list, so we store the step too: a new one starts at the first
-        # step.
+        # torch keeps the steps of a redistribution in a list, by which we identify it (not by its
+        # frame, whose address may be reused). Equal redistributions share the list, so we store the
+        # step too: if the step does not increase, a new redistribution has begun.
         self.last: tuple[Any, int] | None = None
-        """The redistribution that issued the last collective, and its step; None if none did."""
+        """The last collective's list and step; None if it did not come from a redistribution."""
 
     def note_collective(self, variables: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the fields of a `Redistribution` at its first collective, else None."""

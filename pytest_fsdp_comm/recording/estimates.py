@@ -1,4 +1,4 @@
-"""Estimate a rank's peak memory and its floating-point operations."""
+"""Estimate a rank's peak memory, and count its floating-point operations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
 
 _USE = "an estimate relies on"
-# For each field of `Estimate`, the kinds of memory that it sums up, as torch's tracker names them
-# (checked in torch 2.13).
+# The memory kinds of FSDPMemTracker that each field of `Estimate` sums up (checked in torch 2.13).
 _TRACKED = {
     "parameters_nbytes": ("Sharded Param", "Buffer"),
     "gradients_nbytes": ("Sharded Grad", "Unsharded Grad", "Reduce Scatter"),
@@ -30,7 +29,7 @@ _TRACKED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A rank's peak memory, estimated by torch's ``FSDPMemTracker``, and its operations.
+    """A rank's peak memory, estimated by torch's ``FSDPMemTracker``, and its FLOPs.
 
     Only the memory of tensors counts, without the allocator's rounding.
     """
@@ -43,8 +42,8 @@ class Estimate:
     activations_nbytes: int
     """Inputs, tensors saved by forward, and tensors of backward that are not gradients yet."""
     gathered_nbytes: int
-    """Parameters of gathered units, and the buffers for gathering. `peak_gathered_nbytes` differs
-    because it is the peak of parameters alone, which may occur at a different time."""
+    """Parameters of gathered units, and the buffers for gathering. `CommMode.peak_gathered_nbytes`
+    differs: it is the peak of the parameters alone, which may occur at a different time."""
     flops: int
     """Floating-point operations of this rank in the block, from torch's ``flop_registry``."""
 
@@ -77,7 +76,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
 @contextlib.contextmanager
 def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable[[], Estimate]]:
-    """Estimate while the block runs; yield a function that returns the estimate so far."""
+    """Measure while the block runs; yield a function that returns the `Estimate` so far."""
     model = models[0]
     if len(models) > 1 or not isinstance(model, FSDPModule):
         names = ", ".join(type(module).__name__ for module in models)

@@ -55,7 +55,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def find_caller() -> FrameType | None:
     """Return the innermost frame of user code, or else of a library; None if there is neither."""
-    # Do not store the frame: it keeps its tensors alive.
+    # Callers must not store the frame, which keeps the tensors in its variables alive.
     library, frame = None, sys._getframe(1).f_back
     while frame is not None:
         owner = whose(frame.f_code.co_filename)
@@ -68,7 +68,7 @@ def find_caller() -> FrameType | None:
 
 
 def find_call_site() -> str:
-    """Return the current line of `find_caller`'s frame as ``path:line``; empty without a frame."""
+    """Return the line that `find_caller`'s frame is running, as ``path:line``; empty for None."""
     return call_site_of(find_caller())
 
 

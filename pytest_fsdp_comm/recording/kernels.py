@@ -43,7 +43,7 @@ from pytest_fsdp_comm.recording.operations import NAMESPACES, VALUE_READS, Call,
 _KEY: Final = "BackendSelect"
 _META: Final = torch._C.DispatchKey.Meta
 _LINE: Final = 0
-"""Marks our kernels: torch 2.7 keeps no file of a kernel, and no other kernel is on this line."""
+"""The line number that marks our kernels; torch 2.7 stores a kernel's line, but not its file."""
 _USED: Final = (
     *("_dispatch_library", "_dispatch_get_all_op_names", "_dispatch_keyset_full_after"),
     *("_dispatch_dump", "_dispatch_tls_is_dispatch_key_included"),
@@ -57,7 +57,7 @@ set_compiler: Callable[[Any], Any] = upstream.look_up(
 """Set the compiler for this thread's frames (None: no compiler); return the previous one."""
 
 _libraries: Final[list[Any]] = []
-"""torch's library objects for our kernels; when one is freed, torch removes its kernel."""
+"""Keeps torch's library objects alive: when torch frees one, it removes the kernel too."""
 _calls: Final[dict[str, Call]] = {}
 """The operations for which we registered a kernel, keyed by dispatcher name."""
 _checked: tuple[int, ...] = ()
@@ -86,11 +86,11 @@ def register_collectives() -> str:
     foreign = next(filter(_is_foreign, calls), "")
     if foreign:
         return f"another library has registered a kernel for {foreign} at {_KEY}"
-    # Compare `Call` objects: a library may have removed an operation, and another redefined it.
+    # Compare objects, not names: a library may have removed an operation, and another redefined it.
     new = {name: call for name, call in calls.items() if _calls.get(name) is not call}
     _calls.update(new)
     for name, call in new.items():
-        # The operations of c10d_functional, an old namespace, call those of _c10d_functional.
+        # Skip the old namespace c10d_functional: its operations call those of _c10d_functional.
         if call.namespace != "c10d_functional":
             _register(name, call.func, functools.partial(run_recorded, call))
     _checked = _registrations()
@@ -224,7 +224,7 @@ def _run_read(
 
 
 def _is_traced() -> bool:
-    """Whether the compiler is tracing, in which case a call on meta tensors is not the test's."""
+    """Whether torch.compile is tracing; meta tensors then belong to the compiler, not the test."""
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 

@@ -31,7 +31,7 @@ class GroupNames:
     def __init__(self) -> None:
         # The axis of each group in a mesh, keyed by torch's name for the group.
         self._axes: dict[str, str] = {}
-        # The group's description and its ranks in the default group, keyed by the same name.
+        # The description and the global ranks of each group, keyed by torch's name for the group.
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._wholes: dict[str, str] = {}  # maps a post-forward group to the unit's shard group
         self._foreign_axes: set[str] = set()  # axes of meshes that this rank is not in
@@ -65,8 +65,8 @@ class GroupNames:
 
     def learn_parameters(self, modules: Iterable[nn.Module]) -> None:
         """Learn the meshes of the modules' DTensor parameters."""
-        # Compiled code passes no meshes to collectives, and a mesh over all ranks uses the default
-        # group, whose description names no axis. But parameters refer to their mesh.
+        # In compiled code, a collective reveals only its group. A mesh over all ranks uses the
+        # default group, whose description names no axis. But DTensor parameters refer to the mesh.
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         if tensors is None:
             return
@@ -76,7 +76,7 @@ class GroupNames:
                     self.learn_mesh(parameter.device_mesh)
 
     def learn_unit(self, unit: Any) -> None:
-        """Learn the groups of an FSDP2 parameter group. See Note [Reshard after forward]."""
+        """Learn the mesh of an FSDP2 parameter group. See Note [Reshard after forward]."""
         self.learn_mesh(unit.mesh_info.mesh)
         after = unit.post_forward_mesh_info
         if after is not None:
@@ -98,7 +98,7 @@ class GroupNames:
         return axis_of(self._axes.get(key) or _name_of(description, ranks), ranks)
 
     def is_shape(self, key: str) -> bool:
-        """Whether a group is named after its shape, a name that other groups may share."""
+        """Whether a group's name only describes its shape, so other groups may share the name."""
         description, _ = self._groups[key]
         return not (self._axes.get(key) or self._wholes.get(key) or _described(description))
 
@@ -132,7 +132,7 @@ class GroupNames:
 
 
 def existing_axes() -> Iterator[tuple[str, str]]:
-    """Yield each existing axis and the name of this rank's group over it, empty if none."""
+    """Yield each mesh axis with torch's name for this rank's group along it, or an empty string."""
     world = dist.group.WORLD
     if world is None:
         return
@@ -162,7 +162,7 @@ def axes_of_groups() -> dict[str, tuple[str, bool]]:
 
 
 def _existing_meshes() -> Iterator[DeviceMesh]:
-    # Require the names, because a mesh that is still being built has none yet.
+    # Require the attribute, because a mesh that is still being built does not have it yet.
     return _existing("torch.distributed.device_mesh", "DeviceMesh", with_attribute="mesh_dim_names")
 
 
@@ -216,7 +216,7 @@ def _described(description: str) -> str:
 
 
 def _distinction(axis: MeshAxis) -> str:
-    """Return the suffix for an axis that shares its name; if possible, the same on all ranks."""
+    """Return a suffix for an axis with an ambiguous name; if possible, the same on all ranks."""
     if axis.groups:
         return f"ranks{write_ranks(axis.groups[0])}"
     return f"size{axis.layout.replace(' ', '.').replace('stride.', 'stride')}"

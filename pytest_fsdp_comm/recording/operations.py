@@ -42,7 +42,7 @@ class Place(Enum):
 NOWHERE: Final = Place.NOWHERE
 
 BATCH: Final = "batch"
-"""Kind of an operation that runs several ``isend`` and ``irecv`` calls; each is recorded."""
+"""Kind of an operation that runs several ``isend`` and ``irecv`` calls, recorded one by one."""
 
 TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "all")
 """The categories of a recording's host seconds; a call may count in several of them."""
@@ -232,7 +232,7 @@ def messages(
 
 
 def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[str, int], ...]:
-    """Return the dtype and bytes of each tensor if gloo sends them one by one, else ()."""
+    """For a reduce-scatter, return each tensor's dtype and bytes, else (). See `Pending.parts`."""
     if operation.kind != "reduce_scatter":
         return ()
     tensors = operation.tensors_sent(bound)
@@ -253,7 +253,7 @@ def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
 
 
 def reduce_op(argument: Any) -> str | None:
-    """Return the name of a reduction, such as ``sum``, given its argument; None if unknown."""
+    """Return the name of a reduction, such as ``sum``, from a call's argument; None if unknown."""
     if argument is None:
         return None
     if isinstance(argument, str):  # functional collectives pass the name

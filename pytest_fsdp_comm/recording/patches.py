@@ -1,12 +1,12 @@
 """Patch torch while a recording is active."""
 
-# Note [Patches]: We replace the attributes when the first recording of the process begins, and
-# restore them when the last recording ends. Code may still call a replacement after that: each call
-# looks up the current recordings (`active.entered`), and finds none.
-# While the compiler is tracing, all originals are restored; otherwise it would have to recompile
-# after the block. We make the compiler skip frames of this package around compiled code.
-# `nn.Module.__call__` is replaced because global module hooks would switch torch.compile off and
-# leak after an error. FSDPState's `_pre_forward` and `_post_forward` are replaced because methods
+# Note [Patches]: We replace functions of torch when the first recording of the process begins, and
+# restore them when the last recording ends. Code that has stored a replacement may still call it
+# after that; the call then finds no running recording (`active.entered`), and records nothing.
+# While torch.compile is tracing, we restore all originals, because it would otherwise recompile
+# after the block. We also make it skip frames of this package, which run around compiled code.
+# We replace `nn.Module.__call__` because global module hooks would switch torch.compile off and
+# leak after an error. We replace FSDPState's `_pre_forward` and `_post_forward` because methods
 # registered with register_fsdp_forward_method call them, not `__call__`.
 # DDP's communication hooks may chain collectives with Future.then, as PowerSGD does. Depending on a
 # race, the callback runs at once, or later on a thread of the backend. In both cases we record its
@@ -39,7 +39,7 @@ Attribute = tuple[Any, str, Any]
 """A class or module, the name of an attribute, and its replacement."""
 
 _INPUTS: Final = slice(3, 4)
-"""Slice of `inputs`, whose gradients are computed, in the engine's arguments after `outputs`."""
+"""The place of `inputs` in the engine's arguments after `outputs`; empty if they are fewer."""
 _INHERITED: Final = object()
 _lock = threading.RLock()
 _num_users = 0
@@ -155,7 +155,7 @@ def _attributes() -> Iterator[Attribute]:
         (threading.Thread, "start", _start),
         *((torch.Tensor, name, _reading) for name in ("tolist", "numpy", "tensor_split")),
         (torch, "tensor_split", _reading),
-        # This mode emulates collectives before they reach any kernel, so we can only report a gap.
+        # LocalTensorMode emulates collectives above all kernels, so we can only report a gap.
         *([] if modes is None else [(modes.LocalTensorMode, "__torch_dispatch__", _local_ranks)]),
         (handler, "clear", _clear),  # otherwise torch._dynamo.reset() drops our callbacks
     ]
@@ -200,7 +200,7 @@ def _engine(original: Any) -> Any:
         finally:
             for recorder, depth in depths:
                 recorder.backward.leave(depth)
-                # Do this now, before user code zeroes the gradients.
+                # Look for results among the gradients now, before user code zeroes them.
                 recorder.tensors.settle_new()
 
     return engine

@@ -4,7 +4,7 @@
 # Modules and groups get their names when the recording ends, or when a test queries it in the
 # block. The mesh that names a group, the root that FQNs are relative to, and the DDP replica that a
 # bucket serves may become known only after the event. The prefetch distance of a gather is known
-# only once its unit is used. Until then, an event refers to modules and to its group's key.
+# only once its unit is used. Until then, an event stores module objects and the key of its group.
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Pending(Generic[Event]):
     group: str | None = None
     """The key of a collective's group in `GroupNames`; None if its arguments name no group."""
     parts: tuple[tuple[str, int], ...] = ()
-    """The dtype and bytes of each tensor if gloo sends the tensors one by one; else empty."""
+    """Each tensor's dtype and bytes in a reduce-scatter, because gloo sends them one by one."""
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
         """Return the finished event, with names; `axes` maps group keys to axes."""
@@ -63,8 +63,8 @@ class Pending(Generic[Event]):
         values["issued_in"] = names.issued_in(call)
         values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
-        # Only the all-gather has a prefetch distance. Before the all-gather, an extension (float8)
-        # may send collectives of other kinds.
+        # Only an all-gather has a prefetch distance. Before it, an FSDP extension like float8 may
+        # send collectives of other kinds, which have none.
         gather = call.gather if record is Reshard or kind == "all_gather" else None
         if record is Reshard or record is Collective:
             values["ahead"] = gather and gather.ahead
@@ -116,7 +116,7 @@ class OwnerNames:
     def place_of_backward(self, call: Attribution, after: int) -> tuple[int | None, int | None]:
         """Return which backward pass a reduction follows, and how many passes there are."""
         # Count only passes that add to the reduced gradients, and return (None, None) unless there
-        # is more than one such pass. `after` counts every pass that began before the reduction.
+        # are several. `after` is the number of all passes that began before the reduction.
         if len(self._backwards) <= 1:
             return None, None
         source, modules = call.source, call.owner
@@ -175,7 +175,7 @@ def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
         return Role.GRADIENTS if reduces else Role.PARAMETERS
     if attribution.source is Source.DDP:
         # Broadcasts carry buffers and the layout of rebuilt buckets, so they have no role. An int32
-        # reduction sends the reducer's map of used parameters, because gradients are not integers.
+        # reduction carries the reducer's map of used parameters: gradients are never integers.
         is_map = dtype == "int32" and not attribution.is_from_hook
         reduced = Role.UNUSED_PARAMETERS if is_map else Role.GRADIENTS
         return reduced if kind in REDUCING else None

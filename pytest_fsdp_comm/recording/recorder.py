@@ -90,7 +90,7 @@ class Recorder:
         traces_operations: bool,
     ) -> None:
         """Prepare a recording; without `models`, FQNs are relative to the outermost modules."""
-        # `backward` also maps nodes of earlier blocks, whose roots are `earlier_roots`.
+        # `backward` also maps autograd nodes of earlier blocks to modules below `earlier_roots`.
         # Read rank and world size now, because the block may destroy the process group.
         self._rank, self._world_size, self._backend = current_world()
         self._roots: list[nn.Module] = list(models)
@@ -113,13 +113,13 @@ class Recorder:
         self.tensors = TensorOwners(self._roots)
         self.reads = ValueReads(self._where) if self._backend == "fake" else None
         self.answers: dict[Answer, None] = {}
-        # For each backward pass: the ids of the tensors to whose gradients it adds.
+        # For each backward pass: the ids of the tensors whose `.grad` it accumulates into.
         self._backwards: list[set[int]] = []
         self._is_recording = False
         self.number = next(_numbers)
-        # Gaps for communication that is not recorded, except those that the witness finds.
+        # Gaps for unrecorded communication, except those that torch's flight recorder reveals.
         self._unseen: dict[Gap, None] = {}
-        # `.attribution` is set while a thread is running a callback that the block registered.
+        # While a thread runs a Future callback: the attribution of the code that registered it.
         self._here = threading.local()
         self._num_resumed = 0
         self._lock = threading.Lock()  # several threads may record at once
@@ -180,7 +180,7 @@ class Recorder:
         return block
 
     def owners_so_far(self) -> dict[tuple[str, int], str]:
-        """Return the owners of collectives, keyed by group and `Flight.seq`; thread-safe."""
+        """Return each collective's owner, keyed by group and sequence number; thread-safe."""
         names = OwnerNames([*self._roots], (), are_parts=self._has_models)
         recorded = sorted(self._all(Collective), key=attrgetter("index"))
         numbered = self._witness.numbered(recorded)
@@ -263,7 +263,7 @@ class Recorder:
         ]
         if not foreign:
             return
-        # Choose an example that has a module, unlike a call in a gradient hook.
+        # Calls in gradient hooks have no module, so choose the first call that has one.
         modules = next(filter(None, foreign), ())
         example = f" (for example, a {printable(type(modules[0]).__name__)})" if modules else ""
         for model in self.idle:
@@ -303,7 +303,7 @@ class Recorder:
         recorded: Sequence[Collective],
         used_groups: Iterable[str],
     ) -> Names:
-        """Return the names that queries may use. Call this only after naming the axes."""
+        """Return the names that `counts` and `nbytes` accept. Call this after naming the axes."""
         if dist.is_initialized():  # the block may have destroyed the process group
             for unit in units:
                 self._groups.learn_unit(unit)
@@ -395,7 +395,7 @@ class Recorder:
             self.reads.note_operation(func, args, kwargs)
 
     def note_read_by_method(self, name: str) -> None:
-        """Record that a method is about to read tensor values without calling a kernel."""
+        """Record that a method is about to read tensor values in a way that no kernel sees."""
         if self.reads is not None and not caller_reports_reads():
             self.reads.note(name)
 
@@ -424,7 +424,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def resumed(self, attribution: Attribution) -> Iterator[None]:
-        """While the block runs a callback, attribute its calls to the code that registered it."""
+        """While the block runs a callback, attribute its events to the code that registered it."""
         previous = getattr(self._here, "attribution", None)
         self._here.attribution = attribution
         self._num_resumed += 1

@@ -20,7 +20,7 @@ from pytest_fsdp_comm.text.words import counted
 
 _OPTIMIZER: Final = "torch.optim.optimizer"
 FIRST: Final = 3
-"""The first step that can be recorded: the steps before it show where it begins."""
+"""The first step that can be recorded, because the steps before it show where a step ends."""
 
 
 class ScriptEnded(SystemExit):
@@ -30,7 +30,7 @@ class ScriptEnded(SystemExit):
 @contextlib.contextmanager
 def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
     """While the block runs, call `stepped` after each optimizer step, with the optimizer."""
-    # Leave the first import of torch to the script, which may set variables that torch reads.
+    # Let the script import torch first, because it may set environment variables for the import.
     handles: list[Any] = []
 
     def register(module: Any) -> None:
@@ -98,7 +98,7 @@ def run_script(
 
 
 def check_steps(first: int, last: int) -> None:
-    """Raise a RecordingError if `first` to `last` cannot be recorded."""
+    """Raise a RecordingError if the steps `first` to `last` cannot be recorded."""
     if not FIRST <= first <= last:
         raise RecordingError(
             f"expected steps from {FIRST} on, such as {FIRST} or {FIRST}-{FIRST + 1}, got "

@@ -1,11 +1,11 @@
-"""Record steps of a training program, each from the end of one optimizer step to the next."""
+"""Record the training steps of a program, which end when its optimizers have stepped."""
 
 # Note [Steps of a program]
 # A training step ends when its optimizer has stepped, so it includes all micro-batches of a
-# gradient accumulation. With several optimizers, the first training step shows which of them step
-# together, because it ends when one of them steps again. So the first step is never recorded. A
-# step that a GradScaler skips does not count. We reject optimizers that step during backward (one
-# for each parameter), because none of their calls ends the training step.
+# gradient accumulation. If several optimizers step together, it ends when all have stepped. The
+# first training step shows which they are, because it ends before one of them steps again; so it is
+# never recorded. A step that a GradScaler skips does not count. We reject optimizers that step
+# during backward (one for each parameter), because none of their calls ends the training step.
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pytest_fsdp_comm.recording.script import (
 
 
 class StepRecorder:
-    """Record training steps; called after each optimizer step. See Note [Steps of a program]."""
+    """Record training steps; call it after each optimizer step. See Note [Steps of a program]."""
 
     def __init__(self, mode: CommMode, first: int, last: int, *, ended: Callable[[], None]) -> None:
         """Record steps `first` to `last`, then call `ended`, which may raise."""
@@ -104,7 +104,7 @@ class StepRecorder:
     def close(self) -> None:
         if self._is_recording:
             self._is_recording = False
-            # Where warnings are errors, a gap must not stop the script; the recording lists it.
+            # A gap must not stop the script, even if warnings are errors: the recording lists it.
             with contextlib.suppress(UnseenCollectivesWarning):
                 self._mode.__exit__(None, None, None)
 

@@ -1,7 +1,7 @@
-"""Find code whose communication on the fake group may depend on the values of tensors."""
+"""Find user code whose communication may depend on tensor values that a simulation lacks."""
 
-# The fake group exchanges nothing, so values that should come from other ranks are wrong. Code that
-# reads them may communicate differently from a real run, so each read is a gap.
+# torch's fake process group exchanges nothing, so values that should come from other ranks are
+# wrong. Code that reads them may communicate differently than in a real run, so each read is a gap.
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ValueReads:
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = func.overloadpacket.__name__
-        # torch tags every index as a read, but only a mask makes the shape depend on values.
+        # torch tags all indexing as a read, but the shape depends on values only with a mask.
         if name == "index" and not any(
             index is not None and index.dtype in {torch.bool, torch.uint8} for index in args[1]
         ):
@@ -52,7 +52,7 @@ class ValueReads:
         self.note(public_names.get(name, name))
 
     def note(self, how: str) -> None:
-        """Add a gap for a read of values, if user code reads them in forward or backward."""
+        """Add a gap for this read of values, if user code requested it in forward or backward."""
         frame = _requesting_frame()
         if frame is None:
             return
@@ -80,7 +80,7 @@ class ValueReads:
 
 
 class KeptAnswers:
-    """Assumed values that were returned outside of blocks, mostly to code that queries devices.
+    """Store assumed values that code received outside of blocks, mostly from device queries.
 
     A test's recordings list the values that its code and its fixtures received, even if an earlier
     test set the fixture up.
@@ -133,7 +133,7 @@ _num_reporters = 0
 
 @contextlib.contextmanager
 def reporting_reads() -> Iterator[None]:
-    """While the block runs, only the caller reports value reads; kernels and patches do not."""
+    """While the block runs, the caller reports value reads, so kernels and patches do not."""
     global _num_reporters  # noqa: PLW0603  # the whole process shares it, like the patches
     _num_reporters += 1
     try:

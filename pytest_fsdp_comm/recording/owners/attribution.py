@@ -23,7 +23,7 @@ from pytest_fsdp_comm.upstream import look_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """The parameter and role of a tensor."""
+    """The parameter that a tensor belongs to, and whether the tensor is its value or gradient."""
 
     parameter: torch.Tensor | None
     """The parameter whose value or gradient the tensor is; None if there are several candidates."""
@@ -36,7 +36,7 @@ class Carried:
     """The parameter or gradient that a collective carries, which may become known only later."""
 
     label: Label | None = None
-    """None until a parameter or a role has been found; a use of the result may reveal them."""
+    """None until it is found, perhaps only when a gradient uses the storage of the result."""
 
 
 @dataclass(slots=True)
@@ -103,12 +103,12 @@ class BackwardMap:
         self._running: list[nn.Module | None] = []
         self._thread = 0
         self._end = 0  # the number of the first node that is not assigned yet
-        # For each run of nodes of one module: the number after its last node, and the module.
+        # For each run of consecutive nodes of one module: its end (exclusive), and the module.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | Maker] = []
 
     def begin(self, roots: list[nn.Module]) -> None:
-        """Begin a block, whose `roots` may grow; nodes created before it are `UNSEEN`."""
+        """Begin a block; nodes created since the last block are `UNSEEN`. `roots` may grow."""
         self._roots, self._registering, self._holders = roots, {}, []
         thread = threading.get_ident()
         if thread != self._thread:
@@ -158,7 +158,7 @@ class BackwardMap:
         del self._running[depth:]
 
     def leave_method(self, module: nn.Module) -> None:
-        """Leave a method, other than forward, that `register_fsdp_forward_method` registered."""
+        """Record that a method registered with `register_fsdp_forward_method` has returned."""
         if self.innermost is module:
             self.leave(len(self._running) - 1)
 
@@ -222,7 +222,7 @@ class BackwardMap:
 
 
 def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
-    """Return the ids of the tensors to whose gradients a backward adds: `inputs`, or all leaves."""
+    """Return the ids of the tensors whose `.grad` a backward adds to: `inputs`, or all leaves."""
     if inputs:
         return set(map(id, inputs))
     # This misses leaves inside a reentrant checkpoint, but its nested backward finds them.
@@ -242,7 +242,7 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
 
 
 def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
-    """Attribute the current event to the acting unit; None if the stack has to be read for that."""
+    """Attribute the current event to the acting unit; None if that requires reading the stack."""
     acting = units.acting[-1] if units.acting else None
     if acting is None or acting.thread != threading.get_ident():
         return None

@@ -42,7 +42,7 @@ IS_WATCHED: Final = "_fsdp_comm_is_watched"
 
 ReshardAction = Literal["unshard", "reshard"]
 
-# torch's enum, and its two states in which a unit is in use: in forward, and in backward.
+# torch's enum of training states, and its two members for a unit in use: in forward, in backward.
 _FSDP1_STATES = "torch.distributed.fsdp._common_utils.HandleTrainingState FORWARD BACKWARD_PRE"
 _FSDP2_STATES = (
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState FORWARD PRE_BACKWARD"
@@ -137,9 +137,9 @@ Arguments = tuple[Any, ...]
 """The positional arguments of an FSDP method, without `self`."""
 
 Around = Callable[["UnitWatch", Any, Arguments], "Iterator[ActingUnit | None]"]
-"""A method of `UnitWatch` that runs around an FSDP method, with the same arguments. It yields the
-acting unit. If the FSDP method returns, the code after the yield runs while the unit is still
-acting."""
+"""A generator method of `UnitWatch` that wraps an FSDP method and gets its arguments. It yields the
+unit that acts during the call. If the FSDP method does not raise, the code after the yield runs
+while the unit is still acting."""
 
 
 class UnitWatch:
@@ -219,7 +219,7 @@ class UnitWatch:
         )
 
     def _used_nbytes(self, group: Any) -> int:
-        """Return the bytes of gathered parameters that the unit's next use can reuse."""
+        """Return the bytes that the unit holds for its next use, gathered fully or in part."""
         if group.is_unsharded or group._all_gather_result is not None:
             return self._nbytes_of(group)
         after = group.post_forward_mesh_info
@@ -256,7 +256,7 @@ class UnitWatch:
 
     def _use(self, state: enum.Enum, group: Any) -> None:
         # FSDP2 calls pre_forward for each module of a unit (up to torch 2.11, only for the first),
-        # and pre_backward for each output. Only the first call changes the state: a new use begins.
+        # and pre_backward for each output. Only the first call changes the state and begins a use.
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
@@ -277,7 +277,7 @@ class UnitWatch:
         # FSDP2 sets the result only if it issued a gather.
         if result is not None:
             nbytes = self._nbytes_of(group)
-            # If the output's dtype is not uint8, all parameters have that dtype: skip the lists.
+            # Only uint8 output may hold several dtypes; any other dtype is that of all parameters.
             if result.all_gather_output.dtype is torch.uint8:
                 gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)
@@ -291,7 +291,7 @@ class UnitWatch:
         yield
 
     def _free(self, group: Any, _: Arguments) -> Iterator[None]:
-        if group not in self._meshes:  # otherwise `_unshard` has learned it
+        if group not in self._meshes:  # otherwise `_unshard` has already done this
             self._memory.learn(group, self._gathered_nbytes)
         yield
         self._memory.hold(group, self._gathered_nbytes(group))

@@ -21,13 +21,13 @@ they wrap (the same in torch 2.7, 2.13, 2.15; torch removes these segments from 
 
 
 def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group over which a module is replicated; None if it is not."""
+    """Return the group over which DDP or `replicate` replicates a module; None if neither does."""
     if isinstance(layer, DistributedDataParallel):
         group: dist.ProcessGroup = layer.process_group
         return group
     # `replicate` swaps the class for a subclass of this `DDP`, and creates the real DDP only in the
     # first forward (the same in torch 2.7, 2.13, 2.15). Look in sys.modules, because the package
-    # exports a function of the module's name.
+    # exports a function with the same name as the module.
     module: Any = sys.modules.get("torch.distributed._composable.replicate")
     if module is None or not isinstance(layer, getattr(module, "DDP", ())):
         return None

@@ -3,14 +3,14 @@
 # Note [Tensors of parameters]
 # A DTensor's collective reveals neither unit nor module: a parameter that user code gathers looks
 # like an activation. Three kinds of proof tell them apart. We try them in this order:
-# - the autograd graph. In backward, a node that only passes on one parameter's gradient (through
-#   redistributions, casts and views) leads to its AccumulateGrad. So does the graph of a DTensor
-#   that forward redistributes, such as a cast copy of a parameter;
+# - the autograd graph. In backward, the running node may lead to the AccumulateGrad of a parameter
+#   through nothing but redistributions, casts and views of its gradient. In forward, the graph of a
+#   redistributed DTensor, such as a cast copy, may lead to the parameter in the same way;
 # - the storage. The bytes redistributed (before padding) or sent lie within those of a parameter or
 #   its gradient. A table lists the storages. Addresses are reused, so each match is checked against
 #   the tensors that the model holds at that moment;
-# - the result. A parameter's gradient later uses the result's storage. This finds the gradients
-#   that compiled code reduces.
+# - the result. If a parameter's gradient later uses the storage of the result, the collective has
+#   reduced that gradient. This finds the gradients that compiled code reduces.
 # A tensor that could belong to several parameters is attributed to none. If no proof applies, the
 # collective counts as sending activations of the running module. Copies without a graph (a cast
 # under no_grad, a Muon step) cannot be traced to their parameters. FSDP's and DDP's collectives are
@@ -84,11 +84,11 @@ class TensorOwners:
         self._table: dict[int, list[Label]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
         # When the table was built: the ids of the roots, and the number of the next autograd node.
-        # Since then: the number of failed look-ups.
+        # `_misses` counts the look-ups that have failed since then.
         self._table_roots: list[int] = []
         self._table_node = 0
         self._misses = 0
-        # Results, keyed by the address of their storage, which a `StorageWeakRef` reserves.
+        # Results whose parameter is unknown, keyed by an address that `_Result.storage` reserves.
         self._results: dict[int, list[_Result]] = {}
         self._has_new_results = False
 
@@ -102,7 +102,7 @@ class TensorOwners:
     ) -> Carried | None:
         """Find the parameter or gradient in a call; None for FSDP, DDP and object calls."""
         # `bound` maps argument names to values. `dtensor` is the DTensor that user code is
-        # redistributing through this call; None if an operator redistributes it, or nothing does.
+        # redistributing through this call; None for other calls, such as those of DTensor operators.
         if attribution.source in _NAMED_BY_UNITS:
             return None
         node = self._current_node() if attribution.phase is Phase.BACKWARD else None
@@ -112,7 +112,7 @@ class TensorOwners:
             label = Label(parameter=dtensor, role=Role.PARAMETERS)
         else:
             label = _label_of_node(getattr(dtensor, "grad_fn", None), Role.PARAMETERS)
-        # In an AccumulateGrad, a parameter's hook may send any tensor, not only the gradient.
+        # In an AccumulateGrad, look at the tensor anyway: a parameter's hook may send any tensor.
         if label is None or hasattr(node, "variable"):
             if dtensor is not None:
                 sent = dtensor
@@ -124,8 +124,8 @@ class TensorOwners:
                 sent = bound.get(operation.sent if has_sent else operation.received)
             label = self._label_of_tensors(_plain(sent), dtensor, attribution) or label
         if operation.kind == "all_gather" and dtensor is None:
-            # This rank's shard may belong to one parameter and other ranks' shards to different
-            # parameters, so look at everything that is gathered.
+            # Other ranks may send shards of different parameters than this rank, so look at the
+            # whole output, not only at this rank's shard.
             places = map(extent_of, _plain(bound.get(operation.received)))
             label = (
                 merged([self._label_at(at, whole=False) for at in places if at is not None])
@@ -147,7 +147,7 @@ class TensorOwners:
                 earlier = self._results.setdefault(extent.storage, [])
                 for at, result in enumerate(earlier):
                     if result.version != version and _overlap(result.extent, extent):
-                        # The bucket is reused, so its content proves nothing about earlier calls.
+                        # Both calls used this bucket, so a match would not show which to label.
                         carried = Carried()
                         earlier[at] = result._replace(carried=carried)
                 reduces = operation.kind in REDUCING
@@ -213,7 +213,7 @@ class TensorOwners:
         return merged([None if extent is None else self._label_at(extent) for extent in extents])
 
     def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
-        """Return the label at `extent`; its fields are None if `whole` and no tensor covers it."""
+        """Return the label of the tensors at `extent`; blank if `whole` and no tensor covers it."""
         candidates = self._table.get(extent.storage)
         if candidates is None:
             return None
