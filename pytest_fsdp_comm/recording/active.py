@@ -8,9 +8,9 @@
 # Note [Whose call]
 # A recording includes the collectives of all threads. Those of a thread that has not entered the
 # recording have no owner, because the recording knows only the FSDP units and autograd graphs of
-# the thread that entered it. A thread belongs to the recordings that are running when it starts. If
-# it still communicates during a later block, that block's recording does not include this, and gets
-# a gap that names the thread.
+# the thread that entered it. A thread that starts during recordings belongs to these recordings
+# only. If it still communicates during a later block, the recording of that block leaves this out,
+# and gets a gap that names the thread.
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class RedistributionWatch:
         # frame, whose address may be reused). Equal redistributions share the list, so we store the
         # step too: if the step does not increase, a new redistribution has begun.
         self.last: tuple[Any, int] | None = None
-        """The last collective's list and step; None if it did not come from a redistribution."""
+        """The list and step of the last collective's redistribution; None if it had none."""
 
     def note_collective(self, variables: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the fields of a `Redistribution` at its first collective, else None."""

@@ -68,7 +68,7 @@ def find_caller() -> FrameType | None:
 
 
 def find_call_site() -> str:
-    """Return the line that `find_caller`'s frame is running, as ``path:line``; empty for None."""
+    """Return the line that `find_caller` finds, as ``path:line``; empty if there is none."""
     return call_site_of(find_caller())
 
 

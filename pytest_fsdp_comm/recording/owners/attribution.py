@@ -265,7 +265,7 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
 def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
-    """Attribute the current event; `namespace` is its operator's, and empty without an operator."""
+    """Attribute the current event; `namespace` is that of its operator, or empty if it has none."""
     in_backward = (
         scan.is_in_engine
         or backward.is_in_backward()

@@ -42,7 +42,7 @@ IS_WATCHED: Final = "_fsdp_comm_is_watched"
 
 ReshardAction = Literal["unshard", "reshard"]
 
-# torch's enum of training states, and its two members for a unit in use: in forward, in backward.
+# torch's enum of training states, and the two states in which a unit is in use.
 _FSDP1_STATES = "torch.distributed.fsdp._common_utils.HandleTrainingState FORWARD BACKWARD_PRE"
 _FSDP2_STATES = (
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState FORWARD PRE_BACKWARD"
@@ -277,7 +277,7 @@ class UnitWatch:
         # FSDP2 sets the result only if it issued a gather.
         if result is not None:
             nbytes = self._nbytes_of(group)
-            # Only uint8 output may hold several dtypes; any other dtype is that of all parameters.
+            # Only uint8 output may mix dtypes; any other dtype is the dtype of all parameters.
             if result.all_gather_output.dtype is torch.uint8:
                 gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)

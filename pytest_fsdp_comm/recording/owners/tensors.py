@@ -102,7 +102,7 @@ class TensorOwners:
     ) -> Carried | None:
         """Find the parameter or gradient in a call; None for FSDP, DDP and object calls."""
         # `bound` maps argument names to values. `dtensor` is the DTensor that user code is
-        # redistributing through this call; None for other calls, such as those of DTensor operators.
+        # redistributing through this call; None if a DTensor operator does so, or nothing does.
         if attribution.source in _NAMED_BY_UNITS:
             return None
         node = self._current_node() if attribution.phase is Phase.BACKWARD else None
@@ -213,7 +213,7 @@ class TensorOwners:
         return merged([None if extent is None else self._label_at(extent) for extent in extents])
 
     def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
-        """Return the label of the tensors at `extent`; blank if `whole` and no tensor covers it."""
+        """Return the label at `extent`; an empty label if `whole` and no one tensor covers it."""
         candidates = self._table.get(extent.storage)
         if candidates is None:
             return None
