@@ -162,11 +162,11 @@ class CommMode(CommDebugAnswers):
             watching.__exit__(kind, value, traceback)
         finally:
             if self._estimate is not None:
-                # Keep only the values, because the function would keep model and optimizer alive.
+                # Store only the values: the function would keep the model and optimizer alive.
                 self._estimate = functools.partial(replace, self._estimate())
             self._block = recorder.finish()
             self._roots = self._block.roots or self._roots
-        # Do not warn after an exception: where warnings are errors, ours would replace it.
+        # Do not warn after an exception: if warnings are errors, the warning would replace it.
         unseen = [gap.text for gap in self._block.recording.gaps if gap.kind == "unseen"]
         if unseen and kind is None:
             warnings.warn(

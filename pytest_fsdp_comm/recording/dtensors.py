@@ -41,7 +41,7 @@ def dispatch_of(cls: type) -> Dispatch:
 
 
 def is_dtensor_class(cls: type) -> bool:
-    """Whether a class is DTensor itself, not a subclass; CommDebugMode checks the same."""
+    """Whether a class is DTensor itself, not a subclass. CommDebugMode makes the same check."""
     module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before this import
     return module is not None and cls is module.DTensor
 

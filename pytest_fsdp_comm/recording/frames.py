@@ -68,7 +68,7 @@ def find_caller() -> FrameType | None:
 
 
 def find_call_site() -> str:
-    """Return the line that `find_caller` finds, as ``path:line``; empty if there is none."""
+    """Return the current line of `find_caller`'s frame, as ``path:line``; empty if it is None."""
     return call_site_of(find_caller())
 
 

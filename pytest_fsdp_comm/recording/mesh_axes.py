@@ -148,7 +148,7 @@ def existing_axes() -> Iterator[tuple[str, str]]:
 
 
 def axes_of_groups() -> dict[str, tuple[str, bool]]:
-    """Return each group's axis name and `GroupNames.is_shape`, keyed by torch's group name."""
+    """Map torch's name for each group to its axis name, and to whether that is only a shape."""
     names = GroupNames()
     # Sort, because a group keeps its first name, and gc lists meshes in no fixed order.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):

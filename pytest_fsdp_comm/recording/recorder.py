@@ -243,7 +243,7 @@ class Recorder:
         )
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
-        """Return the gaps and notes. Call this only after naming the axes."""
+        """Return the gaps and notes, none during the recording. Call this after naming the axes."""
         if self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.groups_and_axes(used_groups)[0])

@@ -30,7 +30,7 @@ class ScriptEnded(SystemExit):
 @contextlib.contextmanager
 def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
     """While the block runs, call `stepped` after each optimizer step, with the optimizer."""
-    # Let the script import torch first, because it may set environment variables for the import.
+    # Let the script import torch first: it may set environment variables that torch reads.
     handles: list[Any] = []
 
     def register(module: Any) -> None:

@@ -57,7 +57,7 @@ class Attribution:
     """For DDP: True if Python code, such as a hook, issued the call; False for the reducer."""
     gather: Gather | None = None
     carried: Carried | None = None
-    """None for collectives of FSDP or DDP, for object collectives, and for other events."""
+    """None for FSDP, DDP and object collectives, and for events that are not collectives."""
 
     @property
     def label(self) -> Label | None:
@@ -69,8 +69,8 @@ class Attribution:
 
 
 # Note [Backward map]
-# No module runs in backward. A collective there is attributed to the module whose forward created
-# the running autograd node. Autograd numbers each thread's nodes, starting at 0. Whenever a module
+# No module runs in backward, so we attribute a collective to the module whose forward created the
+# running autograd node. Autograd numbers each thread's nodes, starting at 0. Whenever a module
 # call starts or ends, the map assigns the numbers issued since the previous start or end to the
 # module that was running in between. This includes nodes created in a forward pre-hook, and those
 # of an autograd.Function, whose forward runs without grad mode. No forward creates AccumulateGrad

@@ -357,7 +357,7 @@ class UnitWatch:
 
 
 def watched_methods() -> Iterator[tuple[Any, str, Around]]:
-    """Yield each FSDP method to wrap: class or module, name, and the `UnitWatch` method to use."""
+    """Yield each FSDP method to wrap: its class or module, its name, and the `UnitWatch` method."""
     for holder, name, around in [*_fsdp2(), *_fsdp1()]:
         if name not in vars(holder):
             module = getattr(holder, "__module__", "")  # Python modules lack this attribute

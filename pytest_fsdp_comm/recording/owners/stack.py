@@ -3,8 +3,8 @@
 # Note [No hooks]
 # Global module hooks would switch torch.compile off, leak after an error, and miscount modules that
 # run twice, so the recorder reads the stack instead. It recognises functions by their code objects,
-# which survive decorators that copy names. Frames outside the innermost module, or outside the
-# autograd engine, did not request the current call.
+# which survive decorators that copy names. Frames further out than the innermost module, or than
+# the autograd engine, did not request the current call.
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ _MEANINGS: Final[dict[Whose, _Code]] = {
     "ours": "skipped",
 }
 
-# Meanings, keyed by the code's id, because code objects hash slowly; `_codes` keeps the objects
-# alive, so ids stay unique. Each collective reads a stack of a hundred frames, so each frame must
-# cost only one look-up.
+# The kind of each code object, keyed by its id, because code objects hash slowly. `_codes` keeps
+# the objects alive, so that ids stay unique. For each collective, we walk a stack of about a
+# hundred frames, so a frame must cost only one look-up.
 _meanings: dict[int, _Code] = {}
 _codes: list[CodeType] = []
 
