@@ -65,7 +65,7 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """On rank 0, return a function that picks a test's runner. Other ranks run tests and exit."""
+    """On rank 0, return a function that picks a test's runner; on others, run tests and exit."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # The process may run another session later, so restore its environment at the end of this one.
@@ -158,7 +158,7 @@ def _planned(item: pytest.Item) -> str:
     )
 
 
-# The functions below turn a launched process into a rank that obeys rank 0's process.
+# The functions below turn a launched process into a rank that takes commands from rank 0's process.
 
 
 class _EndedError(Exception):

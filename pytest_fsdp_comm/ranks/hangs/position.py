@@ -35,7 +35,7 @@ from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedC
 _MOST_COLLECTIVES = 16
 
 _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
-"""Matches torch's files, except those that wait for data loaders, processes or the disk."""
+"""Matches torch's files, except those that wait for data loaders, processes or disks, not ranks."""
 _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
@@ -103,7 +103,7 @@ def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
     # While `Channel.receive` is waiting, its frame is one of the five innermost frames.
     if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
-        # The rank is waiting for its next test; until then, sys has the last test's exception.
+        # The rank is waiting for its next test. `sys` keeps the exception of the test before it.
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":
@@ -115,7 +115,7 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
 
 
 def _is_comparing(frame: FrameType) -> bool:
-    """Return whether a frame compares, explains or ends a test, which needs no other rank."""
+    """Return whether a frame compares snapshots, formats a failure or saves coverage data."""
     module: str = frame.f_globals.get("__name__", "")
     return (
         module.startswith(("pytest_fsdp_comm.snapshots.", "_pytest._io.saferepr"))
@@ -144,13 +144,13 @@ def _is_c10d(frame: FrameType) -> bool:
 
 
 def _is_unrecorded(frame: FrameType) -> bool:
-    """Return whether a frame waits for other ranks without the flight recorder recording it."""
+    """Return whether a frame waits for other ranks in a call that the flight recorder misses."""
     code = frame.f_code
     return code is Exchange._await.__code__ or (_is_c10d(frame) and code.co_name in _UNSEEN)
 
 
 def _module(frames: Sequence[FrameType]) -> str:
-    """Return the FQN of the module in forward, or of the FSDP unit whose hook is running."""
+    """Return the FQN of the module whose forward is running, or of the FSDP unit whose hook is."""
     if "torch" not in sys.modules:
         return ""
     from pytest_fsdp_comm.recording.owners.stack import called_module  # noqa: PLC0415  # loads torch
@@ -246,7 +246,7 @@ _LAST_S: Final = 1.0
 
 
 class Watchdog:
-    """A thread that answers the supervisor's questions over a separate connection."""
+    """A thread that tells the supervisor, when asked, where the rank is, even if the rank hangs."""
 
     def __init__(self, channel: Channel[PositionQuestion], *, ends_process: bool = False) -> None:
         """Start the thread; with `ends_process`, end this process when the supervisor is gone."""

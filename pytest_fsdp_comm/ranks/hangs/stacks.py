@@ -17,7 +17,7 @@ from pytest_fsdp_comm.text.words import show_path
 _PAUSE_S = 0.005
 _SETTLED = 10
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
-# Matches files of test runners. Their frames are omitted, because they say nothing about the test.
+# Matches files of test runners, whose frames are omitted because they say nothing about the test.
 _RUNNERS = re.compile(r"/(_pytest|pytest|pluggy|xdist|execnet)[/.]|/bin/[^/]+$|runpy(\.py|>)$")
 # The file from which ranks run tests. Its callers only started the rank, so they are omitted.
 _ENTRY = f"{PACKAGE}ranks/rank/main.py"
@@ -54,7 +54,7 @@ def is_runner(path: str) -> bool:
 
 
 def of_test(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """Drop the outer frames of a stack (innermost first), which only started the rank."""
+    """Drop the outermost frames, which only start the rank; `frames` begin with the innermost."""
     return list(itertools.takewhile(lambda frame: frame.path != _ENTRY, frames))
 
 
@@ -81,7 +81,7 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
     called = [
         frame
         for frame in itertools.takewhile(lambda frame: not frame.is_users, frames)
-        # Without user code on the stack, the rank may hang in the test runner, so do not skip it.
+        # Without user code on the stack, the rank may hang in pytest, so do not omit pytest then.
         if not frame.path.startswith("<") and not (users and is_runner(frame.path))
     ]
     lines += [f"inside {frame.name} ({frame.path}:{frame.line})" for frame in called[:1]]

@@ -111,7 +111,7 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
 
 
 def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by text, rarest first; if there are too many, `others` replaces the last ones."""
+    """Group ranks by text, smallest group first; merge groups beyond `_MOST_WAYS` as `others`."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
     if len(folded) <= _MOST_WAYS:
         return folded
@@ -311,8 +311,8 @@ def _divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
     for seq in sorted(set().union(*group.calls.values())):
         owners = {rank: call.owner for rank, call in group.calls_of(seq).items() if call.owner}
         if seq < before and len({*owners.values()}) > 1:
-            # Positions list only the last calls. Unless the ranks agree on an earlier listed call,
-            # they may have diverged before this one.
+            # Positions list only the last calls. If no earlier call in them was for the same module
+            # on all ranks, the ranks may have diverged before this one.
             earlier = "" if were_equal or seq == 1 else " or earlier"
             return f"ranks diverged at #{seq} of {group.label}{earlier}", owners
         were_equal |= len(owners) > 1
@@ -341,14 +341,14 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
     yield from dict.fromkeys(stall.difference for stall in stalls if stall.difference)
     absent = {rank: texts for stall in stalls for rank, texts in stall.absent.items()}
     did = {rank: text for rank, (text, _) in absent.items()}
-    # Do not say where a rank is if it is waiting in a different collective: the line about that
-    # collective says so.
+    # If an absent rank is waiting in another collective, the line about that collective says where,
+    # so do not repeat it.
     at = {rank: "" if rank in reached else place for rank, (_, place) in absent.items()}
     yield from _folded({rank: f"{text}{at[rank]}" for rank, text in did.items()}, did)
 
 
 def _folded(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
-    """Yield one line for ranks with equal templates; if there are too many lines, use `short`."""
+    """Yield one line for ranks with equal `full` texts; if that is too many lines, use `short`."""
     for ranks, text in sorted(_rarest(full, "")):
         folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
         for same, template in folded:

@@ -36,7 +36,7 @@ _Payload = TypeVar("_Payload")
 
 
 class RankExtension(Protocol[_Payload]):
-    """Prepares ranks, and sends a payload from each rank to the pytest process after a test."""
+    """A feature, such as the run report, that sends data from each rank to the pytest process."""
 
     @property
     def payload_type(self) -> type[_Payload]:
@@ -56,7 +56,7 @@ class RankExtension(Protocol[_Payload]):
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Process all payloads in the pytest process; each problem that is returned fails the test.
+        """Process all payloads in the pytest process; return problems, any of which fails the test.
 
         `payloads` has no entry for ranks that died. A skipped test has neither failed nor passed.
         """

@@ -83,7 +83,7 @@ class RankTerminal:
             os.dup2(descriptor, target)
         self._stdin = sys.stdin
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # until `leave`
-        # A pytest that runs in the background does not have the terminal, so it cannot pass it on.
+        # If pytest runs in the background, another program has the terminal, so do not take it.
         if _foreground(0) == self._pytests_group:
             _pass_on(0, os.getpgrp())
 

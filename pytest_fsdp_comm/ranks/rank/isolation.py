@@ -1,4 +1,4 @@
-"""Separates pytest's session in a rank from the terminal, files and plugins of its parent."""
+"""Keeps pytest in a rank from using the terminal, files and plugins of its parent process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PARENTS_CAPTURE = pytest.StashKey[object]()
 
 
 class LogTerminal:
-    """The terminal reporter of a rank: writes live logs and ``--setup-show`` to a file."""
+    """The terminal reporter of a rank; writes live logs and ``--setup-show`` output to a file."""
 
     def __init__(self) -> None:
         self._tw = TerminalWriter(io.StringIO())

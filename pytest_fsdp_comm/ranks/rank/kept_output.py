@@ -11,8 +11,8 @@ from typing import Any, Final
 
 KEPT_NBYTES: Final = 256 << 10
 """How many bytes or characters of a long text to keep at its start, and how many at its end."""
-# A text is shortened only if that removes more than this. The line that replaces the removed part
-# is shorter, so a shortened text is not shortened again.
+# A text is shortened only if that removes more than this. The note in place of the removed part is
+# shorter than this, so a shortened text is not shortened again.
 _LONGEST_NOTE: Final = 256
 
 

@@ -96,7 +96,7 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Connect the hooks to a rank. Setup equalizes random states unless ranks share them."""
+        """Connect the hooks to a rank; unless ranks share random states, setup makes them equal."""
         self._shares_random_states = shares_random_states
         # If ranks run several tests, each test starts with the random states of the first.
         self._keeps_random_states = spec.settings.scope == "module"
@@ -117,7 +117,7 @@ class RankPlugin:
         return handled
 
     def _report_failure(self, item: pytest.Item, end: Callable[[], None]) -> None:
-        """Call `end` after the test's teardown; report it as a teardown, but only if it fails."""
+        """Call `end` after the test's teardown; if it raises, report that as a failed teardown."""
 
         def run() -> None:
             __tracebackhide__ = True

@@ -165,7 +165,7 @@ def join_group(context: RankContext) -> object:
 
 
 def real_groups(context: RankContext) -> RealGroups | None:
-    """Connect a simulated rank to its peers on real axes; return None if no axis is real."""
+    """Connect a simulated rank to its peers on the marker's `real` axes; None if there are none."""
     real = context.settings.real
     if not real:
         return None

@@ -1,1 +1,1 @@
-"""Runs the distributed tests of a pytest process, each on a rank set, and merges the results."""
+"""Runs each distributed test of a pytest process on a set of ranks, and merges the results."""

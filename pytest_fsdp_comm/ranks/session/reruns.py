@@ -13,11 +13,11 @@ import pytest
 
 from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
 
-# If a single rank reran its test, its collectives would wait for the other ranks. So the plugin is
-# disabled in ranks. Its protocol runs in the pytest process, where each attempt starts new ranks:
-# it makes each attempt by calling `runtestprotocol`, a global of its module, which we replace. The
-# plugin records failures in its wrapper of `pytest_runtest_makereport`, so we call that wrapper for
-# each report (checked in pytest-rerunfailures 16.7).
+# If a single rank reran its test, the collectives would wait for the other ranks. So ranks disable
+# pytest-rerunfailures, and the pytest process reruns the test, each time on new ranks. The plugin
+# makes each attempt through `runtestprotocol`, a global of its module, which we replace. It records
+# failures in its wrapper of `pytest_runtest_makereport`, so we call that wrapper for each report
+# (checked in pytest-rerunfailures 16.7).
 
 _CRASH = re.compile(
     r"(?:ranks? [\d, -]+: )?(?P<name>[A-Za-z_][\w.]*)(?::\s(?P<text>.*))?", re.DOTALL
@@ -62,7 +62,7 @@ def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
     message = str(crash.message if crash is not None else report.longrepr)
     is_error = crash is not None and not has_headline(report)
     match = _CRASH.fullmatch(message) if is_error else None
-    # The message of an AssertionError that pytest explains lacks that name, so assume it.
+    # pytest's explanation of a failed `assert` does not name AssertionError, so assume that name.
     name, text = "AssertionError" if crash is not None else "RankFailure", message
     if match and ("." in match["name"] or match["name"][0].isupper()):
         name, text = match["name"].rpartition(".")[2], match["text"] or ""

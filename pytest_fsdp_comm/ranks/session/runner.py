@@ -202,9 +202,9 @@ class RankRunner:
         try:
             self._end_ranks(is_hurried=was_interrupted)
         finally:
-            # xdist interrupts a worker soon after its session, so close the server even then.
+            # xdist interrupts a worker soon after its session ends, perhaps in `_end_ranks`.
             self._close_server()
-        # Problems are reported with the next test. There is none left, so print the last problems.
+        # Problems are reported with the next test. No test is left, so print the last problems.
         for problem in self._problems:
             text = printable(problem, "\n")
             sys.stderr.write(f"fsdp-comm: {text}\n")
@@ -380,7 +380,7 @@ class RankRunner:
         return Supervision(spec, self._server, connections, config)
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
-        """End the rank set, if any. Unless hurried, a later test reports ranks that still exist."""
+        """End the rank set, if any. Unless hurried, the next test reports ranks that survive."""
         supervision, self._supervision = self._supervision, None
         if supervision is not None:
             problems, unended = supervision.end(HURRIED_S if is_hurried else under_load(PATIENCE_S))

@@ -89,10 +89,10 @@ class Supervision:
         self._questions = 0
         self._begin(spec.next_test)
 
-    # With scope="module", ranks run several tests. If the next test is sure to run on these ranks,
-    # they keep the fixtures that both tests share, as pytest does. If all ranks pass and still have
-    # their process group, they wait until they receive `RunTest`, or `EndTests` if the next test
-    # does not run after all, or until they are killed. If the teardown of a kept fixture fails, the
+    # With scope="module", ranks can run several tests. If the next test is sure to run on the same
+    # ranks, they keep the fixtures that both tests share, as pytest does. After a test that all
+    # ranks passed without replacing their process group, they wait for `RunTest`. If no other test
+    # follows, they receive `EndTests`, or are killed. If the teardown of a kept fixture fails, the
     # failure is reported with the next test.
 
     def _begin(self, next_test: messages.NextTest) -> None:
@@ -187,7 +187,7 @@ class Supervision:
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
-        """Kill the ranks; return failures of kept fixtures, and descriptions of surviving ranks."""
+        """Kill the ranks; describe failed teardowns of kept fixtures, and ranks that survived."""
         problems = self._late_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
@@ -315,7 +315,7 @@ class Supervision:
 
     def _stop(self, why: Stopped) -> None:
         """Mark all running ranks as stopped, and record where they are; `end` kills them later."""
-        # A rank may have finished already on a busy machine; see Note [Dead ranks are read first].
+        # On a busy machine, a rank may have finished, but its last message may not have been read.
         running = [result for result in self._results.values() if not result.is_over]
         for result in running:
             self._drain(result.rank)

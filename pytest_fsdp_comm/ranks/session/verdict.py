@@ -267,8 +267,8 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
 
 def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
     crash = getattr(report.longrepr, "reprcrash", None)
-    # If a comparison failed, only one rank has the explanation of the diff, so crash messages
-    # differ. `DIFFERS` is the same on all ranks that failed in the same way.
+    # If a comparison failed, only one rank's crash message explains the diff. So prefer `DIFFERS`,
+    # the first line of the failure, which is equal on all ranks that failed in the same way.
     text = getattr(report, DIFFERS, "")
     if crash is not None:
         text = f"{text or crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
@@ -279,7 +279,7 @@ def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
 
 
 def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
-    """Move the failure with the explanation to the front, if it has the first failure's text."""
+    """If a failure like the first one explains the diff of a comparison, move it to the front."""
     return sorted(
         failures,
         key=lambda each: each.text != failures[0].text or not getattr(each.report, EXPLAINS, False),
@@ -459,7 +459,7 @@ def _like_first(failures: Sequence[_Failure]) -> list[int]:
 
 
 def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
-    """Describe the ranks that did not fail like the first one; "" if all failed like it."""
+    """Describe the ranks that did not fail in the same way as the first; "" if there are none."""
     first = failures[0]
     failed = {failure.rank for failure in failures}
     lines = _later(failures)

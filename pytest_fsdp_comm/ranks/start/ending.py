@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _PAUSE_S = 0.005
-# Long enough for cleaners to finish.
+# Long enough for `_CLEANERS` to finish.
 _CLEANED_WITHIN_S = 4.0
 # Processes that clean up after ranks. joblib's copy of the resource tracker has the same name.
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")

@@ -292,9 +292,8 @@ class RankServer(Protocol):
     def exit_statuses(self) -> Mapping[int, int | str]:
         """Return the exit status of each rank that has ended, or minus the signal that killed it.
 
-        The status of a rank whose connection was lost is a text that describes the loss.
-
-        Raises `ServerDiedError` if the server is gone.
+        For a rank whose connection was lost, return a text that describes the loss instead. Raise
+        `ServerDiedError` if the server is gone.
         """
 
     def send_signal(self, rank: int, number: int) -> None:

@@ -16,12 +16,12 @@ _PAUSE_S = 0.02
 _TURN = "turn"
 _WANTED = "wanted"
 
-# Note [Slots]: a slot is a file in a directory that the processes share. A process that uses a slot
-# locks its file (fcntl.flock); the kernel frees the lock when the process dies. This cannot
-# deadlock: only one process at a time takes slots, it takes all slots of a test at once, and a
-# process that has slots never waits for more. Ranks are kept for the next test only if that test
-# follows immediately and no other process is waiting for slots. A forked child inherits locks with
-# the descriptors, so it has to close its copies.
+# Note [Slots]: a slot is a permit to run one rank or to use one GPU. It is a file that all pytest
+# processes of the session share. A process that uses a slot locks the file (fcntl.flock); the
+# kernel frees the lock when the process dies. This cannot deadlock: only one process at a time
+# takes slots, it takes all slots of a test at once, and a process that has slots never waits for
+# more. Ranks keep their slots for the next test only if that test follows immediately and no other
+# process is waiting for slots. A forked child inherits the locks, so it has to close its copies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

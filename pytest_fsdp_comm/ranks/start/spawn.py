@@ -43,7 +43,8 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 # - jemalloc (part of pyarrow), and the pool of torch.set_num_threads (pthreadpool-cpp.cc in torch
 #   2.6 to 2.15): a forked child starts new threads. The pool's threads have no names, so we compare
 #   their number.
-# - NVML, which torch.cuda.device_count queries: its thread is named like CUDA's (driver 580).
+# - NVML, which torch.cuda.device_count queries. Its thread has the same name as threads of CUDA
+#   (driver 580), so names do not reveal CUDA's threads; `_unsafe_torch` detects CUDA instead.
 # macOS has no _TASKS, so native threads are not detected there.
 _TASKS = Path("/proc/self/task")
 _HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")

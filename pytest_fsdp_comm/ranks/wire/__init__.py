@@ -1,1 +1,1 @@
-"""The messages between processes, the channel for them, and the results of ranks."""
+"""The messages between pytest and its ranks, the channel that sends them, and ranks' results."""

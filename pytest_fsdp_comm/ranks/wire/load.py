@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Limits allow for this many busy processes per core.
+# Time limits are long enough for this many busy processes per core; with more, extend the limits.
 _PER_CORE = 2
 
 

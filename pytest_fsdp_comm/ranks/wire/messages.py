@@ -23,7 +23,7 @@ class NextTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetSpec:
-    """Describes a rank set to its ranks. A fork server gets it before the `StartRank` messages."""
+    """Describes a rank set: the ranks that run one test, or several tests with scope="module"."""
 
     item_index: int
     """The index of the first test among the session's items."""
@@ -128,7 +128,7 @@ class PositionQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRank:
-    """Asks the server to fork a rank; the sender then sends the two descriptors for `RunRank`."""
+    """Asks the server to fork a rank of the last `RankSetSpec`; its two descriptors follow."""
 
     rank: int
 

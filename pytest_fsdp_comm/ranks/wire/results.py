@@ -17,7 +17,7 @@ class Activity(StrEnum):
     """The test raised an exception at `Position.site`, and pytest is creating the report."""
     HAS_ENDED = "has ended"
     HOLDS_GIL = "holds the GIL"
-    """The watchdog cannot run, so only the stack is known, which the rank dumped on a signal."""
+    """The watchdog cannot run, so only the stack is known, which a signal handler dumped."""
     SILENT = "silent"
     """The rank is alive, but neither answered nor dumped its stack in time."""
 
@@ -41,7 +41,7 @@ class IssuedCollective:
     sent: str = ""
     """The rank's input in words, such as ``4 float32``."""
     owner: str = ""
-    """FQN of the collective's owner; empty if it has none, or if no recording was active."""
+    """FQN of the module that the collective is attributed to; empty if none, or if not recorded."""
     is_last: bool = False
     """Whether this is the most recent collective of the rank, across all groups."""
     is_waited_in: bool = False
