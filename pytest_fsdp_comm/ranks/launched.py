@@ -47,7 +47,7 @@ _ADDRESS: Final = "address"
 _JOINS_WITHIN_S: Final = 10.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.01
-# Long enough to tear down kept fixtures.
+# Long enough to tear down the fixtures that a rank kept for the next test.
 _ENDS_TESTS_WITHIN_S: Final = 30.0
 
 # Note [Launched ranks]: every launched process collects the same tests and serves as one rank for

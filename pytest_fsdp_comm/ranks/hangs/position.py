@@ -31,7 +31,7 @@ from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedC
 # calls nor calls on the fake backend. Positions only serve to explain hangs, so if a private name
 # of torch or pytest has moved, that part of the position is left out instead of raising an error.
 
-# How many recent collectives to report per group: enough to find one that other ranks are stuck in.
+# How many recent collectives to report per group; should include any that other ranks are stuck in.
 _MOST_COLLECTIVES = 16
 
 _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
@@ -103,7 +103,7 @@ def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
     # While `Channel.receive` is waiting, its frame is one of the five innermost frames.
     if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
-        # The rank is waiting for its next test. `sys` keeps the exception of the test before it.
+        # The rank is waiting for its next test, and `sys` still has the exception of its last test.
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":

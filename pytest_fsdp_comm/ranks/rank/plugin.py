@@ -186,7 +186,7 @@ class RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Attribute assumed values to the fixture that used them, which several tests may share."""
+        """Record values that a shared fixture assumed in its setup for all tests that use it."""
         if self._answers is None or fixturedef.scope == "function":
             return (yield)
         with self._answers.by(fixturedef.argname):
@@ -304,7 +304,7 @@ def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str,
 
 
 def _shortened_value(value: object) -> object:
-    """Shorten a user property; if it is not a string and its repr is too long, shorten the repr."""
+    """Shorten a user property; a long value that is not a string becomes its shortened repr."""
     text = value if isinstance(value, str) else repr(value)
     short = shortened(text)
     return value if short == text else short

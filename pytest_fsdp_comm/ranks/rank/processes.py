@@ -155,7 +155,7 @@ def run_exit_functions() -> list[str]:
 # copies the random states of numpy and torch, but Python reseeds `random`, so `RankTemplate`
 # restores its state. Spawned and launched ranks do not inherit random states, so they compare them,
 # and seed each library whose states differ with the same number. They do not touch libraries that
-# the user has seeded equally. Kept ranks start each test with the random states of the first test.
+# the user has seeded equally. Ranks that run several tests start each with the first one's states.
 
 _LARGEST_SEED = 2**32 - 1  # the largest seed that numpy accepts
 

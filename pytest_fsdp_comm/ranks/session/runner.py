@@ -221,8 +221,8 @@ class RankRunner:
         """Return what the ranks of `item` do next if pytest's next test is `candidate`."""
         settings = item.stash[SETTINGS]
         if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
-            # Keep the ranks, but tear down their fixtures. Launched ranks run every test. Ranks
-            # with slots may still end before the next test, if another process needs their slots.
+            # Keep the ranks, but let them tear down all fixtures. Launched ranks run every test of
+            # the session. Ranks with slots end earlier if another process needs the slots.
             return NextTest(is_none=False)
         if settings.scope == "test":
             return NextTest()

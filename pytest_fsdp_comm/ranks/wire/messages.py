@@ -72,9 +72,9 @@ class TestEnded:
     """Reports that the rank has finished the test and is waiting for the next command."""
 
     payloads: tuple[str, ...] | None
-    """The serialized payload of each extension; None if pytest's protocol raised."""
+    """The serialized payload of each `RankExtension`; None if pytest's protocol raised."""
     escaped: str | None
-    """The exception that pytest's protocol raised, in words; None if it returned."""
+    """The exception that pytest's protocol raised, in words; None if there was none."""
     session_exit: SessionExit | None = None
     further_ranks: tuple[int, ...] = ()
     """Ranks on which the test must also run; if there are any, it runs again on all ranks."""
@@ -102,7 +102,7 @@ RankMessage = PhaseReport | WarningSeen | Debugging | TestEnded | TestsEnded | P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTest:
-    """Asks kept ranks to run another test."""
+    """Asks ranks that have finished a test to run another test."""
 
     item_index: int
     next_test: NextTest
@@ -110,7 +110,7 @@ class RunTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndTests:
-    """Asks kept ranks to tear down their fixtures, because they will run no other test."""
+    """Asks ranks to tear down the fixtures that they kept, because they will run no other test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

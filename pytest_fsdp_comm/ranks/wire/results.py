@@ -57,7 +57,7 @@ class GroupPosition:
     name: str
     """torch's name for the group; the same on all ranks of the group."""
     axis: str
-    """The mesh axis of the group, named as in recordings and trees; empty if unknown."""
+    """The mesh axis of the group, named as in snapshots; empty if unknown."""
     is_shape: bool
     """Whether `axis` is only the group's shape, such as ``size2.stride4``."""
     ranks: tuple[int, ...]
@@ -77,7 +77,7 @@ class Position:
     stack: tuple[str, ...] = ()
     """The formatted stack, innermost frame first; empty if unknown."""
     module: str = ""
-    """FQN of the module in forward, or of the unit whose hook is running; empty for the root."""
+    """FQN of the module whose forward or FSDP hook is running; empty if the root, or unknown."""
     groups: tuple[GroupPosition, ...] = ()
     """All process groups of the rank; empty if they were not read."""
     activity: Activity = Activity.RUNS
