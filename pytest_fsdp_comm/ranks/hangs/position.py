@@ -246,7 +246,7 @@ _LAST_S: Final = 1.0
 
 
 class Watchdog:
-    """A thread that tells the supervisor, when asked, where the rank is, even if the rank hangs."""
+    """A thread that reports the rank's position on request, even while the main thread hangs."""
 
     def __init__(self, channel: Channel[PositionQuestion], *, ends_process: bool = False) -> None:
         """Start the thread; with `ends_process`, end this process when the supervisor is gone."""

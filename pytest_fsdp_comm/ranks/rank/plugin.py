@@ -186,7 +186,7 @@ class RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Record values that a shared fixture assumed in its setup for all tests that use it."""
+        """Store values assumed in a shared fixture's setup; every test that uses it lists them."""
         if self._answers is None or fixturedef.scope == "function":
             return (yield)
         with self._answers.by(fixturedef.argname):

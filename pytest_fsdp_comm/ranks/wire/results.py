@@ -77,7 +77,7 @@ class Position:
     stack: tuple[str, ...] = ()
     """The formatted stack, innermost frame first; empty if unknown."""
     module: str = ""
-    """FQN of the module whose forward or FSDP hook is running; empty if the root, or unknown."""
+    """FQN of the module whose forward or FSDP hook is running; empty for the root or if unknown."""
     groups: tuple[GroupPosition, ...] = ()
     """All process groups of the rank; empty if they were not read."""
     activity: Activity = Activity.RUNS
