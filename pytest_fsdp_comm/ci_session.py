@@ -26,7 +26,7 @@ _FINISHED: Final = frozenset(
 
 
 class CiSession:
-    """Plugin that writes the summary; registered only in the process that reports to the user."""
+    """Writes the summary and annotations, in the one process that reports to the user."""
 
     def __init__(self, config: pytest.Config, environment: Mapping[str, str]) -> None:
         self._config = config
@@ -62,8 +62,8 @@ class CiSession:
         is_ours = comparisons is not None or MARKER_NAME in report.keywords
         # Without a headline, no comparison differed, so the test failed for a different reason.
         differing = comparisons if comparisons and comparisons.headline else Comparisons()
-        # Report a test's first failed comparison, or its first failure if no comparison failed: an
-        # earlier subtest may have failed for another reason.
+        # A test with subtests can fail several times. Report its first failed comparison, or its
+        # first failure if no comparison failed.
         previous = self._failed.get(report.nodeid)
         is_reported = previous is None or (differing.headline and not previous.comparisons.headline)
         if report.failed and is_ours and is_reported:
@@ -141,7 +141,7 @@ class CiSession:
                 yield place, text
 
     def _place_of(self, report: pytest.TestReport) -> Place | None:
-        """Return the line that raised the error; the test's line if it is outside the project."""
+        """Return the line that raised the error or, if that is outside the project, the test."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
             place = self._place(Path(crash.path), crash.lineno)

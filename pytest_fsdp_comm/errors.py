@@ -10,7 +10,7 @@ from functools import partial
 
 def printable(text: str, keep: str = "") -> str:
     r"""Escape unprintable characters that are not in `keep`, for example as ``\x1b``."""
-    # Every name must be escaped before it is printed, with this function or as in snapshots.
+    # Escape every name before printing it, with this function or, as in snapshots, `fqn.escape`.
     if text.isprintable():
         return text
     return "".join(
@@ -26,7 +26,7 @@ def quoted(text: str, most: int = 100) -> str:
     return quote if is_complete else f"{quote[: most - 4]}...{quote[0]}"
 
 
-# Quote less of a part, because the same error may also quote the line that contains it.
+# For a part of a line. It is shorter, because the error may also quote the complete line.
 quoted_part = partial(quoted, most=50)
 
 

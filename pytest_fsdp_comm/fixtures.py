@@ -30,7 +30,7 @@ _IMPORTED: Final = {
 
 
 def imported_by(items: Iterable[pytest.Item]) -> list[str]:
-    """Return the modules of this package that the fixtures of `items` import."""
+    """Return the modules to preload for `items`, because their fixtures will import them."""
     fixtures = {name for item in items for name in getattr(item, "fixturenames", ())}
     return [module for name, module in _IMPORTED.items() if name in fixtures]
 

@@ -59,7 +59,7 @@ class TreeFactory:
     def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """Return the tree, with a finding if the ranks' trees differ; every rank must call this.
 
-        Ranks that share no parameter name run different pipeline stages and are not compared.
+        Ranks that share no parameter name run different pipeline stages, so their trees may differ.
         """
         tree = self(model)
         trees = gather_values(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))

@@ -1,4 +1,4 @@
-"""Exchange strings and values between ranks, at little cost if all ranks send the same."""
+"""Exchange strings and values between ranks; this is cheap if all ranks send equal ones."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Exchange:
         return [texts[digest] for digest in digests]
 
     def share(self, name: str, text: str = "", complaint: str = "") -> list[str]:
-        """Send a string under a name that is new in this test; return the strings of all ranks.
+        """Send this rank's string and return those of all ranks; use each name once per test.
 
         `complaint` is the error message if a rank ends the test without sending; ``{}`` in the
         message is replaced by that rank.

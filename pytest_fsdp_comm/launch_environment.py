@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Set by a pytest process that a launcher started. If one of its tests starts pytest again, the new
-# process inherits the launcher's variables, but this one shows that it is not a rank.
+# A pytest process that a launcher started sets this variable. If a test starts pytest again, that
+# process inherits it together with the launcher's variables, and therefore does not act as a rank.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
 # Set for rank 0 under a launcher if pytest cannot fork that rank and starts a new process instead.
 OWN_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_OWN_RANK"
@@ -17,9 +17,9 @@ SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
 # Set for a spawned rank: its number, then the file descriptors of `RunRank`.
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
-# The variables for rank, world size and local rank that launchers set: Open MPI's mpirun, mpirun of
-# MPICH and Intel MPI, and srun. For srun, read the world size from SLURM_STEP_NUM_TASKS, which only
-# srun sets; a batch script or salloc shell is a single process, but has the other two as well.
+# The variables in which other launchers set rank, world size and local rank: mpirun of Open MPI,
+# mpirun of MPICH and Intel MPI, and srun. Slurm also sets SLURM_PROCID and SLURM_LOCALID in batch
+# scripts and salloc shells, which are single processes, but only srun sets SLURM_STEP_NUM_TASKS.
 _OTHER_LAUNCHERS: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -100,7 +100,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def explain_separate_processes(environment: Mapping[str, str]) -> str:
-    """Return an error text if a launcher started processes that cannot find each other, else ""."""
+    """Return an error text if mpirun or srun did not set the variables of torch, else ""."""
     if INSIDE_VARIABLE in environment or _are_set(environment):
         return ""
     for rank, size, local_rank in _OTHER_LAUNCHERS:

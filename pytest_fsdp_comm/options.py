@@ -88,7 +88,7 @@ def parse_simulate(value: object) -> bool | int | str:
 
 
 def parse_splits(value: object) -> tuple[float, ...]:
-    """Parse each expert's share of the tokens (empty if equal), or raise BadValueError."""
+    """Parse each expert's share of the tokens (empty for ``even``), or raise BadValueError."""
     if value == "even":
         return ()
     shares = value if isinstance(value, (list, tuple)) else ()
@@ -353,7 +353,7 @@ class DistributedSettings:
     device: Device | None
     """The device that the marker sets; None if the backend decides."""
     simulation: Simulation = ""
-    """Empty without ``simulate``; ``strict`` raises where ``answering`` assumes a value."""
+    """``answering`` assumes unknown values, and ``strict`` raises; empty without ``simulate``."""
     simulation_splits: tuple[float, ...] | None = None
     """Each expert's share of the tokens; empty if equal, None if not declared."""
     real: tuple[RealAxis, ...] = ()

@@ -194,7 +194,7 @@ class _Protocol:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """Leave it to the supervisor of the ranks to apply pytest-timeout's limit."""
+    """Let the supervisor of the ranks apply pytest-timeout's limit."""
     # A timer in this process would include the wait for free rank slots, and end the session. A
     # timer in a rank cannot interrupt a collective, because a collective waits in C++.
     if options.SETTINGS not in item.stash:

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
-# A module that uses a private name of another package says so in a docstring or a comment. A
-# contract test covers each name. If one no longer exists, an error from this module is raised.
+# Docstrings and comments say where private names of other packages are used, and a contract test
+# covers each name. Code that finds such a name missing raises an error from this module.
 
 # The versions of each package in which its private names were checked.
 VERSIONS_READ: Final = {

@@ -206,7 +206,7 @@ def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None,
     )
     text = difference.explanation
     scope = f" ({text.scope})" if text.scope else ""
-    # Files can differ even if all compared facts are equal, for example after an update.
+    # Files can differ even if all compared facts are equal, for example if one has fewer ranks.
     changes = text.changes if text.body else (difference.text or "nothing that is compared",)
     is_change = bool(difference.changes or difference.text) or pair.is_rename
     return replace(text, head=f"{head}:{scope}", changes=changes, cures=()), is_change

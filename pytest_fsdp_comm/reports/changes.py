@@ -257,8 +257,8 @@ def _site(change: Change) -> str:
 
 def headline(changes: Sequence[Change | TreeChange]) -> str:
     """Summarize changes by the most important one: ``lm_head: +8 all_gather, 3 more``."""
-    # A change to the frame, such as the world size, comes first, then the most important row. The
-    # phases of a change are combined.
+    # Changes to the world size, mesh and the like come first, then the most important row. The same
+    # change in several phases counts as one.
     sent = [change for change in changes if isinstance(change, Change)]
     # If anything else changed, ignore unshards and reshards: each unshard repeats an all-gather.
     loud = [change for change in sent if change.subject != "reshard"] or sent

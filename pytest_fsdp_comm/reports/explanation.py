@@ -21,9 +21,9 @@ RECORD: Final = "  record it: "
 READ: Final = "  then read the file, and commit it with the test"
 """Prefixes of the lines that do not describe a change: causes, notes, cures and commands."""
 
-# Limits within which pytest prints an explanation in full. Outside CI, it truncates others to 8
-# lines or 640 characters, unless the notice about the truncation would be longer than the excess.
-# The notice has 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
+# pytest prints an explanation within these limits in full. Outside CI, it truncates longer ones to
+# 8 lines or 640 characters, and adds a notice of 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
+# It does not truncate if the notice would be longer than the text that it replaces.
 MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
 # A shortened explanation has at most two lines about the cost: the total, and its parts.
@@ -205,7 +205,7 @@ def _head(texts: Mapping[str, FailureText]) -> str:
 
 
 def _share_head(texts: Mapping[str, FailureText]) -> bool:
-    """Whether all comparisons found a difference, so that one first line describes them all."""
+    """Return whether all comparisons found a difference, so that they can share a first line."""
     return all(text.compared for text in texts.values())
 
 

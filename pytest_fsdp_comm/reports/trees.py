@@ -1,4 +1,4 @@
-"""Draw a sharded tree for the terminal, and compute the rows that all drawings use."""
+"""Format a sharded tree as a text table, from rows that the HTML pages also use."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ _HEADINGS: Final[_Line] = ("module", "policy or placement", "gathered", "kept")
 
 
 def render_tree(tree: ShardTree) -> str:
-    """Draw modules and parameters as a table, with policies, placements and bytes."""
+    """Format modules and parameters as a text table, with policies, placements and bytes."""
     lines = [_HEADINGS, *(line for row in tree_rows(tree) for line in _row_lines(row))]
     first, second, third, fourth = (max(len(line[at]) for line in lines) for at in range(4))
     drawn = []

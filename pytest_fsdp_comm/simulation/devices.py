@@ -162,7 +162,7 @@ def _current() -> torch.device:
 
 
 def _device(value: Any) -> Any:
-    """Convert an index or a string to a device; add an index to cuda; return others unchanged."""
+    """Convert an index or string to a device, and give cuda an index; return others unchanged."""
     # CPU-only builds of torch reject a bare index, and "cuda" without an index, before they
     # dispatch any operation, so convert both here.
     if isinstance(value, int) and not isinstance(value, bool):

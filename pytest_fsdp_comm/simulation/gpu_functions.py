@@ -1,4 +1,4 @@
-"""Replaces functions that fail on the CPU, or that use different kernels on a GPU."""
+"""Makes functions that need a GPU, or use different kernels there, work on simulated ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes what the other ranks of a simulation send; finds ranks with different local shapes."""
+"""Provides the values that a simulated rank receives; finds ranks with different local shapes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _meshes: Final[set[str | None]] = set()
 
 
 class RealGroups:
-    """Exchanges values between this rank and its peers on real axes."""
+    """Exchanges values with the peers that run as processes, those along the axes of ``real=``."""
 
     def __init__(
         self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], texts: TextStore
     ) -> None:
-        """Begin a test on `peers`, including this rank; `axes` maps names to size and stride."""
+        """Begin a test; `peers` includes this rank, and `axes` maps names to size and stride."""
         self._axes = axes
         self._peers = frozenset(peers)
         self._texts = texts
@@ -47,7 +47,7 @@ class RealGroups:
         return group.size() > 1 and self._peers.issuperset(dist.get_process_group_ranks(group))
 
     def check(self, mesh: DeviceMesh) -> None:
-        """Raise SimulationError if a real axis of the mesh does not match ``real=``."""
+        """Raise SimulationError if ``real=`` has a different size or stride for an axis of a mesh."""
         _meshes.update(mesh.mesh_dim_names or (None,))
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
             ranks = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])[0].tolist()
@@ -61,7 +61,7 @@ class RealGroups:
                 )
 
     def check_used(self) -> None:
-        """Raise FsdpCommError if meshes were created, but all of them lack one of the real axes."""
+        """Raise FsdpCommError if ``real=`` names an axis that no mesh has."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
         # Do not raise if there is no mesh, or if a mesh has no axis names, because the real axis

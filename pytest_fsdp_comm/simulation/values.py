@@ -1,4 +1,4 @@
-"""Simulates tensors without memory, and computes those of their values that can be known."""
+"""Simulates tensors that have no memory, and computes their values where that is possible."""
 
 # Note [Known values]
 # Values that depend only on integers, booleans and constants are known, for example an optimizer's
@@ -57,7 +57,7 @@ _CHOICES: Final = {
     torch.ops.aten.argmax.default,
     torch.ops.aten.max.dim,
 }
-"""Operations with which routers choose experts; the last result is the indices of the experts."""
+"""Operations with which routers choose experts; the last output has the experts' indices."""
 _ROUNDING: Final = 1e-9
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _DRAWS: Final = {
@@ -134,7 +134,7 @@ _PLAIN: Final = frozenset(
         *(torch.device, torch.dtype, torch.layout, torch.memory_format),
     }
 )
-"""Types of arguments that a cache key can contain as they are."""
+"""Types of arguments that a key of torch's fake tensor cache can contain unchanged."""
 # torch 2.7 requires its own class, which hashes slower.
 _KEY_TYPE: Final = (
     tuple if hasattr(fake_tensor, "_set_cache_key") else fake_tensor._DispatchCacheKey
@@ -372,7 +372,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
-        """Return the length of a jagged dimension; override torch, which creates a symbolic one."""
+        """Return the length of a jagged dimension; torch's method creates a symbolic length."""
         self.nt_tensor_id_counter += nt_tensor_id is None
         return torch._C._get_nested_int(nt_tensor_id or self.nt_tensor_id_counter - 1, 1)
 
@@ -389,7 +389,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return super()._cache_key(state, func, args, kwargs)
 
     def _add_to_key(self, key: list[Any], args: Sequence[Any]) -> bool:
-        """Add what determines the result to `key`; return False if only torch can build the key."""
+        """Add properties that affect the result to `key`; return False if only torch can do so."""
         key.append(len(args))
         for arg in args:
             kind = type(arg)
@@ -490,7 +490,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 "as with balanced routing, use simulation_splits='even' or simulate=True; "
                 "otherwise run the test on real ranks, without simulate="
             ) from None
-        # A count can still affect communication in later blocks, so record it for the process.
+        # An integer can also affect communication after this block, so add it to later recordings.
         note_answer("mirrored", _how(func), of_process=not _is_answered(func, args))
 
     def _choose(self, named: Mapping[str, Any], result: Any) -> None:
@@ -621,7 +621,7 @@ def _deduce(
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[FakeTensor],
 ) -> None:
-    """Set integer or boolean outputs that do not depend on unknown values, or store a reason."""
+    """Set integer or boolean outputs that do not depend on unknown values, or store why they do."""
     name = func._opname
     if "empty" in name:  # uninitialized on a real rank, so any value will do
         _zero(outputs[0])

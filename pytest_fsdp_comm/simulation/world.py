@@ -72,9 +72,9 @@ def simulated(
     Args:
         answers: Whether reads of unknown floats return 1.0, and reads of unknown booleans False;
             otherwise, they raise. Reads of unknown integers always raise.
-        shares: Each expert's share of the tokens that a router distributes by scores, in any unit;
-            empty if all shares are equal, None if they are unknown.
-        groups: Exchanges values with peers on real axes; None if there are no real axes.
+        shares: Relative number of tokens that a router sends to each expert; empty if all experts
+            get the same number, None to leave the router's choices unknown.
+        groups: Exchanges values with the ranks that run along axes of ``real=``; None without them.
     """
     _complete_collectives()
     tensors = _tensors(answers, shares)
@@ -245,13 +245,13 @@ def _refuse_ddp(*_: Any, **__: Any) -> None:
 
 @functools.cache
 def _tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensors:
-    # Use the same mode in all tests, because tensors of module fixtures outlive a test, and torch
-    # cannot mix tensors of two modes.
+    # Use the same mode in all tests, because tensors of module-scoped fixtures outlive a test, and
+    # torch cannot mix tensors of two modes.
     return SimulatedTensors(answers=answers, shares=shares)
 
 
 def _real(attribute: Any) -> Any:
-    """Make a mesh's method or property use real tensors; return None for other attributes."""
+    """Make a method or property of meshes use tensors with memory; None for other attributes."""
     if isinstance(attribute, property) and attribute.fget is not None:
         return property(_on_real(attribute.fget), attribute.fset, attribute.fdel)
     if isinstance(attribute, staticmethod):
@@ -341,7 +341,7 @@ def _backend_of_real(
 
 
 def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTensors) -> Any:
-    """Make new threads enter the mode, because torch's modes are thread-local."""
+    """Make new threads simulate tensors, too, because torch's modes are thread-local."""
 
     @functools.wraps(start)
     def started(thread: threading.Thread) -> None:

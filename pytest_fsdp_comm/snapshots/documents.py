@@ -49,7 +49,7 @@ class SnapshotText(str):
 
 
 def has_further_ranks(old: Profile, new: Profile) -> bool:
-    """Whether an update would lose ranks that only the old profile has."""
+    """Return whether an update would lose ranks, because only the old profile has them."""
     before, after = (set(side.recorded_ranks or range(side.world_size)) for side in (old, new))
     return not before <= after
 

@@ -92,9 +92,9 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
 
 def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:
     """Explain a failed comparison whose assertion pytest did not rewrite."""
-    # pytest rewrites assertions only in test modules and registered modules, and in no module with
-    # --assert=plain. Nor does it explain a comparison whose result was first stored in a variable.
-    # An error with any other message is not about a comparison.
+    # pytest rewrites assertions only in test modules and registered modules, and nowhere with
+    # --assert=plain. It also cannot explain a result that the test first stored in a variable. Such
+    # assertions fail with one of the messages in `bare`.
     bare = {"", "assert False", "False is not true"}
     if not isinstance(error, AssertionError) or str(error) not in bare:
         return
@@ -171,7 +171,7 @@ def _difference(
 
 
 def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
-    """Yield the diff of each file; if there are several, each follows its value's name and path."""
+    """Yield the diff of each file, below the value's name and path if there are several files."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
         if _compared_profiles(result):

@@ -101,7 +101,7 @@ class _Comparison:
     name: str = ""
     """The ``name`` argument, which becomes part of the file's name; empty if not passed."""
     allowed: frozenset[str] = frozenset()
-    """Kinds of gaps to accept, and ``empty`` for the values that raise EmptyRecordingError."""
+    """Kinds of gaps to accept; ``empty`` accepts values that would raise EmptyRecordingError."""
     activation_nbytes: bool = True
     value: object = None
     location: str = ""
@@ -186,13 +186,13 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         )
 
     def _had_collectives(self, location: str) -> bool:
-        """Whether the snapshot has collectives that a comparison can report as removed."""
+        """Return whether the snapshot has collectives that a comparison can report as removed."""
         reviewed = read_snapshot(Path(location), where=self._relative(location))
         profile = reviewed.profile if reviewed and not self._updates else None
         return isinstance(profile, CommProfile) and bool(profile.collectives)
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
-        """Return whether the compared facts match; an update of all ranks requires equal texts."""
+        """Return whether compared facts match or, in an update of all ranks, whether texts do."""
         old: SnapshotText = snapshot_data
         if body(serialized_data) == body(old):
             return True

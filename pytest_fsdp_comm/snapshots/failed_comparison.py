@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedComparison:
-    """The explanation of a test's failed comparison; if several were explained, of the last."""
+    """The explanation of a test's failed comparison, or of the last one that was explained."""
 
     first_line: str
     """The first line of the explanation, which pytest's failure report contains."""
@@ -136,7 +136,7 @@ def comparisons_of(report: object) -> Comparisons | None:
 
 
 def has_headline(report: object) -> bool:
-    """Whether the crash message is a headline, not an exception's name and text."""
+    """Return whether the crash message is a headline, not an exception's name and text."""
     return bool(getattr(report, _HEADLINE, ""))
 
 

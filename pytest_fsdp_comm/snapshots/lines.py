@@ -23,10 +23,10 @@ from pytest_fsdp_comm.text.fqn import (
 )
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, read_ranks, write_ranks
 
-# Note [Strict reading]: a reader parses a file with few checks, writes the result back, and
-# compares the lines with those of the file. It therefore accepts exactly what the writer writes: no
-# two files have the same meaning, and an error names the first line that differs. Only line 1 may
-# end with arbitrary text.
+# Note [Strict reading]: a reader parses a file with few checks, formats the result as text again,
+# and compares this text with the file. It therefore accepts only files that the plugin itself could
+# have written, and an error names the first line that differs. Two valid files never mean the same,
+# unless they differ only in the arbitrary text at the end of line 1.
 
 FORMAT_VERSION: Final = 2
 """Increase this if older readers would misread a new snapshot."""
@@ -48,8 +48,8 @@ REMEDY: Final = (
     "Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
     "again with --snapshot-update"
 )
-# If two lines have a longer common prefix than this, an error prints only the end of the prefix,
-# half as long.
+# If two lines have a common prefix longer than this, an error about them prints only the last
+# `_MAX_COMMON // 2` characters of the prefix.
 _MAX_COMMON: Final = 60
 
 _HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|(.*))?")

@@ -42,7 +42,7 @@ def written_test(test_name: str) -> str:
 
 
 def read_basename(name: str) -> tuple[str, str] | None:
-    """Split a file's stem into `written_test` and variant; return None if there is no variant."""
+    """Split a file's stem into `written_test` and variant (``ws4``), or return None without one."""
     match = _VARIANT.search(name)
     return None if match is None else (name[: match.start()], match[1])
 

@@ -67,9 +67,9 @@ _PRECISION: Final[dict[str, Callable[[str], Any] | None]] = {
     **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), unescape),
     "cast_forward_inputs": lambda _: False,
 }
-# The functions that read the values of a unit's facts, keyed by word, in the order in which
-# snapshots write the facts; None for a flag, which has no value. A snapshot has ``<word>=<value>``
-# for each fact that differs from its default.
+# A snapshot has ``<word>=<value>`` for each fact of a unit that differs from its default, in this
+# order. This maps each word to the function that reads its value, or to None for a flag, which is
+# written without a value.
 _UNIT_WORDS: Final[dict[str, Callable[[str], Any] | None]] = {
     "group": int,
     "root": None,

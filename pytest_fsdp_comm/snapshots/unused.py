@@ -30,12 +30,12 @@ from pytest_fsdp_comm.text.words import counted, shell_word, show_path
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
-# Note [Unused files]: a file is unused if no test compared it, all tests of its module were
-# collected, and either the file's test function no longer exists, or all tests of that function
-# passed, at least one of them at the file's world size. The files of a deleted module are unused if
-# the module was in a directory that pytest's arguments name. A run that selects or deselects tests,
-# or ends early, reports no unused files. The plugin never deletes a file. It hides its files from
-# syrupy, because syrupy would delete them (`discover_snapshots` returns none).
+# Note [Unused files]: a file is unused if no test compared it although its module was collected in
+# full. Its test function must be gone, or all tests of the function must have passed, at least one
+# of them at the file's world size. The files of a deleted module are unused if the module was in a
+# directory that pytest's arguments name. A run that selects or deselects tests, or ends early,
+# reports no unused files. The plugin deletes none, and hides its files from syrupy, which would
+# delete them (`discover_snapshots` returns none).
 
 _HEADER: Final = "# pytest-fsdp-comm "
 # The first comparison imports this module. Do not import it earlier, because the import takes
@@ -112,7 +112,7 @@ class UnusedSnapshots:
             # If the test is rerun, only its last run counts.
             self._called.discard(report.nodeid)
             self._unpassed.discard(report.nodeid)
-        # Do not use `report.failed`: a skipped subtest may be the part that would compare.
+        # Do not use `report.failed`: a skipped subtest may contain the comparison.
         if not report.passed:
             self._unpassed.add(report.nodeid)
         elif report.when == "call":
@@ -220,7 +220,7 @@ class UnusedSnapshots:
         print_shared_changes(terminalreporter)
         if not self.files:
             return
-        # If a failure suggests to rename a file, do not suggest to remove it.
+        # If a failure suggests renaming a file, do not suggest removing it.
         failures = "".join(report.longreprtext for report in terminalreporter.getreports("failed"))
         files = [
             (path, argument)
@@ -247,7 +247,7 @@ def _replay() -> ModuleType:
 
 
 def _selects_tests(config: pytest.Config) -> bool:
-    """Whether options or arguments keep some tests of a module from being collected."""
+    """Return whether options or arguments keep some tests of a module from being collected."""
     option = config.option
     names_tests = any("::" in str(argument) for argument in config.args)
     return (
@@ -301,7 +301,7 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
 
 
 def _is_gone(item: pytest.Item, path: Path, name: str) -> bool:
-    """Whether a file's test is gone; guess from the module's text if it was not fully collected."""
+    """Return whether a file's test is gone; if some tests were not collected, search its module."""
     directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
     module = named_module(directory, item.config.rootpath)
     if module == item.path and item.config.stash.get(_IS_COMPLETE, False):

@@ -46,17 +46,17 @@ class Comparisons:
         return self.accept.removesuffix(self.test)
 
     def change(self, nodeid: str) -> tuple[str, ...]:
-        """Return a key that tests with the same change share: it has no amounts, files or lines."""
+        """Return a key that is equal for tests with the same change, even if its numbers differ."""
         module = re.escape(Path(nodeid.partition("::")[0]).name)
         lines = [line for line in self.explanation[1:] if not line.startswith((CURE, NOTE))]
-        # The cost consists of amounts, so use its lines only if there are no others.
+        # The cost consists only of numbers, so use its lines only if there are no others.
         changes = [line for line in lines if not line.endswith(self.cost)] or lines
         site = rf"(?<![^ ,])[^ ,]*\b{module}:\d+"
         return (self.command, *(without_amounts(re.sub(site, "", line)) for line in changes))
 
 
 def group_changes(tests: Mapping[str, Comparisons]) -> list[list[str]]:
-    """Group the node ids of tests that have the same change, regardless of amounts."""
+    """Group the node ids of tests that have the same change, even if its numbers differ."""
     groups: dict[object, list[str]] = {}
     for nodeid, test in tests.items():
         groups.setdefault(test.change(nodeid) if test.accept else nodeid, []).append(nodeid)
@@ -64,7 +64,7 @@ def group_changes(tests: Mapping[str, Comparisons]) -> list[list[str]]:
 
 
 def has_other_amounts(tests: Iterable[Comparisons]) -> bool:
-    """Whether tests with the same change differ in amounts."""
+    """Return whether tests with the same change differ in their numbers."""
     return len({(test.summaries, test.cost) for test in tests}) > 1
 
 

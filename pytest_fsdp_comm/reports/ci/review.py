@@ -31,8 +31,8 @@ _MAX_UNUSED: Final = 50
 _MAX_ANNOTATIONS: Final = 9
 _MAX_MESSAGE: Final = 4_000
 _MAX_TITLE: Final = 200
-# Matches what Markdown or GitHub would interpret: markup, links, mentions, issues, emoji and math.
-# They do not interpret "_" within a word.
+# Matches characters that Markdown or GitHub would turn into markup, links, mentions, references to
+# issues, emoji or math. They do not interpret "_" within a word.
 _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
 )
@@ -158,7 +158,7 @@ def fenced(text: str) -> str:
 
 def annotate(outcomes: Outcomes) -> list[str]:
     """Return one annotation for each change, at its call site or else at a failed assertion."""
-    # Tests may differ in amounts, so keep only the first test's text for each change.
+    # Tests may differ in numbers, so keep only the first test's text for each change.
     causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
     for test in outcomes.failed:
         for place, text in test.sent:
