@@ -141,7 +141,7 @@ class CiSession:
                 yield place, text
 
     def _place_of(self, report: pytest.TestReport) -> Place | None:
-        """Return the line that raised the error or, if that is outside the project, the test."""
+        """Return the line that raised an error or, for an error outside the project, the test's."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
             place = self._place(Path(crash.path), crash.lineno)

@@ -100,7 +100,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def explain_separate_processes(environment: Mapping[str, str]) -> str:
-    """Return an error text if mpirun or srun did not set the variables of torch, else ""."""
+    """Return an error text if mpirun or srun started ranks without torch's variables, else ""."""
     if INSIDE_VARIABLE in environment or _are_set(environment):
         return ""
     for rank, size, local_rank in _OTHER_LAUNCHERS:

@@ -152,7 +152,7 @@ class Setting(NamedTuple):
     text: str = ""
     """Help text of the option and the ini value, for ``--help`` and docs/reference/options.md."""
     default: str = ""
-    """Help text for a default that is None in `SessionOptions`."""
+    """Describes the default in help texts if it is None in `SessionOptions`."""
     flag: str = ""
     """The option with its metavar, ``--comm-report=DIR``; empty if there is none."""
     ini: Literal["", "string", "linelist"] = ""

@@ -45,7 +45,7 @@ _STEPS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run ``fsdp-comm record``; return the script's exit status, or that of a failed recording."""
+    """Run ``fsdp-comm record``; return the script's exit status, or 2 if only recording failed."""
     steps = _STEPS.fullmatch(options.step)
     if steps is None:
         raise FsdpCommError(f"--step: expected a step, such as 3 or 3-4, got {options.step!r}")

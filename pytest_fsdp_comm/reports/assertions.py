@@ -20,7 +20,7 @@ _PHASES: Final = tuple(Phase)
 
 # Pairs of the size of a call in bytes and the number of calls of that size, sorted.
 _Sizes: TypeAlias = tuple[tuple[int, int], ...]
-# Sort key of owners: whether there is no module, then the first module's name.
+# Sort key of owners: modules in natural order, then calls outside any module.
 _Position: TypeAlias = "tuple[bool, NaturalKey]"
 
 
@@ -46,7 +46,7 @@ def explain_answer(operator: str, left: object, right: object) -> list[str]:
 
 
 def _grouped(events: Sequence[Collective]) -> list[str]:
-    """Return a line per group of equal collectives; owners are folded: ``layers.{0..3}``."""
+    """Return a line for each group of equal collectives; owners are folded (``layers.{0..3}``)."""
     calls: defaultdict[tuple[Phase, str, str], defaultdict[str | None, list[int]]]
     calls = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -76,7 +76,7 @@ def _calls(sizes: _Sizes) -> str:
 
 
 def _patterns(owners: Sequence[str | None]) -> Iterator[tuple[_Position, str]]:
-    """Yield the sort key and the name of each pattern of owners."""
+    """Fold owners into patterns such as ``layers.{0..3}``; yield each with its sort key."""
     for pattern in fold_fqns(owner for owner in owners if owner is not None):
         yield (False, natural_key(expand(pattern)[0])), pattern
     if None in owners:

@@ -105,7 +105,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the call site and text of each change, or of one row if no change has a call site."""
+    """Yield each change's call site and text; if no change has one, use a row's call site."""
     differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
     pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
@@ -128,7 +128,7 @@ def _sent(
 
 
 def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
-    """Return the code that issued the calls that a change adds; empty if it is unknown."""
+    """Return the lines of code that issued a change's new calls; empty if they are unknown."""
     if not isinstance(step, Replaced) or step.kind in WRITES:
         return NewCalls()
     return NewCalls.join(
@@ -140,12 +140,12 @@ def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCal
 
 
 def _without_backward(calls: NewCalls) -> NewCalls:
-    """Remove call sites that call ``.backward()``, because such a line does not locate a call."""
+    """Remove lines that call ``.backward()``, because they issue all collectives of backward."""
     return replace(calls, sites=tuple(site for site in calls.sites if not site[1].is_of_backward))
 
 
 def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
-    """Return a change's new calls; if extra forwards caused it, drop the lines of old calls."""
+    """Return a change's new calls; if a cause is an extra forward, without lines of old calls."""
     calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
     if all(cause.text != NO_BACKWARD for cause in comparison.causes):
         return calls
@@ -210,7 +210,7 @@ def _simple(before: Row | None, after: Row | None, times: str) -> str:
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _without(before, after), _without(after, before)
         if removed and added:
-            # Both texts include the count, so drop it from `parts`, unless some calls are equal.
+            # Both texts contain the count, so drop it from `parts` if no call is unchanged.
             is_all = was == now and set(before.calls).isdisjoint(after.calls)
             parts = [*parts[is_all:], f"{removed} -> {added}"]
         elif removed or added:
@@ -276,8 +276,8 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
 
 def headline_of_steps(comparison: Comparison) -> str:
     """Summarize a comparison by its first model-wide change; empty if `headline` is better."""
-    # `headline` is better if the explanation is not exact. It is also shorter for a change to only
-    # some modules, but it cannot name a different torch version as the cause.
+    # `headline` is better if the steps do not explain all rows. It is also shorter for a change to
+    # only some modules, but it cannot name a different torch version as the cause.
     is_exact = comparison.explanation is not None and comparison.explanation.is_exact
     if not comparison.reported or not (comparison.training or is_exact):
         return ""
@@ -309,7 +309,7 @@ def weight(change: Change) -> tuple[bool, bool, int]:
 
 
 def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
-    """Summarize a change by its difference in count, or else as the failure text does."""
+    """Summarize a change by its difference in count; if there is none, as the failure text does."""
     first = phases[0]
     before = [row for change in phases for row in change.before]
     after = [row for change in phases for row in change.after]

@@ -1,4 +1,4 @@
-"""Makes functions that need a GPU, or use different kernels there, work on simulated ranks."""
+"""Makes functions that need a GPU, or use other kernels on one, work on simulated ranks."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scored(hop: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the parameters of a score function get gradients, as in compiled flex attention."""
+    """Give gradients to the parameters of a score function, as compiled flex attention does."""
 
     def run(query: torch.Tensor, key: Any, value: Any, score_mod: Any, *args: Any) -> Any:
         result, *sums = hop(query, key, value, score_mod, *args)

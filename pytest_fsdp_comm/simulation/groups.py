@@ -47,7 +47,7 @@ class RealGroups:
         return group.size() > 1 and self._peers.issuperset(dist.get_process_group_ranks(group))
 
     def check(self, mesh: DeviceMesh) -> None:
-        """Raise SimulationError if ``real=`` has a different size or stride for an axis of a mesh."""
+        """Raise SimulationError if ``real=`` has another size or stride for an axis of the mesh."""
         _meshes.update(mesh.mesh_dim_names or (None,))
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
             ranks = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])[0].tolist()
@@ -271,7 +271,7 @@ class DistinctRanks:
 def distinct_places(
     shape: Sequence[int], sizes: Sequence[int], dims: Sequence[int | None], this: Sequence[int]
 ) -> list[list[int]]:
-    """Return, for each mesh axis, coordinates of ranks that together have all local shapes.
+    """Return coordinates along each mesh axis whose ranks together have all local shapes.
 
     Args:
         shape: Shape of the unsharded parameter.

@@ -130,7 +130,7 @@ def _within_sizes(explanation: FailureText, was: CommProfile, now: CommProfile) 
 
 
 def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
-    """Return what changed in the units that exist in both trees, as evidence for causes."""
+    """Return the changes of units that exist in both trees, as evidence for likely causes."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     units = frozenset(before) & frozenset(after)
     parameters = _parameters_of(units, old.parameters, new.parameters)

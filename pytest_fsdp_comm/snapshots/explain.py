@@ -156,7 +156,7 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Return how a value differs (cached); ranks that do not explain get only the first line."""
+    """Return how a value differs (cached); only one rank gets more than the first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:

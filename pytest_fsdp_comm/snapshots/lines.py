@@ -181,7 +181,7 @@ class World:
     """Number of the first line below the world size, ranks and mesh."""
 
     def read_ranks(self, text: str) -> tuple[int, ...]:
-        """Parse a list of ranks; both `text` and the result are empty for all recorded ranks."""
+        """Parse a list of ranks; an empty `text` or result means all recorded ranks."""
         ranks = read_ranks(text, self.size) if text else ()
         return ranks_or_empty_if_all(ranks, len(self.ranks) or self.size)
 
@@ -242,7 +242,7 @@ def with_ranks(content: str, ranks: str) -> str:
 
 
 def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Return one line for each pattern of names with the same content, in natural order."""
+    """Fold names with equal content into patterns; return a line for each, in natural order."""
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):

@@ -11,7 +11,7 @@ from typing import Final
 SUFFIX: Final = ".comm"
 
 PART: Final = "\x1f"
-"""Joins the parts of an assertion's name. No part contains this ASCII unit separator."""
+"""ASCII unit separator, which joins the parts of an assertion's name; no part contains it."""
 
 # Maximum bytes of a test's name and of an index in a file name. File systems limit a file name to
 # 255 bytes, and the variant, the suffix and the longer names of temporary files need room as well.

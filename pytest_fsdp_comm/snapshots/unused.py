@@ -30,12 +30,12 @@ from pytest_fsdp_comm.text.words import counted, shell_word, show_path
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
-# Note [Unused files]: a file is unused if no test compared it although its module was collected in
-# full. Its test function must be gone, or all tests of the function must have passed, at least one
-# of them at the file's world size. The files of a deleted module are unused if the module was in a
-# directory that pytest's arguments name. A run that selects or deselects tests, or ends early,
-# reports no unused files. The plugin deletes none, and hides its files from syrupy, which would
-# delete them (`discover_snapshots` returns none).
+# Note [Unused files]: a file is unused if no test compared it although all tests of its module were
+# collected. In addition, its test function must be gone, or all tests of the function must have
+# passed, at least one of them at the file's world size. The files of a deleted module are unused if
+# pytest's arguments name a directory that contained the module. A run that selects or deselects
+# tests, or ends early, reports no unused files. The plugin deletes no file. It hides its files from
+# syrupy, which would delete unused ones (`discover_snapshots` returns none).
 
 _HEADER: Final = "# pytest-fsdp-comm "
 # The first comparison imports this module. Do not import it earlier, because the import takes

@@ -92,7 +92,7 @@ class FailedTest:
     place: Place | None
     """The line that failed; None if it is outside the checkout."""
     sent: tuple[tuple[Place, str], ...] = ()
-    """`comparisons.sent`, or where the test hangs, except for lines outside the checkout."""
+    """The lines of `comparisons.sent`, or the line that hangs, if they are in the checkout."""
     comparisons: Comparisons = Comparisons()
     """Empty if the test failed before its first comparison, or for a different reason."""
 

@@ -174,7 +174,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
 def _section(
     prefix: str, value: Compared, read: Callable[[str], CommProfile | TreeProfile]
 ) -> dict[str, Any]:
-    """Return the template's data about a value; the ids of its elements begin with `prefix`."""
+    """Return data about a value for the template, where its HTML ids begin with `prefix`."""
 
     def profile(text: str) -> CommProfile | TreeProfile | None:
         try:

@@ -29,7 +29,7 @@ _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRow:
-    """The calls that one or more modules issued before and after; empty if there were none."""
+    """The calls of one or more modules before and after a change, as text; "" for no calls."""
 
     before: str
     after: str
