@@ -26,7 +26,7 @@ _OTHER_LAUNCHERS: Final = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 _LARGEST_PORT: Final = 65535
-# Largest world size that can be simulated: 16 times the largest one that was measured.
+# Largest world size that can be simulated, 16 times the largest one measured so far.
 MAX_SIMULATED: Final = 131_072
 _HOST_SIZE: Final = 8
 

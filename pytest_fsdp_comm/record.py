@@ -29,9 +29,9 @@ from pytest_fsdp_comm.recording.script import (
 if TYPE_CHECKING:
     from pytest_fsdp_comm.recorded_script import RecordedScript
 
-# The script must run exactly as it does without this program. So torch is imported only when the
-# script imports it, only the script writes to standard output, and the script's errors end the
-# process as usual. Ranks exchange their recordings as files.
+# The script must run exactly as it does without this program. So the program writes nothing to
+# standard output, lets the script's errors end the process as usual, and imports torch only after
+# the script has (earlier if it simulates a rank). Ranks exchange their recordings as files.
 
 # How long to wait for gloo's threads to free the collectives of the backward pass. Freeing a
 # collective needs Python, because c10d's AsyncWork owns a ThreadLocalState (read in torch 2.13). If

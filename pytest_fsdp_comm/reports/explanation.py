@@ -28,7 +28,7 @@ MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
 # A shortened explanation has at most two lines about the cost: the total, and its parts.
 _MOST_COSTS: Final = 2
-# Lines are not shortened to fewer characters than this.
+# Minimum length of a shortened line.
 _SHORTEST_LINE: Final = 80
 
 
@@ -68,7 +68,7 @@ class FailureText:
 
     @classmethod
     def of_text(cls, text: str) -> FailureText:
-        """Return the text for an error that kept the values from being compared."""
+        """Return the text of an error that prevented the comparison."""
         first, *further = text.splitlines()
         return cls(head=first, changes=tuple(further))
 

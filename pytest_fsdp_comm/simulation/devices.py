@@ -71,7 +71,7 @@ _GENERATOR: Final = torch.Generator
 
 
 class _Idle:
-    """Replaces streams, events, and their context managers; does nothing."""
+    """Replaces streams, events and their context managers with objects that do nothing."""
 
     cuda_stream = 0
 
@@ -94,7 +94,7 @@ class _Idle:
         return cast("float", _state.answer(1.0, "elapsed_time"))
 
     def record(self, *_: Any) -> None:
-        """Do nothing."""
+        """Do nothing, because operations on the CPU have finished when they return."""
 
     synchronize = wait = wait_event = wait_stream = record
 

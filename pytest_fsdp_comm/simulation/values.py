@@ -7,9 +7,9 @@
 # The result of a collective on known values is computed as if every peer had sent the same values.
 # The result, and everything computed from it, is marked as mirrored. Reading a mirrored value is
 # recorded as an assumption, because the peers' values could differ on real ranks.
-# Peers on real axes do run, and exchange integers, booleans and objects with this rank. This rank
-# does not wait for such a value in the collective, but when the value is first used, because code
-# can call a receive long before it needs the value.
+# Peers along the axes of ``real=`` do run, and exchange integers, booleans and objects with this
+# rank. This rank does not wait for a peer's values in the collective, but when they are first used,
+# because code can call a receive long before it needs the values.
 
 # Note [Declared routing]
 # A router chooses experts with one operation on the last dimension of a tensor of scores, which are
@@ -135,7 +135,7 @@ _PLAIN: Final = frozenset(
     }
 )
 """Types of arguments that a key of torch's fake tensor cache can contain unchanged."""
-# torch 2.7 requires its own class, which hashes slower.
+# torch 2.7 requires its own key class, which is slower to hash.
 _KEY_TYPE: Final = (
     tuple if hasattr(fake_tensor, "_set_cache_key") else fake_tensor._DispatchCacheKey
 )
@@ -178,7 +178,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         self.begin(None)
 
     def begin(self, groups: RealGroups | None) -> None:
-        """Begin a test; `groups` connects this rank to its peers on real axes, if there are any."""
+        """Begin a test; `groups` exchanges values with peers on real axes, if there are any."""
         self._groups = groups
         self._answered: Counter[str] = Counter()
         SimulatedTensors.has_cuda = False
@@ -381,7 +381,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     def _cache_key(
         self, state: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Build cache keys for common arguments faster than torch; this saves a sixth of a step."""
+        """Build most cache keys faster than torch does, which saves a sixth of a step's time."""
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         key.append(torch.is_inference_mode_enabled())
         if self._add_to_key(key, args) and self._add_to_key(key, [*kwargs, *kwargs.values()]):
@@ -550,7 +550,7 @@ def mark_of(tensor: torch.Tensor) -> torch.device | None:
 
 
 def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
-    # Do not use torch's tree_leaves, which would take a fifth of a step.
+    # Do not use torch's tree_leaves, which would take a fifth of a step's time.
     tensors = []
     for arg in args:
         if isinstance(arg, torch.Tensor):

@@ -137,7 +137,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         try:
             text = SnapshotText.of(profile, where=_RECORDING)
             if self._updates:
-                # Parse the text now, so that a file that later runs could not read is not written.
+                # Parse the text now, so that an update writes no file that later runs cannot read.
                 profile = SnapshotText(str(text), where=_RECORDING).profile
         except SnapshotFormatError as problem:
             raise FsdpCommError(
@@ -393,7 +393,7 @@ class CommSnapshot(SnapshotAssertion):
                 "atexit handler or another test?), too late to fail the test: compare it in the "
                 "test, or in one of its fixtures"
             )
-        # Do not split an empty dict, or one whose keys cannot be names, so that `serialize` raises.
+        # Pass an empty dict, or one whose keys cannot be names, to `serialize`, which rejects it.
         values: Mapping[str, object] = {"": other}
         if isinstance(other, Mapping) and all(
             isinstance(key, str) and key and PART not in key for key in other
@@ -437,7 +437,7 @@ class CommSnapshot(SnapshotAssertion):
         result = self.executions[self.num_executions - 1]
         note_update(item, result)
         if result.success:
-            # Delete what an earlier, failed run saved; otherwise, `fsdp-comm accept` would use it.
+            # Delete the artifacts of an earlier, failed run, or `fsdp-comm accept` would use them.
             self.extension.keep_artifacts(location, received=None, expected=None)
         return result
 

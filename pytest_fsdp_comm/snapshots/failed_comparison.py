@@ -50,8 +50,8 @@ HANGS_AT: Final = "comm_hangs_at"
 # The test's `Comparisons` as JSON.
 _COMPARISONS: Final = "comm_comparisons"
 
-# Number of lines at the top of a hang report that say that the test hangs, which rank waits for
-# which, and where.
+# Number of lines to keep of a hang report. These lines say that the test hangs, which rank waits
+# for which, and where.
 _HANG_LINES: Final = 4
 # Maximum number of tests to list below a change that they share.
 _MOST_TESTS: Final = 10
