@@ -26,7 +26,7 @@ def quoted(text: str, most: int = 100) -> str:
     return quote if is_complete else f"{quote[: most - 4]}...{quote[0]}"
 
 
-# For a part of a line. It is shorter, because the error may also quote the complete line.
+# Quotes part of a line. It quotes less, because the error may also quote the complete line.
 quoted_part = partial(quoted, most=50)
 
 

@@ -13,7 +13,7 @@ from pytest_fsdp_comm.command_line.terminal import FAILED
 from pytest_fsdp_comm.errors import FsdpCommError
 
 # Commands raise FsdpCommError, with a remedy, for every error that a user can cause, and `main`
-# prints it. After an error in one of several files, a command prints it and continues.
+# prints it. A command for several files prints an error in one file itself, and continues.
 #
 # The program must start fast, because git starts it once for every file in a diff. It therefore
 # uses argparse, which adds 7 ms to the interpreter's startup; click adds 29 ms, and typer 75 ms

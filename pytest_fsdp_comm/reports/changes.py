@@ -145,7 +145,7 @@ def _without_backward(calls: NewCalls) -> NewCalls:
 
 
 def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
-    """Return a change's new calls; if a cause is an extra forward, without lines of old calls."""
+    """Return a change's new calls, without lines of old calls if extra forwards are a cause."""
     calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
     if all(cause.text != NO_BACKWARD for cause in comparison.causes):
         return calls

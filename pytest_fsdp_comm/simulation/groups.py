@@ -30,7 +30,7 @@ _meshes: Final[set[str | None]] = set()
 
 
 class RealGroups:
-    """Exchanges values with the peers that run as processes, those along the axes of ``real=``."""
+    """Exchanges values with peers that also run, because they lie along an axis of ``real=``."""
 
     def __init__(
         self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], texts: TextStore
@@ -64,8 +64,8 @@ class RealGroups:
         """Raise FsdpCommError if ``real=`` names an axis that no mesh has."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
-        # Do not raise if there is no mesh, or if a mesh has no axis names, because the real axis
-        # may be a process group outside any mesh, or an axis without a name.
+        # Do not raise without a mesh, or if a mesh has unnamed axes: the axis in ``real=`` may be a
+        # process group outside any mesh, or one of the unnamed axes.
         if unused and _meshes and None not in _meshes:
             raise FsdpCommError(
                 f"real= contains {', '.join(unused)}, but the only mesh axes are "

@@ -389,7 +389,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         return super()._cache_key(state, func, args, kwargs)
 
     def _add_to_key(self, key: list[Any], args: Sequence[Any]) -> bool:
-        """Add properties that affect the result to `key`; return False if only torch can do so."""
+        """Add the properties of `args` to `key`; return False if only torch can build the key."""
         key.append(len(args))
         for arg in args:
             kind = type(arg)

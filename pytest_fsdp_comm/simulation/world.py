@@ -74,7 +74,7 @@ def simulated(
             otherwise, they raise. Reads of unknown integers always raise.
         shares: Relative number of tokens that a router sends to each expert; empty if all experts
             get the same number, None to leave the router's choices unknown.
-        groups: Exchanges values with the ranks that run along axes of ``real=``; None without them.
+        groups: Exchanges values with peers along the axes of ``real=``; None without ``real=``.
     """
     _complete_collectives()
     tensors = _tensors(answers, shares)
@@ -251,7 +251,7 @@ def _tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensor
 
 
 def _real(attribute: Any) -> Any:
-    """Make a method or property of meshes use tensors with memory; None for other attributes."""
+    """Make a method or property of meshes use tensors with memory; else return None."""
     if isinstance(attribute, property) and attribute.fget is not None:
         return property(_on_real(attribute.fget), attribute.fset, attribute.fdel)
     if isinstance(attribute, staticmethod):

@@ -95,7 +95,7 @@ def headline_of_values(differences: Mapping[str, Difference]) -> str:
 
 
 def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
-    """Return evidence from the first pair of trees; None if there are no trees to compare."""
+    """Return evidence for causes from the first pair of trees, or None without trees."""
     for old, new in pairs:
         match old, new:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedComparison:
-    """The explanation of a test's failed comparison, or of the last one that was explained."""
+    """The explanation of a failed comparison; if a test has several, the last explanation."""
 
     first_line: str
     """The first line of the explanation, which pytest's failure report contains."""

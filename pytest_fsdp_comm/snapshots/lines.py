@@ -131,7 +131,7 @@ class SnapshotLines:
         return self.lines[number - 1] if number <= len(self.lines) else ""
 
     def section(self, first: int, last: int) -> SnapshotLines:
-        """Return lines `first` to `last`, unindented, preceded by the line above as a header."""
+        """Return lines `first` to `last`, unindented; the line above them becomes their header."""
         section = copy(self)
         section.lines = [line.removeprefix(INDENT) for line in self.lines[first - 2 : last]]
         section.before = self.before + first - 2

@@ -45,7 +45,7 @@ class SideRow:
 
 
 def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
-    """Pair the rows of two `comparable` profiles; within each phase, differing rows come first."""
+    """Pair the rows of two profiles from `comparable`; in each phase, differing rows come first."""
     places: defaultdict[tuple[str | None, RowKey], tuple[list[str], list[str]]]
     places = defaultdict(lambda: ([], []))
     # Add new rows first, so that removed rows come last among the rows of their kind.
@@ -103,7 +103,7 @@ class CostRow:
 
 
 def cost_rows(cost: Cost) -> list[CostRow]:
-    """Return calls, bytes and peak memory of one rank, before and after."""
+    """Return the calls, bytes and peak memory of one rank, before and after a change."""
 
     def row(label: str, was: int, now: int, before: str, after: str) -> CostRow:
         change = show_growth(was, now) if was != now else ""
