@@ -150,7 +150,8 @@ def _page(measured: Figures, before: Figures) -> tuple[list[str], bool]:
         counts = sorted({figure["values"] for figure in named.values()})
         number = " or ".join(map(str, counts))
         times = f"{number} times" if counts[-1] > 1 else "once"
-        lines += ["", f"## {title}", "", text, f"Measured {times}, with:", "", f"`{command}`"]
+        lines += ["", f"## {title}", "", text, f"Measured {times} with this command:"]
+        lines += ["", f"`{command}`"]
         columns = ["", "median"]
         columns += ["quartiles"] if counts[-1] > 1 else []
         columns += ["limit"] if any(figure["most"] is not None for figure in named.values()) else []

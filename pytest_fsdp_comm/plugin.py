@@ -105,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    """Resolve the settings of all selected tests; a wrong marker ends the session."""
+    """Resolve the settings of all selected tests; an invalid marker ends the session."""
     launched = session.config.stash[options.OPTIONS].launched
     marker.resolve_items(session, items, count_gpus=partial(usable_gpu_count, launched))
     uses_plugin = any(map(marker.uses_plugin, items)) and not session.config.option.collectonly

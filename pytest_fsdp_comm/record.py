@@ -149,7 +149,7 @@ def _status_of(run: Callable[[], None]) -> int:
 
 
 def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Strip the outermost frames of a traceback, those of this package and of runpy."""
+    """Strip the outermost frames of a traceback that belong to this package or to runpy."""
     package = str(Path(__file__).parent)
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename

@@ -40,7 +40,7 @@ class ScriptRun:
 class _Recordings:
     recordings: tuple[Recording, ...]
     ranks_alike: tuple[tuple[int, ...], ...] = ()
-    """For each recording, the other ranks that have an equal one; empty if all of them differ."""
+    """For each recording, the other ranks that recorded the same; empty if all ranks differ."""
     run: ScriptRun | None = None
     """None if the recordings come from a test, or from a `comm_mode` block in a script."""
 

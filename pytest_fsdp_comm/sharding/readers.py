@@ -265,7 +265,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
 
 
 def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
-    """Return the module's class if auto-wrap made it a unit to exclude it from mixed precision."""
+    """Return a module's class if auto-wrap made it a unit only to keep it in full precision."""
     # Ignore batch norms, because torch excludes them by default.
     if above is None or wrapper.mixed_precision.param_dtype is not None:
         return ()

@@ -19,7 +19,7 @@ from pytest_fsdp_comm.text.rank_lists import runs_of
 # Stands for the root, whose FQN is empty. It is unique, because other FQNs escape parentheses.
 ROOT_TEXT: Final = "(root)"
 
-# Stands for the missing name in rows that are attributed to no module.
+# Written instead of a module name in rows without a module.
 NO_MODULE: Final = "(no-module)"
 
 # The most FQNs that a pattern may describe; `expand` raises ValueError if there are more.

@@ -94,7 +94,7 @@ class Explanation:
     steps: tuple[Step, ...]
     is_exact: bool
     before: tuple[Row, ...]
-    """The rows after all steps, of the owners that still differ from the new profile."""
+    """The rows after all steps, for each owner that still differs from the new profile."""
     after: tuple[Row, ...]
     timings: tuple[TimingChange, ...]
     """Changes in the timing of rows that both profiles have."""

@@ -168,7 +168,7 @@ def _of_replaced(step: Replaced) -> str:
             axis = facts["axis"]
             if not step.is_added:
                 return f"no more collectives over {axis}"
-            # Ignore rows that the step replaces: they have this axis only due to a renaming step.
+            # Do not subtract replaced rows: they have this axis only because it was renamed.
             calls = _calls(step, lambda key, _: key.axis == axis, is_new=True)
             return _with_calls(f"new collectives over {axis}, which had none before", calls)
         case "recomputed" if facts["is_moved"]:

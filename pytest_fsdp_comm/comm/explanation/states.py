@@ -104,7 +104,7 @@ class State(dict[Owner, Content]):
 
 
 class Pool:
-    """Creates all contents of a search, each only once; see Note [Contents]."""
+    """Creates the contents of a search; equal contents are one object. See Note [Contents]."""
 
     def __init__(self) -> None:
         self._contents: dict[frozenset[Row], Content] = {frozenset(): NOTHING}

@@ -148,8 +148,8 @@ class Replaced(Step):
         return after
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # The sentence of "phase" says that forward did not change, and the sentence of "unit" that
-        # forward gathers of other units did not.
+        # A "phase" step is printed with "forward unchanged", and a "unit" step with the number of
+        # gathers of other units. Both would be wrong if these rows still differed after the step.
         is_covered = self.kind == "phase" or (self.kind == "unit" and is_gather(key, call))
         return is_covered and key.phase is Phase.FORWARD
 

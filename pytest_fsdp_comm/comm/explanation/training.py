@@ -90,8 +90,8 @@ def find_training_changes(
     reported = [(_PROBLEMS.index(change.problem), change) for change in changes]
     for step in steps:
         name = _problem_of(step)
-        # Lost reductions are harmless if other modules reduce the gradients instead, and more
-        # reductions are harmless if there are more forwards by the same factor.
+        # Fewer reductions are harmless if other modules reduce the gradients instead. More
+        # reductions are harmless if the calls in forward or outside grew by the same factor.
         is_real = name not in _LOST or any(map(step.includes, lost))
         if isinstance(step, Replaced) and name == "times":
             is_real = step.facts.get("times") not in training.ratios

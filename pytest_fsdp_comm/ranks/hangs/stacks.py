@@ -81,7 +81,7 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
     called = [
         frame
         for frame in itertools.takewhile(lambda frame: not frame.is_users, frames)
-        # Without user code on the stack, the rank may hang in pytest, so do not omit pytest then.
+        # If no user code is on the stack, the rank may hang in pytest, so keep its frames.
         if not frame.path.startswith("<") and not (users and is_runner(frame.path))
     ]
     lines += [f"inside {frame.name} ({frame.path}:{frame.line})" for frame in called[:1]]

@@ -94,7 +94,7 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:
-    """Return how many GPUs a test can use if all machines have the same number of GPUs."""
+    """Return how many GPUs a test can use, assuming that all machines have the same number."""
     count = visible_gpu_count()
     return count if launched is None else count // launched.local_world_size * launched.world_size
 

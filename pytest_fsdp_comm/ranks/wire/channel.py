@@ -84,7 +84,7 @@ class Channel(Generic[_Received]):
             self.is_closed = True
             return None
         except OSError as error:
-            # Without errno, the connection ended within a message, or the message is too long.
+            # An error without errno: the connection ended mid-message, or the message is too long.
             if error.errno is None and self.is_hung_up():
                 self.is_closed = True
                 return None

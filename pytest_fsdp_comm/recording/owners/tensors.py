@@ -321,7 +321,7 @@ def redistributed(frame: FrameType | None) -> Any:
 
 
 def _may_be_copy(tensor: Any, modules: Modules) -> bool:
-    """Whether a tensor has no autograd history, but the shape of one of the modules' parameters."""
+    """Whether a tensor requires no gradients, but has the shape of a parameter of the modules."""
     if tensor is None or tensor.requires_grad:
         return False
     parameters = chain(*map(direct_parameters, modules))

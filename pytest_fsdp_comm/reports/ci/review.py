@@ -158,7 +158,7 @@ def fenced(text: str) -> str:
 
 def annotate(outcomes: Outcomes) -> list[str]:
     """Return one annotation for each change, at its call site or else at a failed assertion."""
-    # Tests may differ in numbers, so keep only the first test's text for each change.
+    # Tests may have a change with different amounts, so keep only the first test's text of each.
     causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
     for test in outcomes.failed:
         for place, text in test.sent:

@@ -119,7 +119,7 @@ def is_negligible(nbytes: int, largest: int) -> bool:
 
 
 def gathers(unit: ShardUnit) -> int:
-    """Return how often a step gathers a unit: in forward, and again in backward if freed."""
+    """Return how often a step gathers a unit: in forward, and for backward if it is resharded."""
     return 2 if unit.reshard_after_forward and unit.unshard_in_backward else 1
 
 
@@ -183,5 +183,5 @@ class Rule(NamedTuple):
 def rule(
     code: str, level: Level, *, cure: str
 ) -> Callable[[Callable[[Any], Iterator[Case]]], Rule]:
-    """Return a decorator that makes a `Rule` of a function that yields cases."""
+    """Return a decorator that turns a function that yields cases into a `Rule`."""
     return lambda cases: Rule(code, level, cure, cases)
