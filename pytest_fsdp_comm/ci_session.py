@@ -26,7 +26,7 @@ _FINISHED: Final = frozenset(
 
 
 class CiSession:
-    """Writes the summary and annotations, in the one process that reports to the user."""
+    """Writes the summary and annotations; exists only in the process that reports to the user."""
 
     def __init__(self, config: pytest.Config, environment: Mapping[str, str]) -> None:
         self._config = config
@@ -47,7 +47,7 @@ class CiSession:
 
     def pytest_sessionstart(self) -> None:
         """Take over annotating from pytest-github-actions-annotate-failures (checked with 0.4)."""
-        # `pytest_runtest_logreport` passes that plugin the failures that we do not annotate.
+        # `pytest_runtest_logreport` still calls that plugin for failures that we do not annotate.
         manager = self._config.pluginmanager
         if self.annotates and manager.has_plugin("annotate_errors"):
             self._annotator = manager.unregister(name="annotate_errors")
@@ -141,7 +141,7 @@ class CiSession:
                 yield place, text
 
     def _place_of(self, report: pytest.TestReport) -> Place | None:
-        """Return the line that raised an error or, for an error outside the project, the test's."""
+        """Return the line that raised an error; if that is outside the project, the test's line."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
             place = self._place(Path(crash.path), crash.lineno)

@@ -10,7 +10,7 @@ from functools import partial
 
 def printable(text: str, keep: str = "") -> str:
     r"""Escape unprintable characters that are not in `keep`, for example as ``\x1b``."""
-    # Escape every name before printing it, with this function or, as in snapshots, `fqn.escape`.
+    # Every printed name must be escaped, with this function or (in snapshots) `fqn.escape`.
     if text.isprintable():
         return text
     return "".join(
@@ -26,7 +26,7 @@ def quoted(text: str, most: int = 100) -> str:
     return quote if is_complete else f"{quote[: most - 4]}...{quote[0]}"
 
 
-# Quotes part of a line. It quotes less, because the error may also quote the complete line.
+# Quotes part of a line. The limit is lower, because the error may also quote the complete line.
 quoted_part = partial(quoted, most=50)
 
 
@@ -42,7 +42,7 @@ class EmptyRecordingError(FsdpCommError):
 
 
 class IncompleteRecordingError(FsdpCommError):
-    """A recording with a gap was compared with a snapshot."""
+    """A recording that is known to be incomplete was compared with a snapshot."""
 
 
 class SnapshotFormatError(FsdpCommError):

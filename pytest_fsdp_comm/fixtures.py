@@ -30,14 +30,14 @@ _IMPORTED: Final = {
 
 
 def imported_by(items: Iterable[pytest.Item]) -> list[str]:
-    """Return the modules to preload for `items`, because their fixtures will import them."""
+    """Return the modules that fixtures of `items` import, to load them before ranks are forked."""
     fixtures = {name for item in items for name in getattr(item, "fixturenames", ())}
     return [module for name, module in _IMPORTED.items() if name in fixtures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistInfo:
-    """Rank, world size, backend and device of the running test: the fixture ``dist_info``."""
+    """Value of the fixture ``dist_info``: rank, world size, backend and device of a test."""
 
     rank: int
     local_rank: int
@@ -93,8 +93,8 @@ def _fsdp_comm_world_size(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-# Session scope, so that fixtures of any scope and Hypothesis tests can request it. The value does
-# not change within a rank.
+# Use session scope, so that fixtures of any scope and Hypothesis tests can request this fixture.
+# Its value does not change within a rank.
 @pytest.fixture(scope="session")
 def dist_info(request: pytest.FixtureRequest) -> DistInfo:
     """Rank, local_rank, world_size, backend and device of the running test."""
@@ -138,8 +138,8 @@ def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
 def comm_mode(request: pytest.FixtureRequest) -> CommMode:
     """Record every collective of a block: ``with comm_mode(model):``, or ``with comm_mode:``.
 
-    After the block, compare the recording, ``assert comm_mode == comm_snapshot``, or query it:
-    ``comm_mode.counts("all_gather", phase="backward")``, ``comm_mode.nbytes(axis="tp")``.
+    After the block, compare the recording with ``assert comm_mode == comm_snapshot``, or query it,
+    as in ``comm_mode.counts("all_gather", phase="backward")`` or ``comm_mode.nbytes(axis="tp")``.
     """  # noqa: D402  # shows how to use it, not its signature
     from pytest_fsdp_comm.recording.comm_mode import CommMode  # noqa: PLC0415  # loads torch
     from pytest_fsdp_comm.snapshots.comm_text import format_profile  # noqa: PLC0415  # as above

@@ -1,4 +1,4 @@
-"""Exchange strings and values between ranks; this is cheap if all ranks send equal ones."""
+"""Exchange strings and values between ranks; this is cheap if all ranks send the same value."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Exchange:
         """A callback that runs before each comparison."""
 
     def __call__(self, text: str) -> list[str]:
-        """Send this rank's string, and return those of all ranks; equal strings are one object."""
+        """Send this rank's string, and return all ranks' strings; equal strings are one object."""
         if os.getpid() != self._pid:
             raise RanksDivergedError(
                 f"a process that rank {self._rank} forked compared comm_mode or fsdp_tree, but "
@@ -84,7 +84,7 @@ class Exchange:
         )
         own_digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         digests = self.share(str(self._rounds), own_digest, complaint)
-        # For each distinct string, the lowest rank with it sends it to the ranks without it.
+        # The lowest rank that has a string sends it to the ranks whose string is different.
         senders = dict(zip(reversed(digests), reversed(self._ranks), strict=True))
         texts = {own_digest: text}
         if len(senders) > 1 and senders[own_digest] == self._rank:
@@ -96,7 +96,7 @@ class Exchange:
         return [texts[digest] for digest in digests]
 
     def share(self, name: str, text: str = "", complaint: str = "") -> list[str]:
-        """Send this rank's string and return those of all ranks; use each name once per test.
+        """Send this rank's string, and return all ranks' strings; use each name once per test.
 
         `complaint` is the error message if a rank ends the test without sending; ``{}`` in the
         message is replaced by that rank.
@@ -125,7 +125,7 @@ class Exchange:
 
 
 def gather_values(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
-    """Return the values of all ranks (equal values as one object); raise if their labels differ."""
+    """Return every rank's value (equal values as one object); raise if the ranks' labels differ."""
     texts = gather(json.dumps([label, to_json(value)], separators=(",", ":")))
     decoded = {text: json.loads(text) for text in dict.fromkeys(texts)}
     other_labels = sorted({rank_label for rank_label, _ in decoded.values()} - {label})
@@ -147,7 +147,7 @@ def gather_values(gather: Callable[[str], list[str]], label: str, value: _Value)
 
 
 class RankFiles:
-    """A directory, next to the output file, with the recordings of all ranks of a script."""
+    """A directory next to the output file, in which all ranks of a script write recordings."""
 
     def __init__(self, path: Path) -> None:
         self._directory = path.with_name(f".{path.name[:200]}.ranks")

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# A pytest process that is a rank, started by a launcher or spawned, sets this variable. If a test
-# starts pytest again, the new process inherits it, and therefore does not act as a rank as well.
+# Set by a pytest process that a launcher started or that is a spawned rank. If a test starts
+# pytest, the new process inherits this variable, which keeps it from acting as a rank.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
 # Set for rank 0 under a launcher if pytest cannot fork that rank and starts a new process instead.
 OWN_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_OWN_RANK"
 # Set for a spawned rank: the path of a file with its `RankSetSpec`.
 SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
-# Set for a spawned rank: its rank number, then the file descriptors of `RunRank`.
+# Set for a spawned rank: its rank number, then the two file descriptors that `RunRank` takes.
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
 # The variables in which other launchers set rank, world size and local rank: mpirun of Open MPI,

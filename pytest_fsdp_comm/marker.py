@@ -47,7 +47,7 @@ def resolve(
     parametrized: int | None,
     count_gpus: Callable[[], int],
 ) -> DistributedSettings:
-    """Combine the marker with the session's options; raise BadValueError for a wrong argument."""
+    """Combine the marker with the session's options; raise BadValueError for invalid arguments."""
     # `parametrized` is the item's world size if the marker lists several. `count_gpus` is slow, so
     # call it only if the backend depends on it.
     arguments = _parse_arguments(mark)
@@ -204,7 +204,7 @@ def _parse_world_sizes(values: Sequence[object]) -> tuple[int, ...]:
 def resolve_items(
     session: pytest.Session, items: list[pytest.Item], *, count_gpus: Callable[[], int]
 ) -> None:
-    """Store the settings of each distributed item on its stash; a wrong marker ends the session."""
+    """Store each distributed item's settings in its stash; an invalid marker ends the session."""
     problems: dict[str, None] = {}
     for item in items:
         mark = item.get_closest_marker(MARKER_NAME)

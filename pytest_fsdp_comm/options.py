@@ -38,7 +38,7 @@ MAX_PROCESSES: Final = 256
 
 
 class BadValueError(ValueError):
-    """A setting has a wrong value; the caller adds which option, ini value or test set it."""
+    """A setting has an invalid value; the caller adds which option, ini value or test set it."""
 
 
 def parse_whole_number(value: object, *, expected: str, least: int, most: float = math.inf) -> int:
@@ -154,11 +154,11 @@ class Setting(NamedTuple):
     default: str = ""
     """Describes the default in help texts if it is None in `SessionOptions`."""
     flag: str = ""
-    """The option with its metavar, ``--comm-report=DIR``; empty if there is none."""
+    """The option with its metavar, ``--comm-report=DIR``; empty if the setting has no option."""
     ini: Literal["", "string", "linelist"] = ""
-    """Type of the ini value; empty if there is none."""
+    """Type of the ini value; empty if the setting has no ini value."""
     argument: str = ""
-    """Help text of the marker's argument; empty if there is none."""
+    """Help text of the marker's argument; empty if the marker has no such argument."""
 
     @property
     def ini_name(self) -> str:
@@ -175,7 +175,7 @@ class Setting(NamedTuple):
 
     @property
     def default_text(self) -> str:
-        """The default as text, for the help text; empty if the help text mentions none."""
+        """The default as printed in the help text; empty if the help text mentions no default."""
         value = _DEFAULTS.get(self.name)
         return self.default or ("" if value is None else f"{value}".removesuffix(".0"))
 
@@ -326,7 +326,7 @@ class RealAxis:
 
 
 def ranks_along(axes: Iterable[RealAxis], ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return `ranks` and all ranks that differ from one of them only along `axes`, ascending."""
+    """Return `ranks`, and all ranks whose coordinates differ from theirs only on `axes`, sorted."""
     selected = {*ranks}
     for axis in axes:
         selected = {
@@ -345,7 +345,7 @@ class DistributedSettings:
     """Size of the test's default process group; at least 1."""
     backend: Backend
     ranks: tuple[int, ...]
-    """Ranks that run, ascending: all ranks, or the selected ones if the backend is ``fake``."""
+    """Ranks that run, ascending: all ranks, or the selected ranks if the backend is ``fake``."""
     scope: Scope
     """``test``: each test gets new ranks; ``module``: tests with equal settings share ranks."""
     timeout_s: float
@@ -353,9 +353,10 @@ class DistributedSettings:
     device: Device | None
     """The device that the marker sets; None if the backend decides."""
     simulation: Simulation = ""
-    """``answering`` assumes unknown values, and ``strict`` raises; empty without ``simulate``."""
+    """Reading an unknown value returns an assumed value (``answering``) or raises (``strict``).
+    Empty if the test is not simulated."""
     simulation_splits: tuple[float, ...] | None = None
-    """Each expert's share of the tokens; empty if equal, None if not declared."""
+    """Each expert's share of the tokens; empty if all are equal, None if the marker sets none."""
     real: tuple[RealAxis, ...] = ()
     """Axes of a simulation along which the ranks are real processes."""
     finds_ranks: bool = False
@@ -410,7 +411,7 @@ def join_paths(arguments: Iterable[str]) -> list[str]:
 
 
 def read_session_options(config: pytest.Config) -> SessionOptions:
-    """Parse command line and ini values, or raise a usage error that lists all wrong values."""
+    """Parse command line and ini values, or raise a usage error that lists all invalid values."""
     problems: list[str] = []
 
     def attempt(where: str, parse: Callable[[Any], Any], raw_value: Any) -> Any:

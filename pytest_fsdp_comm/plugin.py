@@ -84,7 +84,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Under a launcher, silence every process except rank 0's."""
+    """Under a launcher, silence every process except the one that reports for all ranks."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import isolation  # noqa: PLC0415  # only under a launcher
@@ -129,7 +129,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test that needs torch or fork() if that is missing."""
+    """Fail a test that needs torch or fork() on a system that lacks it."""
     # Fail after skip marks have been evaluated, but before the test's code can raise an obscure
     # error.
     if marker.may_record(item) and (missing := upstream.missing_torch()):
@@ -174,7 +174,7 @@ def _prepare_ranks(
 
 
 class _Protocol:
-    """Runs distributed tests; registered last, so its hook runs before those of other plugins."""
+    """Runs distributed tests; registered last, so its hook runs before other plugins' hooks."""
 
     def __init__(self, choose: Callable[[pytest.Item], RankRunner | None]) -> None:
         self._choose = choose
@@ -207,7 +207,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 def pytest_assertrepr_compare(
     op: str, left: object, right: object
 ) -> Generator[None, list[list[str]], list[list[str]]]:
-    """Put the plugin's explanation of a failed comparison before those of other plugins."""
+    """Put the plugin's explanation of a failed comparison before other plugins' explanations."""
     explanations = yield
     sides = (left, right)
     if _is_any(sides, "comm.questions", "Answer"):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # The script must run exactly as it does without this program. So the program writes nothing to
 # standard output, lets the script's errors end the process as usual, and imports torch only after
-# the script has (earlier if it simulates a rank). Ranks exchange their recordings as files.
+# the script has (or earlier, to simulate a rank). Ranks exchange their recordings as files.
 
 # How long to wait for gloo's threads to free the collectives of the backward pass. Freeing a
 # collective needs Python, because c10d's AsyncWork owns a ThreadLocalState (read in torch 2.13). If

@@ -152,7 +152,7 @@ class Notes:
 
 
 def _recording_of(value: Any) -> Recording | None:
-    """Return the last recording if `value` is a ``comm_mode`` that has one, else None."""
+    """Return the last recording of a ``comm_mode``; None if there is none, or for other values."""
     recording: Recording | None = None
     with suppress(FsdpCommError):
         recording = value.recording if hasattr(type(value), "merged_profile") else None
@@ -306,7 +306,7 @@ class SessionReport:
 
 
 def write_report(run: Run, directory: Path) -> None:
-    """Write the pages of an HTML report, replacing those of an earlier run; may raise OSError."""
+    """Write the pages of an HTML report, replacing an earlier run's pages. May raise OSError."""
     from pytest_fsdp_comm.reports.html.pages import render_pages  # noqa: PLC0415  # loads jinja2
 
     (directory / "tests").mkdir(parents=True, exist_ok=True)

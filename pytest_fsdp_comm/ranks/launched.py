@@ -65,7 +65,7 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> Callable[[pytest.Item], RankRunner | None]:
-    """On rank 0, return a function that picks a test's runner; on others, run tests and exit."""
+    """On rank 0, return a function that picks a test's runner; other ranks run tests and exit."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # The process may run another session later, so restore its environment at the end of this one.
@@ -190,7 +190,7 @@ def become_rank(
     finally:
         with suppress(BaseException):
             save_coverage()
-            ending.kill_children([], within_s=ending.HURRIED_S)  # left over from tests
+            ending.kill_children([], within_s=ending.HURRIED_S)  # processes that tests left
         os._exit(status)
 
 

@@ -29,13 +29,13 @@ from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedC
 # can run because collectives release the GIL. torch's flight recorder lists the collectives in
 # order. It is on by default for gloo and NCCL since torch 2.13, but records neither point-to-point
 # calls nor calls on the fake backend. Positions only serve to explain hangs, so if a private name
-# of torch or pytest has moved, that part of the position is left out instead of raising an error.
+# of torch or pytest has moved, we leave out that part of the position instead of raising an error.
 
-# How many recent collectives to report per group; should include any that other ranks are stuck in.
+# Report this many recent collectives per group; a slower rank may still be stuck in one of them.
 _MOST_COLLECTIVES = 16
 
 _TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
-"""Matches torch's files, except those that wait for data loaders, processes or disks, not ranks."""
+"""Matches torch's files, except files whose code waits for data loaders, processes or disks."""
 _WAITING_CALL: Final = re.compile(
     r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\("
 )
@@ -150,7 +150,7 @@ def _is_unrecorded(frame: FrameType) -> bool:
 
 
 def _module(frames: Sequence[FrameType]) -> str:
-    """Return the FQN of the module whose forward is running, or of the FSDP unit whose hook is."""
+    """Return the FQN of the module whose forward, or of the FSDP unit whose hook, is running."""
     if "torch" not in sys.modules:
         return ""
     from pytest_fsdp_comm.recording.owners.stack import called_module  # noqa: PLC0415  # loads torch

@@ -71,7 +71,7 @@ def with_code(site: str, code: str) -> str:
 
 
 def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
-    """Format the frames of user code, innermost first, then the library call that they are in."""
+    """Format the frames of user code, innermost first, then the innermost library call."""
     users = [frame for frame in frames if frame.is_users]
     lines = [frame.site for frame in users]
     lines[:1] = [with_code(frame.site, frame.code) for frame in users[:1]]
@@ -81,7 +81,7 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
     called = [
         frame
         for frame in itertools.takewhile(lambda frame: not frame.is_users, frames)
-        # If no user code is on the stack, the rank may hang in pytest, so keep its frames.
+        # If no user code is on the stack, the rank may hang in pytest, so keep pytest's frames.
         if not frame.path.startswith("<") and not (users and is_runner(frame.path))
     ]
     lines += [f"inside {frame.name} ({frame.path}:{frame.line})" for frame in called[:1]]

@@ -64,7 +64,7 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
 
 
 def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
-    """Find ranks that wait for finished ranks in calls whose timeout exceeds `timeout_s`."""
+    """Find ranks that will wait longer than `timeout_s` for ranks that have finished the test."""
     ended = [rank for rank, at in positions.items() if at.activity is Activity.HAS_ENDED]
     groupless = tuple(rank for rank in ended if not positions[rank].groups)
     joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
@@ -111,7 +111,7 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
 
 
 def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by text, smallest group first; merge groups beyond `_MOST_WAYS` as `others`."""
+    """Group ranks by text, smallest group first; merge surplus groups under the text `others`."""
     folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
     if len(folded) <= _MOST_WAYS:
         return folded
@@ -134,7 +134,7 @@ class _Stall:
     """A collective on a process group, and the ranks that are waiting in it."""
 
     collective: str
-    """The collective in words, such as ``#2 of dp``; the same for parallel groups of a mesh."""
+    """The collective in words, such as ``#2 of dp``; parallel groups of a mesh share it."""
     waiting: Mapping[int, str]
     """For each waiting rank: what it is doing, as a template for `_fill`."""
     missing: frozenset[int]
@@ -142,15 +142,15 @@ class _Stall:
     absent: Mapping[int, tuple[str, str]]
     """For each rank that is not waiting here: whether it called the collective, and where it is."""
     difference: str
-    """How the ranks' calls differ, if that blocks the collective; otherwise empty."""
+    """How the ranks' calls differ; empty unless the difference blocks the collective."""
     divergence: tuple[str, dict[int, str]]
-    """The first collective that ranks called for different modules, in words, and the module for
-    which each rank called it."""
+    """In words, the first collective that ranks called for different modules, then the module of
+    each rank; both are empty if the ranks did not diverge."""
 
 
 # Waiting ranks form a graph: each has an edge to every rank that is missing from its collective.
-# All paths end at the guilty ranks, which are not waiting for anybody, or they run in circles. A
-# rank that reaches itself but no guilty rank is part of such a circle.
+# A path either ends at a guilty rank, which is not waiting for anybody, or runs in a circle. A rank
+# is part of a circle if it reaches itself but no guilty rank.
 
 
 def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
@@ -217,7 +217,7 @@ class _Group:
     def calls_of(self, seq: int) -> dict[int, IssuedCollective]:
         calls = {rank: by_seq[seq] for rank, by_seq in self.calls.items() if seq in by_seq}
         # gloo runs a reduce-scatter as an all-reduce, and only ranks that are still in the call
-        # report its real kind. So correct the kind on ranks that have finished it.
+        # report its real kind. So correct the kind for ranks that have left the call.
         if "reduce_scatter" in {call.kind for call in calls.values()}:
             for rank, call in calls.items():
                 if call.is_done and call.kind == "all_reduce":
@@ -311,8 +311,8 @@ def _divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
     for seq in sorted(set().union(*group.calls.values())):
         owners = {rank: call.owner for rank, call in group.calls_of(seq).items() if call.owner}
         if seq < before and len({*owners.values()}) > 1:
-            # Positions list only the last calls. If no earlier call in them was for the same module
-            # on all ranks, the ranks may have diverged before this one.
+            # Positions list only the last calls. If no earlier call that they list was for the same
+            # module on all ranks, the ranks may have diverged even earlier.
             earlier = "" if were_equal or seq == 1 else " or earlier"
             return f"ranks diverged at #{seq} of {group.label}{earlier}", owners
         were_equal |= len(owners) > 1
@@ -320,7 +320,7 @@ def _divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
 
 
 def _difference(collective: str, calls: Mapping[int, IssuedCollective]) -> str:
-    """Describe how the ranks' calls of a collective differ, if that makes it fail or hang."""
+    """Describe a difference between the ranks' calls that makes a collective fail or hang."""
     kinds = {call.kind for call in calls.values()}
     if len(kinds) > 1:
         return f"  the collectives differ: all ranks must call the same one as {collective}"
@@ -348,7 +348,7 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
 
 
 def _folded(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
-    """Yield one line for ranks with equal `full` texts; if that is too many lines, use `short`."""
+    """Yield a line for each of the rarest texts in `full`, and for other ranks lines from `short`."""
     for ranks, text in sorted(_rarest(full, "")):
         folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
         for same, template in folded:

@@ -56,7 +56,7 @@ class RankExtension(Protocol[_Payload]):
         has_failed: bool,
         has_passed: bool,
     ) -> list[str]:
-        """Process all payloads in the pytest process; return problems, any of which fails the test.
+        """Process all payloads in the pytest process; the test fails if this returns problems.
 
         `payloads` has no entry for ranks that died. A skipped test has neither failed nor passed.
         """

@@ -23,7 +23,7 @@ _STANDARD = (0, 1, 2)
 
 
 def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
-    """Return duplicates of stdin, stdout and stderr; () under xdist. No test may be running."""
+    """Return duplicates of stdin, stdout and stderr, or () under xdist; call this between tests."""
     if hasattr(config, "workerinput"):
         return ()
     manager: Any = config.pluginmanager.getplugin("capturemanager")

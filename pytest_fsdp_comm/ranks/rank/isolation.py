@@ -32,7 +32,7 @@ _PARENTS_PLUGINS = (
     # pytest-github-actions-annotate-failures 0.4 would annotate the reports of each rank.
     "annotate_errors",
     "annotate_warnings",
-    # pytest-forked would fork the rank for each test, although the rank already is a new process.
+    # pytest-forked would fork the rank for each test, although the rank is already a new process.
     "pytest_forked",
 )
 _PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")

@@ -10,7 +10,7 @@ from typing import Any, Final
 # survive a crash; when a phase ends, only the first and last part of its output are read back.
 
 KEPT_NBYTES: Final = 256 << 10
-"""How many bytes or characters of a long text to keep at its start, and how many at its end."""
+"""How many bytes or characters to keep at each end of a long text."""
 # A text is shortened only if that removes more than this. The note in place of the removed part is
 # shorter than this, so a shortened text is not shortened again.
 _LONGEST_NOTE: Final = 256

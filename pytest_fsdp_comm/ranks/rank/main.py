@@ -85,7 +85,7 @@ class RankTemplate:
         watchdog: Watchdog,
         launched: LaunchedRank | None = None,
     ) -> messages.RankCommand | None:
-        """Run a rank set's tests; return the command that follows them, None if pytest hung up."""
+        """Run a rank set's tests; return the command that follows, or None if pytest hung up."""
         session = self._session
         processes.flush_streams()
         processes.redirect_output(spec, rank)

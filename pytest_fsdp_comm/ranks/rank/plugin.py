@@ -96,7 +96,7 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Connect the hooks to a rank; unless ranks share random states, setup makes them equal."""
+        """Connect the hooks to a rank; if random states are not shared, setup makes them equal."""
         self._shares_random_states = shares_random_states
         # If ranks run several tests, each test starts with the random states of the first.
         self._keeps_random_states = spec.settings.scope == "module"
@@ -186,7 +186,7 @@ class RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Store values assumed in a shared fixture's setup; every test that uses it lists them."""
+        """Save values assumed in a shared fixture's setup, for all tests that use the fixture."""
         if self._answers is None or fixturedef.scope == "function":
             return (yield)
         with self._answers.by(fixturedef.argname):

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.simulation.groups import RealGroups
 
 
-# How much longer the timeout of a process group is than the test's, so that a hang ends with the
-# supervisor's report on all ranks instead of a timeout error on one rank.
+# Process groups time out this much later than the test, so that a hang ends with the supervisor's
+# report on all ranks, not with a timeout error on one rank.
 BEYOND_DEADLINE_S = 3600.0
 
 
@@ -55,7 +55,7 @@ def set_environment(
     gpus: Sequence[str] = (),
     launched: LaunchedRank | None = None,
 ) -> None:
-    """Set torchrun's variables and torch's thread count; if there are `gpus`, hide all others."""
+    """Set torchrun's variables and torch's thread count; if there are `gpus`, hide other GPUs."""
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     local_size = launched.local_world_size if launched else settings.world_size
@@ -165,7 +165,7 @@ def join_group(context: RankContext) -> object:
 
 
 def real_groups(context: RankContext) -> RealGroups | None:
-    """Connect a simulated rank to its peers on the marker's `real` axes; None if there are none."""
+    """Connect a simulated rank to its peers on the marker's `real` axes; None without such axes."""
     real = context.settings.real
     if not real:
         return None

@@ -82,7 +82,7 @@ def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
 
 def put_sockets_below(directory: Path) -> None:
     """Make multiprocessing's managers and pools create their sockets below `directory`."""
-    # By default, each process creates a directory in TMPDIR, and leaves it there if killed.
+    # By default, each process creates a directory in TMPDIR, and leaves it there if it is killed.
     process: Any = multiprocessing.process.current_process()
     config = getattr(process, "_config", None)
     # `_config` is private (checked in Python 3.11 to 3.14). If it has moved, multiprocessing still
@@ -153,9 +153,9 @@ def run_exit_functions() -> list[str]:
 
 # Many tests create models and data from random numbers, which must be equal on all ranks. A fork
 # copies the random states of numpy and torch, but Python reseeds `random`, so `RankTemplate`
-# restores its state. Spawned and launched ranks do not inherit random states, so they compare them,
-# and seed each library whose states differ with the same number. They do not touch libraries that
-# the user has seeded equally. Ranks that run several tests start each with the first one's states.
+# restores its state. Spawned and launched ranks do not inherit random states, so they compare them.
+# If a library's states differ, all ranks seed it with the same number; if the user has seeded it
+# equally, they leave it alone. If ranks run several tests, each starts with the first test's state.
 
 _LARGEST_SEED = 2**32 - 1  # the largest seed that numpy accepts
 

@@ -128,8 +128,8 @@ class RankRunner:
                     directory,
                     self._preloaded,
                     # Importing torch takes 2 s of CPU time, which is wasted if this xdist worker
-                    # gets no distributed test. But import it now if there are slots, because during
-                    # a later import, other workers would have to wait for this worker's slots.
+                    # gets no distributed test. But import it now if there are slots, because a later
+                    # import would make other workers wait for this worker's slots.
                     is_lazy=self._shared_slots is not None and not (gpus or options.rank_slots),
                 )
             undo.pop_all()
@@ -175,7 +175,7 @@ class RankRunner:
                 hook.pytest_runtest_logreport(report=report)
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         # Tests without ranks may have set up fixtures of a wider scope in this process. Tear down
-        # those that the next test does not use.
+        # the fixtures that the next test does not use.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
 
     def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
@@ -202,9 +202,9 @@ class RankRunner:
         try:
             self._end_ranks(is_hurried=was_interrupted)
         finally:
-            # xdist interrupts a worker soon after its session ends, perhaps in `_end_ranks`.
+            # xdist may interrupt a worker in `_end_ranks`, but the server must be closed anyway.
             self._close_server()
-        # Problems are reported with the next test. No test is left, so print the last problems.
+        # Problems are reported with the next test, but no test is left, so print them here.
         for problem in self._problems:
             text = printable(problem, "\n")
             sys.stderr.write(f"fsdp-comm: {text}\n")
@@ -320,7 +320,7 @@ class RankRunner:
         ):
             supervision.begin_next(index, self._next_test(nextitem, item))
             return supervision
-        # End the kept ranks first, because the new ones may need their slots.
+        # End ranks that an earlier test left running, because the new ranks may need their slots.
         self._end_ranks()
         if self._server is not None and self._server.has_died:
             if self._launched:

@@ -50,8 +50,8 @@ _ANSWER_S = 1.0
 # How long to wait for answers that include process groups, which take CPU time to read.
 _GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
-# Longest pause within a message. A live rank sends each message without pausing, so a longer pause
-# means that it was killed or stopped.
+# Longest pause in the middle of a message. A live rank sends a message without pausing, so a longer
+# pause means that the rank was killed or stopped.
 _STALLS_S = 5.0
 # Maximum number of messages to drain from a rank, in case it never stops sending.
 _DRAINED_MESSAGES = 1000
@@ -90,10 +90,10 @@ class Supervision:
         self._begin(spec.next_test)
 
     # With scope="module", ranks can run several tests. If the next test is sure to run on the same
-    # ranks, they keep the fixtures that both tests share, as pytest does. After a test that all
-    # ranks passed without replacing their process group, they wait for `RunTest`. If no other test
-    # follows, they receive `EndTests`, or are killed. If the teardown of a kept fixture fails, the
-    # failure is reported with the next test.
+    # ranks, they keep the fixtures that both tests share, as pytest does. After a test that
+    # passed on all ranks and did not replace a process group, the ranks wait for `RunTest`. If no
+    # other test follows, they receive `EndTests`, or are killed. If the teardown of a kept fixture
+    # fails, the failure is reported with the next test.
 
     def _begin(self, next_test: messages.NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
@@ -395,7 +395,7 @@ class Supervision:
 
     def _is_any_stranded(self, now: float) -> bool:
         """If a check is due, return whether a rank is stuck waiting for a finished rank."""
-        # A rank may run much longer than another rank, but cannot complete a collective that the
+        # A rank may run much longer than another rank, but it cannot complete a collective that a
         # finished rank never called. A rank counts as stuck if two checks in a row find it in such
         # a collective.
         if not any(result.is_done for result in self._results.values()):

@@ -129,8 +129,8 @@ def merge_reports(
     exited = [ran for ran in ranks.values() if ran.result.session_exit is not None]
     if exited and all(failure.is_echo for failure in failures):
         failures = []
-    # Collect the sections of all phases first: those of a phase can come from the previous phase's
-    # report, which `_completed` changes.
+    # Collect the sections of all phases first: the sections of a phase can come from the report of
+    # the previous phase, which `_completed` changes.
     sections = {when: _sections(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
@@ -279,7 +279,7 @@ def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
 
 
 def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
-    """If a failure like the first one explains the diff of a comparison, move it to the front."""
+    """Put a failure that explains a snapshot diff first, if its text equals the first failure's."""
     return sorted(
         failures,
         key=lambda each: each.text != failures[0].text or not getattr(each.report, EXPLAINS, False),
@@ -489,7 +489,7 @@ def _later(failures: Sequence[_Failure]) -> list[str]:
     first = failures[0]
     texts = {}
     for failure in failures:
-        # If the first failure is a death, the others happened later, even if noticed earlier.
+        # If the first failure is a death, the others are later, even if they were noticed earlier.
         is_later = first.report is None or failure.at >= first.at
         how = "failed later: " if is_later else "failed: "
         if failure.text != first.text:

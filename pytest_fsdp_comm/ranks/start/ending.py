@@ -33,8 +33,8 @@ _CLEANED_WITHIN_S = 4.0
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
 # Note [Ending a process tree]: a process that a rank started may have left the rank's process group
-# and session, and its parent may be dead. So the fork server is a subreaper, which the kernel makes
-# the parent of such orphans. (Outside Linux, the server can only kill the ranks' process groups.)
+# and session, and its parent may be dead. So the fork server is a subreaper: the kernel makes it
+# the parent of these orphans. (Outside Linux, the server can only kill the ranks' process groups.)
 # The server kills the ranks first, and then gives cleaners, such as multiprocessing's resource
 # tracker, time to clean up. Even SIGKILL does not end a process that is waiting for a driver or a
 # file server, so each wait has a time limit, and processes that remain are reported. If the server

@@ -106,11 +106,11 @@ def serve(
 class _RankSet:
     spec: messages.RankSetSpec
     slots: HeldSlots
-    """The slots that the set uses. The server locks them, so if it dies, the kernel frees them."""
+    """The slots that the set uses. If the server dies, the kernel frees its locks on the slots."""
     pids: dict[int, int] = field(default_factory=dict)
     """Maps each rank that has not been reaped to its pid."""
     groups: dict[int, int] = field(default_factory=dict)
-    """Maps every rank to its process group, in which processes started by a test may remain."""
+    """Maps every rank to its Unix process group, where processes that a test started may remain."""
 
 
 class _Server:
@@ -150,7 +150,7 @@ class _Server:
                     return  # pytest has ended or closed the connection
                 match request:
                     case messages.RankSetSpec():
-                        # Lock slots before any fork: each child closes its copies of the locks.
+                        # Lock slots before any fork. A child closes its copies of the locks.
                         self._set = _RankSet(spec=request, slots=HeldSlots(request.slots))
                     case messages.StartRank():
                         self._start_rank(request.rank)
@@ -254,8 +254,8 @@ _ANSWERED_WITHIN_S = 15.0
 _CLOSED_WITHIN_S = 5.0
 
 # Note [Connections]: each rank has a connection to the pytest process, and its watchdog has
-# another. The pytest process creates both. After each `StartRank`, it sends the rank's ends to the
-# server, and closes its copies of them. The server passes the ends to the rank, and closes its
+# another. The pytest process creates both. After each `StartRank`, it sends the rank's two ends to
+# the server, and closes its copies. The server passes the ends to the rank, and closes its
 # copies before it forks the next rank, so no process has more open files than it needs. Only the
 # pytest process has the opposite ends, so when it dies, each rank reads an end of file. The reverse
 # does not hold: a dead rank's children can keep its ends open, so only the server knows whether a
@@ -422,9 +422,8 @@ class ForkServer:
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)
-        # Remove the directory before killing the server. Otherwise, if the server is still
-        # importing torch, neither process would remove the directory: xdist interrupts this worker
-        # about now, 5 s after its session ended.
+        # Remove the directory before killing the server, which does not remove it while it imports
+        # torch: xdist interrupts this worker about now, 5 s after the worker's session ended.
         ending.remove_directory(self._directory)
         self.kill()
         self._reap(ending.HURRIED_S)

@@ -31,7 +31,7 @@ class Grant:
     files: tuple[Path, ...] = ()
     """The files of the slots; pass them to `HeldSlots`."""
     gpus: tuple[str, ...] = ()
-    """Names of GPUs, as the user listed them; empty if the test needs none or more than exist."""
+    """Names of GPUs, as listed by the user; empty if the test needs no GPUs, or more than exist."""
 
 
 class Slots:

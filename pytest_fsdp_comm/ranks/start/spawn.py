@@ -120,7 +120,7 @@ def _native_threads() -> tuple[int, set[str]]:
     # Count Python threads by their frames, because `threading` does not list execnet's threads.
     count = len(names) - len(sys._current_frames())  # noqa: SLF001  # documented for debuggers
     listed = {str(thread.native_id) for thread in threading.enumerate()}
-    # A thread without a name of its own has the program's name, like the main thread.
+    # A thread that was never named has the program's name, like the main thread.
     unnamed = names.get(str(os.getpid()))
     return count, {names[task] for task in names.keys() - listed} - {unnamed}
 
@@ -180,7 +180,7 @@ def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
     if config.pluginmanager.has_plugin("xdist"):
         arguments += ["-n", "0"]
     if config.pluginmanager.has_plugin("randomly"):
-        # Without this seed, each rank would choose a different one.
+        # Pass the seed, because each rank would otherwise choose a different seed.
         arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
     return arguments, {**os.environ, "PYTEST_ADDOPTS": shlex.join(from_environment)}
 

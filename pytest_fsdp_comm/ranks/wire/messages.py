@@ -128,7 +128,7 @@ class PositionQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRank:
-    """Asks the server to fork a rank of the last `RankSetSpec`; its two descriptors follow."""
+    """Asks the server to fork a rank of the last `RankSetSpec`; two descriptors for it follow."""
 
     rank: int
 

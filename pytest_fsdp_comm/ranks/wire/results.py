@@ -32,7 +32,7 @@ class IssuedCollective:
     """A collective that a rank called on a process group."""
 
     seq: int
-    """The number of the collective on its group, starting at 1; the same on all its ranks."""
+    """Number of the collective on its group, starting at 1; equal on all ranks of the group."""
     kind: str
     nbytes: int
     """Size of the rank's input in bytes."""
@@ -41,7 +41,7 @@ class IssuedCollective:
     sent: str = ""
     """The rank's input in words, such as ``4 float32``."""
     owner: str = ""
-    """FQN of the module that the collective is attributed to; empty if none, or if not recorded."""
+    """FQN of the module to which the collective is attributed; empty if unknown."""
     is_last: bool = False
     """Whether this is the most recent collective of the rank, across all groups."""
     is_waited_in: bool = False
