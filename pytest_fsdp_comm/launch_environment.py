@@ -47,7 +47,7 @@ class LaunchedRank:
     has_store: bool
     """Whether the launcher serves the store; if not, rank 0 does."""
     run_id: str
-    """Distinguishes this run from others that use the same store."""
+    """Distinguishes this run from other runs that use the same store."""
     launcher: str
     """Name to print: ``torchrun``, or the variables that the launcher set."""
     is_leader: bool

@@ -78,7 +78,7 @@ class _WithoutSyrupy:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Return the defaults that apply to tests whose marker does not set them."""
+    """Return the header line with the defaults that a test's marker can override."""
     return options.describe(config.stash[options.OPTIONS])
 
 

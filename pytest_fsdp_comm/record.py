@@ -190,7 +190,7 @@ class _Hook:
         problem, rank = self._problem, os.environ.get("RANK", "0")
         if self._recorded is not None:
             write_problem = self._recorded.finish()
-            # If the script failed before the recorded step, its error already explains that nothing
+            # If the script failed before the recorded step, its error already explains why nothing
             # was recorded.
             if status == SAME or self._recorded.recorder.is_done:
                 problem = problem or write_problem

@@ -465,7 +465,7 @@ _MOST_LISTED = 4
 
 
 def positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | None:
-    """Return the index in `follower` of each of the leader's tests; None if the tests differ."""
+    """Return, for each of the leader's tests, its index in `follower`; None if the tests differ."""
     if Counter(leader) != Counter(follower):
         return None
     # With --keep-duplicates, a test can be listed several times, so collect all of its indices.

@@ -182,7 +182,7 @@ def _groups(
     flights, _ = flown(since_ns)
     owners = owners_so_far()
     # The main thread can be waiting for a collective that one of autograd's native threads called,
-    # but not for one that another Python thread called.
+    # but not for a collective that another Python thread called.
     python_threads = {
         thread.ident
         for thread in threading.enumerate()
@@ -253,9 +253,9 @@ class Watchdog:
         self._ends_process = ends_process
         self._began_ns = time.time_ns()
         self._channel = channel
-        # Use `_thread`, because tests would see a thread of `threading`, which also takes 3 ms to
-        # start. Block all signals in the new thread: SIGUSR1 dumps the stack of the thread that
-        # receives it, which has to be the main thread.
+        # Use `_thread`: a thread of `threading` would be visible to tests, and takes 3 ms to start.
+        # Block all signals in the new thread: SIGUSR1 dumps the stack of the thread that receives
+        # it, so the main thread has to receive it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             _thread.start_new_thread(self._answer, ())

@@ -17,7 +17,7 @@ from pytest_fsdp_comm.text.words import show_path
 _PAUSE_S = 0.005
 _SETTLED = 10
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
-# Matches files of test runners, whose frames are omitted because they say nothing about the test.
+# Matches files of test runners. Their frames say nothing about the test, so they are omitted.
 _RUNNERS = re.compile(r"/(_pytest|pytest|pluggy|xdist|execnet)[/.]|/bin/[^/]+$|runpy(\.py|>)$")
 # The file from which ranks run tests. Its callers only started the rank, so they are omitted.
 _ENTRY = f"{PACKAGE}ranks/rank/main.py"

@@ -348,7 +348,7 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
 
 
 def _folded(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
-    """Yield a line for each of the rarest texts in `full`, and for other ranks lines from `short`."""
+    """Yield a line for each of the rarest texts in `full`, and lines from `short` for the rest."""
     for ranks, text in sorted(_rarest(full, "")):
         folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
         for same, template in folded:

@@ -118,7 +118,7 @@ class _SuspendedCapture(MultiCapture[str]):
 
     def suspend_capturing(self, in_: bool = False) -> None:
         super().suspend_capturing(in_)
-        # If pytest does not suspend input, it is only printing a line, which belongs in the logs.
+        # If pytest suspends only output, it is about to print a line, and lines belong in the logs.
         if in_:
             self._terminal.enter()
             # pytest prints the failure with this writer before it starts the debugger.

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 KEPT_NBYTES: Final = 256 << 10
 """How many bytes or characters to keep at each end of a long text."""
-# A text is shortened only if that removes more than this. The note in place of the removed part is
-# shorter than this, so a shortened text is not shortened again.
+# Do not shorten a text to remove less than this. The note that replaces the removed part is shorter
+# than this limit, so a shortened text is never shortened again.
 _LONGEST_NOTE: Final = 256
 
 

@@ -34,7 +34,7 @@ _LONGEST_DIRECTORY = 85
 
 def fork_quietly() -> int:
     """Call `os.fork`; suppress the warning of Python 3.12 and later about running threads."""
-    flush_streams()  # or else the child prints what this process has buffered, too
+    flush_streams()  # otherwise the child would print this process's buffered output, too
     # An xdist worker always has a second thread, but that thread holds no lock that a rank needs.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -15,9 +15,9 @@ from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
 
 # If a single rank reran its test, the collectives would wait for the other ranks. So ranks disable
 # pytest-rerunfailures, and the pytest process reruns the test, each time on new ranks. The plugin
-# makes each attempt through `runtestprotocol`, a global of its module, which we replace. It records
-# failures in its wrapper of `pytest_runtest_makereport`, so we call that wrapper for each report
-# (checked in pytest-rerunfailures 16.7).
+# makes each attempt through a global of its module, `runtestprotocol`, so we replace that global.
+# The plugin records failures in its wrapper of `pytest_runtest_makereport`, so we call that wrapper
+# for each report (checked in pytest-rerunfailures 16.7).
 
 _CRASH = re.compile(
     r"(?:ranks? [\d, -]+: )?(?P<name>[A-Za-z_][\w.]*)(?::\s(?P<text>.*))?", re.DOTALL

@@ -128,8 +128,8 @@ class RankRunner:
                     directory,
                     self._preloaded,
                     # Importing torch takes 2 s of CPU time, which is wasted if this xdist worker
-                    # gets no distributed test. But import it now if there are slots, because a later
-                    # import would make other workers wait for this worker's slots.
+                    # gets no distributed test. But import it now if there are slots, because other
+                    # workers would have to wait for this worker's slots while it imports torch.
                     is_lazy=self._shared_slots is not None and not (gpus or options.rank_slots),
                 )
             undo.pop_all()
@@ -152,7 +152,7 @@ class RankRunner:
             remove_directory(self._directory)
 
     def _replace_server(self) -> str:
-        """Replace a fork server that has died; return how it ended, in words."""
+        """Replace a fork server that has died; return in words how the old server ended."""
         status = self._close_server()
         self._start_server()
         if not status:  # the status is also 0 if a test has reaped the server

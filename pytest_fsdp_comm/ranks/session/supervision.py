@@ -40,8 +40,8 @@ from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
 # How long other ranks may run once a rank has failed. Most fail within a second, because their
-# connections to the failed rank close; the others hang. A rank that is comparing snapshots or
-# formatting its failure is not waiting for other ranks, so it gets more time.
+# connections to the failed rank close; a rank that does not fail usually hangs. A rank that is
+# comparing snapshots or formatting its failure does not wait for other ranks, so it gets more time.
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0

@@ -126,7 +126,7 @@ def _native_threads() -> tuple[int, set[str]]:
 
 
 def _end_openmp_threads() -> None:
-    """End the threads of OpenMP, which starts new ones when it needs them."""
+    """End OpenMP's threads; OpenMP starts new threads when it needs them."""
     # A forked process lacks these threads, but OpenMP would wait for them once it used more than
     # one thread: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU). Libraries such
     # as scikit-learn bundle a copy of OpenMP, so end the threads of every loaded copy.

@@ -18,7 +18,7 @@ from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 _Received = TypeVar("_Received")
 
 # Each message is preceded by its length. If a test writes text to the file descriptor by mistake,
-# the first characters of the text are read as a length, which exceeds this limit.
+# the first characters of the text are read as a length, and that length exceeds this limit.
 _MOST_NBYTES: Final = 1 << 29
 _TIMEVAL: Final = struct.Struct("@ll")
 _HANG_UP: Final = getattr(select, "POLLRDHUP", 0)

@@ -28,7 +28,7 @@ class RankSetSpec:
     item_index: int
     """The index of the first test among the session's items."""
     nodeid: str
-    """The node id of the first test, which spawned ranks use to collect only that test."""
+    """The node id of the first test; spawned ranks collect only this test."""
     settings: DistributedSettings
     directory: Path
     """The directory for this rank set's logs and store; no other rank set uses it."""

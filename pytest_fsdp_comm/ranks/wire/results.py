@@ -17,7 +17,7 @@ class Activity(StrEnum):
     """The test raised an exception at `Position.site`, and pytest is creating the report."""
     HAS_ENDED = "has ended"
     HOLDS_GIL = "holds the GIL"
-    """The watchdog cannot run, so only the stack is known, which a signal handler dumped."""
+    """The watchdog cannot run, so only the stack is known: a signal handler dumped it."""
     SILENT = "silent"
     """The rank is alive, but neither answered nor dumped its stack in time."""
 
