@@ -60,7 +60,7 @@ class CiSession:
         if report.when == "setup" and not report.failed:
             self._failed.pop(report.nodeid, None)
         is_ours = comparisons is not None or MARKER_NAME in report.keywords
-        # Without a headline, no comparison differed, so the test failed for a different reason.
+        # No headline means that no comparison differed, so the test failed for a different reason.
         differing = comparisons if comparisons and comparisons.headline else Comparisons()
         # A test with subtests can fail several times. Report its first failed comparison, or its
         # first failure if no comparison failed.
@@ -81,8 +81,8 @@ class CiSession:
         if self._annotator is not None and not (failed and failed.sent):
             self._annotator.pytest_runtest_logreport(report)
 
-    # Run before other plugins, but after the hook wrappers, one of which finds unused snapshots and
-    # may fail the session.
+    # Run before other plugins. Hook wrappers run even earlier: one of them finds unused snapshots,
+    # and may fail the session.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.comm_mode import CommMode
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 
-# The module that each of these fixtures imports when a test first requests it.
+# Maps fixtures to the modules that they import when a test first requests them.
 _IMPORTED: Final = {
     "comm_mode": "pytest_fsdp_comm.recording.comm_mode",
     "fsdp_tree": "pytest_fsdp_comm.fsdp_tree",
@@ -180,6 +180,6 @@ def _context(request: pytest.FixtureRequest) -> RankContext | None:
 
 
 def _exchange(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the keyword arguments for exchanging values between ranks; empty outside a rank."""
+    """Return keyword arguments that let ranks exchange values; empty if this is not a rank."""
     context = _context(request)
     return {} if context is None else {"gather": context.exchange, "ranks": context.settings.ranks}

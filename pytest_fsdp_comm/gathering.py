@@ -23,7 +23,7 @@ _Value = TypeVar("_Value")
 _CHUNK_NBYTES: Final = 4 << 20
 _FIRST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.004
-# Longest pause between two checks for the files of ranks on other machines.
+# Longest pause between two checks for the files of other ranks.
 _LONGEST_WAIT_S: Final = 1.0
 
 

@@ -100,7 +100,7 @@ def _check_simulation(arguments: Mapping[str, Any], simulation: Simulation) -> N
 def with_further_ranks(
     settings: DistributedSettings, further: Iterable[int], options: SessionOptions
 ) -> DistributedSettings:
-    """Return settings that also run `further` ranks; raise BadValueError if there are too many."""
+    """Return settings with the `further` ranks added; raise BadValueError if there are too many."""
     ranks = ranks_along(settings.real, {*settings.ranks, *further})
     _check_room(ranks, settings.backend, options.rank_slots)
     return replace(settings, ranks=ranks, finds_ranks=False)

@@ -152,7 +152,7 @@ class Setting(NamedTuple):
     text: str = ""
     """Help text of the option and the ini value, for ``--help`` and docs/reference/options.md."""
     default: str = ""
-    """Describes the default in help texts if it is None in `SessionOptions`."""
+    """The default in words, for help texts; needed only if `SessionOptions` has None."""
     flag: str = ""
     """The option with its metavar, ``--comm-report=DIR``; empty if the setting has no option."""
     ini: Literal["", "string", "linelist"] = ""
@@ -358,7 +358,7 @@ class DistributedSettings:
     simulation_splits: tuple[float, ...] | None = None
     """Each expert's share of the tokens; empty if all are equal, None if the marker sets none."""
     real: tuple[RealAxis, ...] = ()
-    """Axes of a simulation along which the ranks are real processes."""
+    """Mesh axes along which a simulation runs one process for each coordinate."""
     finds_ranks: bool = False
     """Whether the simulation also runs ranks whose local shapes differ from those of `ranks`."""
 

@@ -190,7 +190,7 @@ def become_rank(
     finally:
         with suppress(BaseException):
             save_coverage()
-            ending.kill_children([], within_s=ending.HURRIED_S)  # processes that tests left
+            ending.kill_children([], within_s=ending.HURRIED_S)  # processes that tests left running
         os._exit(status)
 
 

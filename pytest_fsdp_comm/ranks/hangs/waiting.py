@@ -71,7 +71,7 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
     stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
     for group in _groups(positions):
         # A position lists only the last collectives, so a rank may have called a collective that
-        # its position does not list. Compare the number of its last collective instead.
+        # its position does not list. Compare the number of the rank's last call instead.
         last = {rank: max(group.calls.get(rank, {}), default=0) for rank in ended}
         for rank, by_seq in group.calls.items():
             for seq, call in by_seq.items():

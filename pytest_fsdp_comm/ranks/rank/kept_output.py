@@ -11,8 +11,8 @@ from typing import Any, Final
 
 KEPT_NBYTES: Final = 256 << 10
 """How many bytes or characters to keep at each end of a long text."""
-# Do not shorten a text to remove less than this. The note that replaces the removed part is shorter
-# than this limit, so a shortened text is never shortened again.
+# Do not shorten a text if that removes less than this. The note that replaces the removed part is
+# shorter than this limit, so a shortened text is never shortened again.
 _LONGEST_NOTE: Final = 256
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.gathering import Exchange
     from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
-# The longest directory that can hold a socket of multiprocessing: a socket's path has at most 108
-# bytes on Linux (macOS: 104), of which ``/listener-`` and a random suffix take 18.
+# Longest path of a directory for multiprocessing's sockets: a socket's path has at most 108 bytes
+# on Linux (macOS: 104), of which ``/listener-`` and a random suffix take 18.
 _LONGEST_DIRECTORY = 85
 
 

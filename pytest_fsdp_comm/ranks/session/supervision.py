@@ -162,8 +162,8 @@ class Supervision:
 
     def _finish(self) -> None:
         results = self._results.values()
-        # The report compares the last calls of failed ranks, so locate the ranks, unless `_stop`
-        # has done so.
+        # The report compares the last calls of failed ranks, so ask where the ranks are, unless
+        # `_stop` has asked already.
         has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
             self._locate()
@@ -209,7 +209,7 @@ class Supervision:
 
     def _late_problems(self) -> list[str]:
         """Tear down the fixtures that ranks kept for the next test, and describe the failures."""
-        # pytest has logged the reports of the last test, so drop them and collect only new ones.
+        # pytest has logged the reports of the last test, so drop these, and collect new reports.
         results = self._results.items()
         self._results = {rank: replace(result, reports=()) for rank, result in results}
         self._end_tests()

@@ -24,9 +24,9 @@ LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 
 # Note [First failure leads]: if several ranks fail, the first failure is usually the cause, and the
 # others are often only echoes ("connection closed by peer"). So failures are sorted by time, but
-# echoes come after the rest. When a rank dies, its peers notice it before the supervisor does, so
-# the report must not say that the peers failed first. A rank that was lost with its fork server or
-# machine comes first, and a rank that only ran out of time comes last.
+# echoes come after other failures. When a rank dies, its peers notice it before the supervisor
+# does, so the report must not say that the peers failed first. A rank that was lost with its fork
+# server or machine comes first, and a rank that only ran out of time comes last.
 
 # Matches errors of gloo and NCCL when a peer is gone or a call fails (checked in torch 2.13).
 _BACKEND_ERROR = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")
@@ -370,7 +370,7 @@ def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
 
 
 def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
-    """Say how ranks left the test: ``rank 1, which had already skipped the test``."""
+    """Describe how ranks left the test: ``rank 1, which had already skipped the test``."""
     outcomes = {rank: ranks[rank].outcome for rank in absent}
     did = {rank: _in_words(how, passed="finished the test") for rank, how in outcomes.items()}
     parts = [f"{name_ranks(same)}, which had already {text}" for same, text in fold_equal(did)]

@@ -40,8 +40,8 @@ class Channel(Generic[_Received]):
     def __init__(self, connection: Connection, *, stalls_s: float | None = None) -> None:
         """Take over a connection.
 
-        `stalls_s` limits pauses in the middle of a message (None: no limit), because the other
-        process can die there while one of its children keeps the connection open.
+        `stalls_s` limits pauses in the middle of a message (None: no limit): the other process may
+        have died mid-message, while one of its children keeps the connection open.
         """
         self.connection = connection
         self._pid = getpid()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Time limits are long enough for this many busy processes per core; with more, extend the limits.
+# Time limits suffice for this many busy processes per core; if there are more, extend the limits.
 _PER_CORE = 2
 
 

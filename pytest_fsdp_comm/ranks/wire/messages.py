@@ -77,7 +77,7 @@ class TestEnded:
     """The exception that pytest's protocol raised, in words; None if there was none."""
     session_exit: SessionExit | None = None
     further_ranks: tuple[int, ...] = ()
-    """Ranks on which the test must also run; if there are any, it runs again on all ranks."""
+    """Ranks on which the test must also run; if there are any, the test runs again on all ranks."""
     can_run_another: bool = True
     """False if the test has destroyed or replaced the process group."""
 

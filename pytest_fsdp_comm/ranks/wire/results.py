@@ -148,7 +148,7 @@ class RankResult:
     reports: tuple[PhaseReport, ...] = ()
     warnings: tuple[WarningSeen, ...] = ()
     phase_began_at: float = dataclasses.field(default_factory=time.time)
-    """`time.time` when the previous phase's report arrived, or else when the test began."""
+    """`time.time` when the previous phase's report arrived; in the first phase, at the start."""
     is_done: bool = False
     payloads: tuple[str, ...] | None = None
     further_ranks: tuple[int, ...] = ()
@@ -172,7 +172,7 @@ class RankResult:
 
     @property
     def is_over(self) -> bool:
-        """Whether the test is over on this rank, so that no more reports on the test can arrive."""
+        """Whether the test is over on this rank, so no more reports of the test can arrive."""
         return self.is_done or self.status is not None
 
     @property
