@@ -152,7 +152,7 @@ class Setting(NamedTuple):
     text: str = ""
     """Help text of the option and the ini value, for ``--help`` and docs/reference/options.md."""
     default: str = ""
-    """The default in words, for help texts; needed only if `SessionOptions` has None."""
+    """The default in words, for help texts; needed only if it is None in `SessionOptions`."""
     flag: str = ""
     """The option with its metavar, ``--comm-report=DIR``; empty if the setting has no option."""
     ini: Literal["", "string", "linelist"] = ""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
 # Docstrings and comments say where private names of other packages are used, and a contract test
-# covers each name. If a name is missing, the code that needs it raises an error made below.
+# covers each name. If a name is missing, the code that needs it raises one of the errors below.
 
 # The versions of each package in which its private names were checked.
 VERSIONS_READ: Final = {

@@ -144,8 +144,8 @@ class _Stall:
     difference: str
     """How the ranks' calls differ; empty unless the difference blocks the collective."""
     divergence: tuple[str, dict[int, str]]
-    """In words, the first collective that ranks called for different modules, then the module of
-    each rank; both are empty if the ranks did not diverge."""
+    """The first collective that ranks called for different modules (in words), and the module for
+    which each rank called it; both are empty if the ranks did not diverge."""
 
 
 # Waiting ranks form a graph: each has an edge to every rank that is missing from its collective.
