@@ -21,10 +21,10 @@ _COUNT: Final = r"[1-9][0-9]{0,5}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallWord:
-    """How one field of `Calls` is computed from a collective, written to snapshots, and read."""
+    """How to compute a field of `Calls` from a collective, and how snapshots write and read it."""
 
     text: str
-    """The field's text in a snapshot, with ``{}`` for the value; defaults are not written."""
+    """The field's text in a snapshot, with ``{}`` for the value. Snapshots omit default values."""
     getter: Callable[[Collective], Any]
     value_pattern: str = ""
     """Regular expression that matches the value; empty for a flag, which has no value."""
@@ -44,7 +44,7 @@ class CallWord:
         return f"{escaped}({self.value_pattern})" if placeholder else f"({escaped})"
 
     def read(self, text: str) -> Any:
-        """Convert `text`, which the group in `pattern` matched, into a value."""
+        """Convert `text`, which the group in `pattern` captured, into a value."""
         return self.value_type(text) if self.value_pattern else True
 
 
@@ -89,7 +89,7 @@ class Calls:
     """Whether the calls are asynchronous (``async_op=True``); False if torch does not report it."""
     peer: int = _word(0, "peer {:+}", _peer_distance, value_pattern=f"[+-]{_COUNT}")
     """For sends and receives, the distance to the other rank, taking the shorter way around the
-    group: 1 is the next rank, -1 the previous one. 0 for other kinds, or if it is unknown."""
+    group: 1 is the next rank, -1 the previous one. 0 for other kinds and unknown ranks."""
     root_rank: int = _word(
         -1,
         "root {}",

@@ -10,9 +10,9 @@ from typing import TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.profile import CommProfile
 
-# Report the cost for a single rank, the one whose bytes change most: in a sum over ranks, more
-# bytes on one rank could hide fewer bytes on another. Ranks that are listed in the same rows and
-# peaks have equal costs, so compute the cost only for the first rank of each group of such ranks.
+# Report only the cost for the rank whose bytes change most, because in a sum over ranks, more bytes
+# on one rank could hide fewer bytes on another. Ranks that are listed in the same rows and peaks
+# have equal costs, so group these ranks and compute the cost for the first rank of each group.
 # Bytes are message sizes, as in `events.Collective.nbytes`.
 
 _Value = TypeVar("_Value")
@@ -57,10 +57,10 @@ class Cost:
     collectives: tuple[PartCost, ...] = ()
     """One entry for each axis and kind that either side uses, sorted by axis, then kind."""
     peak_before: int = 0
-    """Peak bytes of gathered parameters, on the rank whose peak changes most; 0 if none."""
+    """Peak bytes of gathered parameters, on the rank whose peak changes most; 0 without gathers."""
     peak_after: int = 0
     peak_ranks: tuple[int, ...] = ()
-    """The ranks with this peak, ascending; empty for all ranks recorded on both sides."""
+    """The ranks with these peaks, ascending; empty for all ranks recorded on both sides."""
 
     @property
     def axes(self) -> tuple[PartCost, ...]:
@@ -85,7 +85,7 @@ class Cost:
 
 
 def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
-    """Compute the cost on ranks that both profiles recorded; empty if there are no such ranks."""
+    """Compute what a change costs on the ranks in both profiles; empty if they share no ranks."""
     groups = _groups_of_equal_ranks(old, new)
     if not groups:
         return Cost()

@@ -39,7 +39,7 @@ _Rows: TypeAlias = tuple[Row, ...]
 
 @dataclass(frozen=True, slots=True)
 class NewCalls:
-    """The lines of code that issued calls that the snapshot does not have."""
+    """The lines of code that issued calls missing from the snapshot."""
 
     sites: tuple[tuple[str | None, Site], ...] = ()
     """The owner and the site of each line that may have issued new calls."""
@@ -69,7 +69,7 @@ class Change:
     before: tuple[Row, ...] = ()
     """The snapshot's rows for the first owner: several if ranks differ, empty if there are none."""
     after: tuple[Row, ...] = ()
-    """The recording's rows for the first owner, likewise."""
+    """The recording's rows for the first owner; see `before`."""
     old_text: str = ""
     new_text: str = ""
     """`old_text` and `new_text` are the two values; both are empty if the difference is in rows."""
@@ -95,7 +95,7 @@ class Comparison:
     cost: Cost = field(default_factory=Cost)
 
     def new_calls(self, step: Replaced, owner: str | None, key: RowKey) -> NewCalls:
-        """Find the code that issued the calls that a step adds to an owner's rows with this key."""
+        """Find the lines behind the calls that a step adds to the owner's rows with this key."""
         rows = step.rows[owner]
         return _new_calls(
             owner,
@@ -207,7 +207,7 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
 
 
 def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:
-    """Describe both meshes; return two empty strings if one only has additional axes."""
+    """Describe both meshes; return two empty strings if one only adds axes to the other."""
     before, after = ({axis.name for axis in axes} for axes in (old, new))
     shared = before & after
     is_same = [axis for axis in old if axis.name in shared] == [
@@ -261,7 +261,7 @@ def _compare_rows(
 def _new_calls(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
-    """Find the code of new calls; as snapshots store no line numbers, compare the calls' fields."""
+    """Find the lines that issued new calls. Snapshots store no lines, so compare call fields."""
     sites: dict[Site, None] = {}
     is_certain = True
     for row in now:
@@ -296,7 +296,7 @@ def _new_calls(
 
 
 def _untimed(recorded: Calls, compared: Calls) -> Calls:
-    """Clear the timing and count of recorded calls; if `compared` has no size, clear theirs too."""
+    """Clear the timing and count of recorded calls; if `compared` has no size, clear the sizes."""
     changes = {**UNTIMED, "count": 0}
     if compared.is_unsized:
         changes |= {"nbytes": 0, "is_unsized": True}

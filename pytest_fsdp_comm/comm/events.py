@@ -78,8 +78,8 @@ class Collective:
     """The name in torch's dispatcher, such as ``c10d._allgather_base_``. Never compared."""
     owner: str | None
     """FQN of the module whose parameters, gradients or activations are sent. If several modules
-    form one unit or share a tied parameter, their FQNs are joined with ``+``. None if the call is
-    attributed to no module."""
+    form one unit or share a tied parameter, their FQNs are joined with ``+``. None for a call
+    without a module."""
     issued_in: str | None
     """FQN of the module that was running; None outside all modules. For a prefetch, this is not the
     owner."""
@@ -99,9 +99,9 @@ class Collective:
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
     role: Role | None = None
     """Parameters or gradients if FSDP or DDP issued the call, or if the tensor's autograd graph or
-    storage identifies it as such. Otherwise, activations if the call was issued in a module's
-    forward or backward. None for all other calls, such as losses and norms, and for pickled
-    objects."""
+    storage shows that it is one. Otherwise, activations if the call was issued in a module's
+    forward or backward. None for all other calls, such as those of losses and norms, and for
+    pickled objects."""
     peer: int | None = None
     """For a send or receive, the distance to the other rank, wrapping around the group: 1 is the
     next rank. None for other kinds, for a receive from any rank, and if the other rank is not in
@@ -119,8 +119,8 @@ class Collective:
     """`Reshard.ahead` of the unshard that issued this all-gather; None for other calls."""
     backward: int | None = None
     """For a reduction of gradients in the backward or outside phase, the number of the backward
-    pass that issued it, or of the last pass before it. Only passes that added to these gradients
-    are counted, starting at 1. None for other calls, and if there were fewer than two passes."""
+    pass that issued it, or of the last pass before it. Numbers start at 1 and count only passes
+    that added to these gradients. None for other calls, and for fewer than two passes."""
     num_backwards: int | None = None
     """Number of backward passes that added to these gradients; None if `backward` is None."""
 
@@ -149,9 +149,9 @@ class Reshard:
     nbytes: int
     """Bytes of the unit's unsharded parameters on this rank; 0 if unknown."""
     ahead: int | None = None
-    """How many units ahead of its use an unshard was issued: 0 if the unit's forward or backward
-    issues it, 1 if it is prefetched while the previous unit is in use. Equal on all ranks that run
-    the same units. None for a reshard, and if the unsharded parameters were not used."""
+    """How early an unshard was issued, counted in units before its use: 0 if the unit's forward or
+    backward issues it, 1 if it is prefetched while the previous unit is in use. Equal on all ranks
+    that run the same units. None for a reshard, and if the unsharded parameters were not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class Redistribution:
     index: int
     """Position in the recording, starting at 0."""
     owner: str | None
-    """FQN of the module whose activation or parameter was redistributed; None if there is none."""
+    """FQN of the module whose activation or parameter was redistributed; None without a module."""
     issued_in: str | None
     """FQN of the module that was running; None outside all modules."""
     phase: Phase
@@ -233,7 +233,7 @@ class Recording:
     """Remarks for readers, e.g. that the model was unsharded when the block began."""
     peak_gathered_nbytes: int = 0
     """Peak bytes of the FSDP parameters gathered on this rank, without padding. A parameter counts
-    from the moment when its unshard is issued until its reshard. Includes parameters gathered
+    from the moment its unshard is issued until its reshard. Includes parameters that were gathered
     before the block, and the part that ``reshard_after_forward=<int>`` keeps gathered."""
     gaps: tuple[Gap, ...] = ()
     """Known reasons why the recording is incomplete; the notes repeat them."""

@@ -51,7 +51,7 @@ def dump_recordings(recordings: Sequence[Recording]) -> str:
 
 
 def join_recordings(texts: Mapping[int, str], run: ScriptRun | None = None) -> str:
-    """Join single-rank documents, keyed by rank, into one that stores equal recordings once."""
+    """Join single-rank documents, keyed by rank, into one document; store equal recordings once."""
     folded = fold_equal(texts)
     joined = _Recordings(
         recordings=tuple(

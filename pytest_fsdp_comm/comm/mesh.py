@@ -11,7 +11,7 @@ from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """A set of process groups that partition the ranks, as one axis of a device mesh does."""
+    """A set of process groups that partition the ranks, like one axis of a device mesh."""
 
     name: str
     """The name in the device mesh (``"dp"``), ``"world"`` for the default group, or a description

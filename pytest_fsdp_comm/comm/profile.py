@@ -41,10 +41,10 @@ _SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A line of code that issued collectives of a row. Reported, never compared or stored."""
+    """A line of code that issued collectives in a row. Reported, never compared or stored."""
 
     issued_in: str | None
-    """FQN of the module that was running; None outside every module."""
+    """FQN of the module that was running; None outside all modules."""
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown."""
     calls: Calls
@@ -75,14 +75,14 @@ class Row:
     subject: Subject = "collective"
     phase: Phase
     owner: str | None
-    """FQN of the module or unit; None for calls that are attributed to no module."""
+    """FQN of the module or unit; None for calls without a module."""
     what: str
     """`events.Collective.kind`, `events.Reshard.action`, or the placements of a redistribution, one
     per mesh axis, without spaces: ``(Shard(dim=0))->(Replicate())``."""
     axis: str = ""
     """Name of the mesh axis of a collective; empty for other subjects."""
     calls: tuple[Calls, ...]
-    """The calls, sorted, without duplicates. Reshards and redistributions set only the count."""
+    """The calls, sorted, without duplicates. Reshards and redistributions have only a count."""
     ranks: tuple[int, ...] = ()
     """The ranks that issued `calls`, ascending; empty for all ranks."""
     sites: tuple[Site, ...] = field(default=(), compare=False)
@@ -113,7 +113,7 @@ class GatheredPeak:
     """The peak of gathered parameters, and the ranks that reach it."""
 
     nbytes: int
-    """Most bytes that were gathered at the same time on one rank; at least 1."""
+    """The most bytes that were gathered at the same time on one rank; at least 1."""
     ranks: tuple[int, ...] = ()
     """The ranks with this peak, ascending; empty for all ranks."""
 
@@ -130,7 +130,7 @@ class Total:
     unsized: int
     """Number of collectives of unknown size; `count` includes them."""
     num_ranks: int
-    """Number of ranks added up: 1 if all ranks have the same rows, else all recorded ranks."""
+    """Number of ranks in the sums: 1 if all ranks have the same rows, else all recorded ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class CommProfile:
         return len(self.recorded_ranks) or self.world_size
 
     def totals(self) -> tuple[Total, ...]:
-        """Add up the calls of each kind and axis over all phases and owners, sorted by kind."""
+        """Return totals for each kind and axis, over all phases and owners, sorted by kind."""
         is_common = not any(row.ranks for row in self.collectives)
         num_ranks = 1 if is_common else self.num_ranks
         sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -275,7 +275,7 @@ def _fold_resharding(recording: Recording) -> Iterable[Row]:
 
 
 def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> CommProfile:
-    """Merge profiles in rank order; `ranks` overrides the ranks that the profiles record."""
+    """Merge profiles in rank order; `ranks` overrides the ranks that the profiles list."""
     # The profile of a single process lists no ranks; its rank is 0.
     ranks = ranks or [(profile.recorded_ranks or (0,))[0] for profile in profiles]
     # With thousands of ranks, most recordings are equal, and their ranks share one profile object.
@@ -318,7 +318,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
 
 
 def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
-    """Return the profile as if only `ranks`, which must be ascending, had been recorded."""
+    """Return the profile of only these ranks, which must be in ascending order."""
     chosen = frozenset(ranks)
     # Many rows share a list of ranks, so filter each list only once.
     lists: dict[tuple[int, ...], tuple[int, ...]] = {(): tuple(ranks)}
@@ -348,7 +348,7 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
 
 
 def without_async(profile: CommProfile) -> CommProfile:
-    """Return the profile as if torch did not report which calls are asynchronous."""
+    """Return a copy of the profile that does not say which calls are asynchronous."""
     rows = tuple(
         replace(row, calls=replace_fields(row.calls, is_async=False)) for row in profile.rows
     )
@@ -356,7 +356,7 @@ def without_async(profile: CommProfile) -> CommProfile:
 
 
 def without_activation_sizes(profile: CommProfile) -> CommProfile:
-    """Return the profile as if the sizes of activations were unknown."""
+    """Return a copy of the profile without the sizes of activations."""
     rows = []
     for row in profile.rows:
         sized = {call for call in row.calls if call.role == Role.ACTIVATIONS and not call.is_object}
@@ -366,7 +366,7 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
 
 
 def _without_backwards(profile: CommProfile) -> CommProfile:
-    """Clear `Calls.backwards` of all calls that the last backward also issues."""
+    """Clear `Calls.backwards` for all calls that the last backward also issues."""
 
     def reset(row: Row) -> Row:
         calls = (call if call.lacks_last else replace(call, backwards="") for call in row.calls)
@@ -378,7 +378,7 @@ def _without_backwards(profile: CommProfile) -> CommProfile:
 
 
 def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
-    """Replace the rows of the profile, merging those that differ only in their ranks."""
+    """Replace the rows of the profile, and merge rows that differ only in their ranks."""
     groups: dict[tuple[RowKey, str | None, tuple[Calls, ...]], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.key, row.owner, row.calls), []).append(row)
@@ -394,8 +394,8 @@ def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
 # - the rows of ranks that were not recorded, if the recording simulates only some ranks;
 # - `is_async`, if torch reported it for only one side;
 # - sizes of activations, if one side lacks them (this difference is reported as a change);
-# - `backwards`, if the last backward reduces these gradients: it then follows from the counts and
-#   the number of micro-batches, so it is only printed.
+# - `backwards`, if the last backward reduces these gradients. Its value then follows from counts
+#   and the number of micro-batches, so it is printed, but not compared.
 
 
 def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:

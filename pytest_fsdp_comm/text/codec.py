@@ -21,7 +21,7 @@ from pytest_fsdp_comm.errors import FsdpCommError
 # This module uses no library because it must import fast: every pytest session imports it, even one
 # without distributed tests. Importing it takes less than 1 ms; msgspec 0.22 takes 6 to 7 ms, cattrs
 # 26.2 about 30 ms. msgspec also rejects text that is not UTF-8, which a rank may print, and unions
-# of dataclasses, such as the messages of a channel.
+# of dataclasses, such as the messages between pytest and a rank.
 
 _Value = TypeVar("_Value")
 _Reader = Callable[[Any, str], Any]
@@ -37,8 +37,8 @@ class CodecError(FsdpCommError):
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911  # one return per type
     """Convert a value to types that `json` can write."""
-    # Use the repr of objects of other types, and of numbers that JSON cannot represent. No value
-    # may raise, because other plugins may add attributes of any type to a report.
+    # Use the repr for objects of other types, and for numbers that JSON cannot represent. Never
+    # raise an error, because other plugins may add attributes of any type to a report.
     cls = type(value)
     if cls in _PLAIN:
         return value

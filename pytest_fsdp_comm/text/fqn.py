@@ -16,7 +16,7 @@ from pytest_fsdp_comm.text.rank_lists import runs_of
 # writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` accepts any valid
 # pattern, even if `fold_fqns` would write it differently; to detect that, fold the FQNs again.
 
-# Stands for the root, whose FQN is empty. It is unique, because other FQNs escape parentheses.
+# Written for the root, whose FQN is empty. It is unique: `escape` replaces parentheses in names.
 ROOT_TEXT: Final = "(root)"
 
 # Written instead of a module name in rows without a module.
@@ -149,7 +149,7 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
-    """Merge points (the numbers of one FQN each) into boxes, starting with the innermost number."""
+    """Merge points, each the numbers of one FQN, into boxes; start with the innermost number."""
     boxes: list[Box] = [tuple((number,) for number in point) for point in points]
     for axis in reversed(range(len(points[0]))):
         merged: dict[Box, list[int]] = {}

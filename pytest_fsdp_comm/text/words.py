@@ -41,7 +41,7 @@ def cut(text: str, most: int) -> str:
 
 
 def first_of(entries: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
-    """Return the first entries, at most ``most + 1``, and the number of entries left out."""
+    """Return the first entries, at most ``most + 1``, and how many entries were left out."""
     # Never leave out a single entry, because "1 more" needs as much room as the entry.
     if len(entries) <= most + 1:
         return entries, 0

@@ -13,10 +13,10 @@ from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.tree.finding import Finding, Findings
 
-# Modules, parameters and units refer to each other by index. FQNs are built only on request,
-# because those of 100,000 nested modules would take gigabytes.
+# Modules, parameters and units refer to each other by index. FQNs are built only on request: for
+# 100,000 nested modules, they would take gigabytes.
 
-# Up to this depth, the outline indents modules and prints FQNs; below, it prints only names.
+# The outline indents modules and prints FQNs up to this depth, and only prints names below it.
 MAX_INDENT: Final = 40
 
 # Increase this when a change would make older versions misread the JSON of a tree.
@@ -34,8 +34,8 @@ class AxisPlacement:
     size: int
     """The number of ranks along the axis."""
     kind: Literal["shard", "strided_shard", "flat_shard", "replicate", "partial", "other"]
-    """``strided_shard``: FSDP over a dimension that tensor parallelism also splits; later axes of
-    the mesh split it first. ``flat_shard``: the range of FSDP1's flat parameter on this rank."""
+    """``strided_shard``: FSDP shards a dimension that tensor parallelism over a later mesh axis has
+    already sharded. ``flat_shard``: the range of FSDP1's flat parameter on this rank."""
     dim: int | None = None
     """The sharded dimension of the tensor; None for ``flat_shard`` and for unsharded kinds."""
     text: str
@@ -61,8 +61,8 @@ class ModuleNode:
     wrappers: tuple[str, ...] = ()
     """Classes of the wrappers around the module, outermost first. FQNs do not include wrappers."""
     alias_of: int | None = None
-    """Index of the first node of the same module, which has its parameters and children; None if
-    this node is the first."""
+    """Index of the module's first node, which has the parameters and children; None for the first
+    node itself."""
     has_forward: bool = True
     """Whether the module can run and be a unit. ``ModuleList`` and ``ModuleDict`` cannot."""
 
@@ -92,10 +92,10 @@ class ParameterNode:
     device: str
     """The device type on this rank: ``cpu``, ``cuda``, ``meta``."""
     unit: int | None
-    """Index of the unit that manages the parameter; None if there is none."""
+    """Index of the unit that manages the parameter; None if no unit does."""
     split_from: int | None = None
-    """If two units sharded a tied parameter separately, and so made two parameters of it: the index
-    of the first one. Otherwise None. Always None in torch 2.7, which does not record the tie."""
+    """Index of the first copy, if two units sharded a tied parameter separately, which split it
+    in two. Otherwise None; always None in torch 2.7, which does not record the tie."""
 
     @property
     def numel(self) -> int:
@@ -143,14 +143,14 @@ class ShardUnit:
     """The axis over which the unit is replicated; None if it is not replicated."""
     reshard_after_forward: bool | int | None
     """Whether parameters are freed after forward, or the number of ranks over which they are then
-    resharded; None for a unit that gathers nothing. This is the value once the model has run."""
+    resharded; None for a unit that gathers nothing. Until the model runs, it is predicted."""
     precision: Precision
     offload: bool
     """Whether shards are stored in host memory."""
     forward_prefetch: tuple[int, ...] = ()
     """Indices of the units set by ``set_modules_to_forward_prefetch``; empty without that call."""
     backward_prefetch: tuple[int, ...] = ()
-    """Indices of the units set by ``set_modules_to_backward_prefetch``, likewise."""
+    """Indices of the units set by ``set_modules_to_backward_prefetch``; empty without that call."""
     gradient_divide_factor: float | None = None
     """The divisor of gradients set by ``set_gradient_divide_factor``; None if torch averages
     gradients over all ranks that reduce them."""
@@ -171,7 +171,7 @@ class ShardUnit:
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether FSDP gathers the unit, or would if child units did not manage all parameters."""
+        """Whether FSDP gathers the unit, or would if its children did not manage all parameters."""
         return self.shard_axis is not None or (self.kind == "fsdp2" and not self.parameters)
 
 
@@ -227,7 +227,7 @@ class ShardTree:
             at = self.modules[at].parent
 
     def parameter_fqn(self, index: int) -> str:
-        """Return the FQN of a parameter; for a tied one, the first in natural order."""
+        """Return the FQN of a parameter; if it is tied, its first FQN in natural order."""
         parameter = self.parameters[index]
         return self._slot_fqn(parameter.module, parameter.name)
 

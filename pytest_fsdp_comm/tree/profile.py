@@ -14,7 +14,7 @@ from pytest_fsdp_comm.tree.model import Precision, ShardTree, ShardUnit, UnitKin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
-    """The facts about a `ShardUnit` that are compared. Names represent axes and other units."""
+    """The compared facts about a `ShardUnit`; they refer to axes and other units by name."""
 
     kind: UnitKind
     is_root: bool = False
@@ -41,7 +41,7 @@ def policy_change(old: UnitFacts, new: UnitFacts) -> str:
 
 
 def lost_root(old: TreeFacts, new: TreeFacts) -> str:
-    """Return the likely cause of units below the root becoming roots; empty if none did."""
+    """Return the likely reason why units below the root became roots; empty if no unit did."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     roots = new_roots(old, new)
     if "" not in before or not roots:
@@ -58,7 +58,7 @@ def lost_root(old: TreeFacts, new: TreeFacts) -> str:
 
 
 def new_roots(old: TreeFacts, new: TreeFacts) -> frozenset[str]:
-    """Return the units of both trees that are roots only in the new tree."""
+    """Return the units that are in both trees, but are roots only in the new one."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     return frozenset(
         name for name in before.keys() & after.keys() if after[name].is_root > before[name].is_root
@@ -75,7 +75,7 @@ def _strategy(unit: UnitFacts) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterFacts:
-    """The facts about a `ParameterNode` that are compared."""
+    """The compared facts about a `ParameterNode`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -154,7 +154,7 @@ class TreeProfile:
 
     @property
     def common(self) -> TreeFacts | None:
-        """The tree of all ranks; None if ranks have different trees."""
+        """The tree that all ranks have; None if ranks have different trees."""
         return self.trees.get(())
 
     @property

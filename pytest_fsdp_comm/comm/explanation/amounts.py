@@ -210,7 +210,7 @@ class Sizes(_Scaled):
     axis: str = ""
     """The axis of the gradients; empty for activations, which change over all axes."""
     with_loss: bool = False
-    """Whether calls outside all modules without a role, as of a parallel loss, change too."""
+    """Whether the calls of a parallel loss (no role, in the outside phase) change too."""
 
     @property
     def description_cost(self) -> float:
@@ -288,7 +288,7 @@ def propose_dtypes(between: Between) -> Iterator[Step]:
             is_changed = role and role == role_of(now) and old and new and old != new
             if not (is_changed and sizes and all(sizes)):
                 continue
-            # Bytes must change with the element size, which is unknown if calls mix dtypes.
+            # Bytes must be proportional to the element size, which is unknown if calls mix dtypes.
             if "+" in old + new or sizes[1] * itemsize(old) == sizes[0] * itemsize(new):
                 parts = candidates.setdefault((old, new, Fraction(sizes[1], sizes[0])), {})
                 parts.setdefault((role, key.axis), set()).update(group.owners)

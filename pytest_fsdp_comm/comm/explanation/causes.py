@@ -48,7 +48,7 @@ class Cause:
     is_of_torch: bool = False
     """Whether a different version of torch caused the change, rather than the user's code."""
     is_unwanted: bool = False
-    """Whether the cause is a regression even if none of its steps is one."""
+    """Whether the cause is a regression even if none of its steps is a regression."""
 
     @property
     def is_of_regression(self) -> bool:
@@ -209,7 +209,7 @@ def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]
 
 
 def _evaluations(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect added evaluations: more forward gathers of all units, or of all that it reshards."""
+    """Detect added evaluations: forward gathers all units, or all that reshard, more often."""
     phases = {row.phase for row in {*explanation.before} ^ {*explanation.after}}
     freed, units = (_acts(inputs.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
     more = _more_acts(inputs, Phase.FORWARD, "unshard").keys()
@@ -491,7 +491,7 @@ def _of_units(step: Replaced, inputs: Inputs) -> str:
 
 def _of_called(step: Replaced, inputs: Inputs) -> str:
     more = _more_acts(inputs, Phase.FORWARD, "unshard")
-    # Ignore gathers in backward: a call of the unit without a backward changes what is prefetched.
+    # Ignore gathers in backward: calling a unit without a backward changes what is prefetched.
     is_reduced, is_resharded = (
         any(_more_acts(inputs, Phase.BACKWARD, act)[at] == more[at] > 0 for at in step.owners)
         for act in ("reduce_scatter", "reshard")

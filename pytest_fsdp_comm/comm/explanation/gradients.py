@@ -55,7 +55,7 @@ def propose_reductions(between: Between) -> Iterator[Step]:
 
 
 def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """Return the kind of step, and the ratio of counts (or 1 if more is reduced, 0 if less)."""
+    """Return the kind of step, and the ratio of counts (else 1 if more is reduced, 0 if less)."""
     if before == after:
         return None
     if not (before and after):
@@ -79,7 +79,7 @@ def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fract
 
 def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[Step]:
     is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
-    # Units with unchanged reductions. If forward gathers each only once, there is one micro-batch.
+    # Units with unchanged reductions. If forward gathers them only once, there is one micro-batch.
     other_units = [
         content
         for owner, content in between.state.items()

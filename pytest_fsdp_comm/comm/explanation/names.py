@@ -67,7 +67,7 @@ class Renamed(Step):
     new: str
     keeps_root: bool = False
     is_leaf: bool = False
-    """Whether the module has no submodules, so that it may have been replaced, not renamed."""
+    """Whether the module has no submodules, so it may have been replaced rather than renamed."""
 
     def apply(self, state: State, pool: Pool) -> State:
         return State({self.name(owner): content for owner, content in state.items()})
@@ -78,7 +78,7 @@ class Renamed(Step):
         return replace_prefix(owner, self.old, self.new)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # No rows may be left below the old prefix; rows that are also below the new one are fine.
+        # No rows may remain below the old prefix, except rows that are also below the new prefix.
         if owner is None or self.name(owner) == owner:
             return False
         return not self.new or replace_prefix(owner, self.new, "\0") == owner
@@ -176,7 +176,7 @@ class Layers(Step):
         return self.prefix.count(".") + 1 if self.prefix else 0
 
     def _place(self, owner: Owner) -> int | None:
-        """Return the index of the list item that is or contains a module; None if there is none."""
+        """Return the index of the list entry that is or contains a module; None if outside."""
         segments = [] if owner is None else owner.split(".")
         depth = self._depth
         if len(segments) <= depth or not segments[depth].isdecimal():
@@ -188,7 +188,7 @@ class Layers(Step):
         return ".".join((*segments[: self._depth], str(place), *segments[self._depth + 1 :]))
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # Added modules must have exactly the rows of their siblings, and removed modules none.
+        # Added modules must have exactly the rows of their siblings; removed modules, no rows.
         place = self._place(owner)
         return place is not None and (
             place >= self.new or self.at <= place < self.at + self.new - self.old

@@ -39,14 +39,14 @@ from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 
 # Note [Search]: this is a beam search. A path is a list of steps with the states that they lead to.
-# Its cost is that of its steps plus that of all leftover rows, so a step is added only if it saves
-# more than it costs. If several paths reach the same state, the search follows the cheapest, but
-# prefers an exact path if no rows are left over. Each set of steps is tried in only one order, that
-# of `Step.order`. The result is the cheapest exact path (see Note [Exactness]), even if rows are
-# left over. There always is one, because the empty path is exact.
+# Its cost is the cost of its steps plus the cost of all leftover rows, so a step is added only if
+# it saves more than it costs. If several paths reach the same state, the search follows the
+# cheapest, but prefers an exact path if no rows are left over. Each set of steps is tried only in
+# the order given by `Step.order`. The result is the cheapest exact path (see Note [Exactness]),
+# even if rows are left over. An exact path always exists, because the empty path is exact.
 
 BEAM: Final = 5
-"""How many paths to extend in each round. Two would do for every case in `tests/regressions`, but
+"""How many paths to extend in each round. Two are enough for every case in `tests/regressions`, but
 three simultaneous changes, such as a switch from DDP to HSDP, need five."""
 DEPTH: Final = 6
 """Maximum number of steps in an explanation."""
@@ -197,9 +197,9 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
 # Note [Exactness]: users can rely on the sentence of each step, even if rows are left over, because
 # steps are reported only if they meet these conditions:
 # 1. After all steps, each row that a step changed equals the row of the new profile.
-# 2. The same is true of all calls that a step claims (see `Step.claims`).
+# 2. After all steps, the calls that a step claims are equal too (see `Step.claims`).
 # 3. No two steps write the counts, or the sizes, of the same row.
-# 4. A step that replaces entire rows replaces at least one that no earlier step has replaced.
+# 4. A step that replaces entire rows replaces at least one row that no earlier step replaced.
 # 5. A step that changes counts or sizes of all modules changes at least two rows.
 # 6. No step reports other units as unchanged if another step changes them.
 

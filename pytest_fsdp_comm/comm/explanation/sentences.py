@@ -31,7 +31,7 @@ _FULL: Final = {
     frozenset({"all_reduce"}): ("partial", "reduced"),
     frozenset({"all_gather", "all_reduce"}): ("full or partial", "gathered or reduced"),
 }
-"""An adjective and a verb for DTensors that are gathered in full, keyed by the kinds used."""
+"""An adjective and a verb for DTensors that are gathered in full, keyed by the kinds of calls."""
 _PLACES: Final[Mapping[str, str]] = {
     Phase.OUTSIDE: "outside forward and backward",
     Phase.OPTIMIZER: "in the optimizer",

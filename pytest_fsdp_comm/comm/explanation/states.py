@@ -58,7 +58,7 @@ class Content:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Bytes of one forward gather of the unit; 0 if there is none, or if their sizes differ."""
+        """Bytes of one forward gather of the unit; 0 without gathers, or if their sizes differ."""
         gathers = self.gathers[Phase.FORWARD].values()
         return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)
 
@@ -347,7 +347,7 @@ def template(fqn: str) -> str:
 
 @lru_cache(maxsize=100_000)
 def replace_prefix(fqn: str, old: str, new: str) -> str:
-    """Replace the prefix `old` of an FQN with `new`; if ``+`` joins several FQNs, of each of them.
+    """Replace the prefix `old` with `new` in an FQN, or in each of the FQNs that ``+`` joins.
 
     A prefix consists of whole segments, with ``*`` for numbers. An empty `old` matches all names.
     """

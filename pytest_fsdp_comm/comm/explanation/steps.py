@@ -31,7 +31,7 @@ from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Changes to FSDP units, read from a test's sharding trees. Units have the names of owners."""
+    """Changes to FSDP units, read from a test's sharding trees. Units are named like owners."""
 
     units: frozenset[str]
     """Units that exist in both trees."""

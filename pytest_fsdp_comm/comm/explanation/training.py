@@ -22,10 +22,10 @@ from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.words import itemsize
 
 # If gradients are not reduced, training is wrong, although it often communicates less. To find lost
-# reductions, compare the profiles themselves, because a step of the search summarizes many rows and
-# may hide one. Do not report a reduction as lost if a harmless change may explain it: other modules
-# now reduce more gradients, the gradients are reduced over other axes, the forward's collectives on
-# that axis changed too, the module was removed, or the tree shows that its parameters are frozen.
+# reductions, compare the profiles themselves: a step of the search summarizes many rows, so it may
+# hide a lost reduction. Do not report a reduction as lost if a harmless change may explain it:
+# other modules now reduce more gradients, the gradients are reduced over other axes, collectives of
+# forward over that axis changed too, the module was removed, or the tree shows frozen parameters.
 # But report a test that now looks like an evaluation: training with a detached loss looks the same.
 
 Problem: TypeAlias = Literal[
@@ -75,7 +75,7 @@ def find_training_changes(
     trees: Evidence | None,
     of_torch: Collection[Step] = (),
 ) -> tuple[TrainingChange | Step, ...]:
-    """Return changes and steps (except `of_torch`) that break training, worst first."""
+    """Return changes and steps that break training, worst first; skip steps in `of_torch`."""
     training = _Training(_Side(old, new, steps), _Side(new, new), trees)
     # If the world size or the recorded ranks differ, only `backwards` can be compared.
     is_same_world = (old.world_size, old.recorded_ranks) == (new.world_size, new.recorded_ranks)
@@ -180,7 +180,7 @@ class _Side:
         return prod(self.sizes.get(axis, 1) for axis in axes)
 
     def num_gradients(self, owner: Owner) -> int:
-        """Count the gradient elements that a module reduces, each only once."""
+        """Count a module's gradient elements, each once even if it is reduced several times."""
         sizes: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
         for row in chain.from_iterable(self.reduced.get(owner, {}).values()):
             for call in _gradients(row):
@@ -192,7 +192,7 @@ class _Side:
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
 
     def forward(self, axis: str) -> set[tuple[str, str]]:
-        """Return module and kind of all forward collectives over an axis but parameter gathers."""
+        """Return the module and kind of all forward collectives over an axis, except gathers."""
         return {
             (template(row.owner or ""), row.what)
             for row in self.profile.collectives
@@ -225,12 +225,12 @@ def _gradients(row: Row) -> list[Calls]:
 def _sole(rows: Iterable[Row], field: str) -> str | None:
     """Return the value of `field` that all gradient calls share; None if the values differ."""
     values: set[str] = {getattr(call, field) for row in rows for call in _gradients(row)}
-    # Only calls that the last backward lacks have a value; report it even if other calls have none.
+    # `backwards` is empty for calls that the last backward issues; report it for all other calls.
     return max(values) if field == "backwards" else sole(values, None)
 
 
 def _volume(rows: Iterable[Row]) -> Volume:
-    """Return the gradients that the rank with the most bytes reduces."""
+    """Return the volume of gradients on the rank that reduces the most bytes."""
     volumes: defaultdict[int | None, Volume] = defaultdict(Volume)
     for row in rows:
         calls = _gradients(row)
@@ -354,7 +354,7 @@ class _Training:
             runs = {(count, after.get(place, 0)) for place, count in before.items()}
             acts = {key.what for key, _ in before}
             # Each backward reshards the unit once. Gathers in forward show the number of forwards
-            # only if forward reshards the unit, in which case backward gathers it again.
+            # only if forward reshards the unit, and then backward gathers it again.
             if len(runs) == 1 and "reshard" in acts:
                 units_by_runs[runs.pop()][owner] = "unshard" in acts and was == now
         for (runs_before, runs_now), owners in units_by_runs.items():
@@ -364,7 +364,7 @@ class _Training:
                     yield owner, ("passes", axes, str(runs_before), str(runs_now))
 
     def _times(self, owner: Owner, was: list[Row], now: list[Row]) -> tuple[str, str] | None:
-        """Return old and new counts of reductions; None if equal or explained by more forwards."""
+        """Return old and new counts of reductions; None if equal or if forwards explain them."""
         calls = [[call for row in rows for call in _gradients(row)] for rows in (was, now)]
         before, after = (max(call.count for call in side) for side in calls)
         # Calls of several sizes are buckets of gradients, and the number of buckets may change.

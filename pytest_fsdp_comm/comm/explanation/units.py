@@ -123,7 +123,7 @@ def _rows_but_reductions(*sides: Content) -> list[RowKey]:
 
 
 def _gathers_no_more(first: Content, second: Content) -> bool:
-    """Whether `first` has forward gathers, and `second` has at least as many of each."""
+    """Whether `first` has forward gathers, and `second` has all of them at least as often."""
     # Counts may differ: a unit that stays unsharded is gathered only once for all micro-batches.
     less, more = first.gathers[Phase.FORWARD], second.gathers[Phase.FORWARD]
     return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
@@ -287,7 +287,7 @@ def _regrouped(between: Between) -> Iterator[Step]:
 
 
 def _policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
-    """Return pairs for all units but the root: stays unsharded, number of forward gathers."""
+    """Return the pairs (stays unsharded, number of forward gathers) of all units but the root."""
     return {(state[unit].stays_unsharded, forward_gathers(state[unit])) for unit in units if unit}
 
 
@@ -304,7 +304,7 @@ def _called(between: Between) -> Iterator[Step]:
         return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
     keys = between.select(rows)
-    # The gathers of all other units must be unchanged, except of units that stay unsharded.
+    # All other units must have unchanged gathers, except units that stay unsharded.
     other_units = [
         (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
         for owner, content in between.state.items()

@@ -246,7 +246,7 @@ def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
 @rule("mixed-frozen", "warning", cure="wrap its large frozen modules as separate units")
 def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
     """Find units that mix frozen and trainable parameters, if separate units would pay off."""
-    # Only FSDP1 has this cost, because it reduces one flat gradient, with zeros for frozen
+    # Mixing has a cost only in FSDP1, which reduces one flat gradient with zeros for frozen
     # parameters. FSDP2 reduces only existing gradients, and gathers the same bytes in one unit or
     # two. Ignore cases where the additional collectives cost more than the zeros, and modules with
     # both kinds of parameters, because no unit can separate these.
@@ -285,8 +285,8 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
         if around is not None and _can_join(wrapping, unit, around):
             trains, trains_around = wrapping.is_trainable(unit), wrapping.is_trainable(around)
             saved = gathers(unit) + (reductions(unit) if trains and trains_around else 0)
-            # If trainable units are merged into a frozen unit, one of their reductions remains, and
-            # all of them share it.
+            # If trainable units are merged into a frozen unit, the merged unit must reduce
+            # gradients, so one reduction remains for all of them.
             at_least = "at least " if trains and not trains_around else ""
             reason = (
                 "its all-gather costs latency, not bandwidth: without this unit, a step has "

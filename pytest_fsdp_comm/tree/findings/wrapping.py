@@ -124,7 +124,7 @@ def gathers(unit: ShardUnit) -> int:
 
 
 def reductions(unit: ShardUnit) -> int:
-    """Return how many collectives reduce a unit's gradients: two if it is replicated too (HSDP)."""
+    """Return how many collectives reduce a unit's gradients: two for HSDP, else one."""
     return 1 if unit.replicate_axis is None else 2
 
 
@@ -152,7 +152,7 @@ class Case(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule about how a model is wrapped, which yields findings; for its fields, see `Finding`."""
+    """A check for one kind of wrapping mistake; `Finding` explains most of the fields."""
 
     code: str
     level: Level
@@ -183,5 +183,5 @@ class Rule(NamedTuple):
 def rule(
     code: str, level: Level, *, cure: str
 ) -> Callable[[Callable[[Any], Iterator[Case]]], Rule]:
-    """Return a decorator that turns a function that yields cases into a `Rule`."""
+    """Return a decorator that turns a generator of cases into a `Rule`."""
     return lambda cases: Rule(code, level, cure, cases)
