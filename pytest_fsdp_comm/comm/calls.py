@@ -10,9 +10,9 @@ from typing import Any, Final
 from pytest_fsdp_comm.comm.events import Collective, Source
 from pytest_fsdp_comm.text.fqn import write_word
 
-# To add a field to snapshots, only declare it in `Calls` with `_word`. The writer and the reader of
-# snapshots use `CALL_WORDS`, and rows are compared by all fields. If a snapshot lacks the field, it
-# is read as the default.
+# To add a field to snapshots, you only need to declare it in `Calls` with `_word`, because the
+# writer and the reader of snapshots use `CALL_WORDS`, and rows are compared by all fields. If a
+# snapshot lacks the field, the reader uses the default.
 
 _WORD: Final = "word"
 NOT_LAST: Final = " but not the last"

@@ -21,7 +21,7 @@ _Part: TypeAlias = tuple[str, str]  # axis and kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
-    """How many calls one rank issues, and their bytes."""
+    """The number of calls that one rank issues, and their total bytes."""
 
     count: int = 0
     """Number of calls of known size."""
@@ -116,7 +116,7 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
 
 
 def _groups_of_equal_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
-    """Group ranks with equal rows and peaks on both sides; keys are each group's lowest rank."""
+    """Group ranks with equal rows and peaks on both sides; key each group by its lowest rank."""
     lists: set[tuple[int, ...]] = set()
     for profile in (old, new):
         lists.update(row.ranks for row in profile.collectives)

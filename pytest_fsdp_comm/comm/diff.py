@@ -95,7 +95,7 @@ class Comparison:
     cost: Cost = field(default_factory=Cost)
 
     def new_calls(self, step: Replaced, owner: str | None, key: RowKey) -> NewCalls:
-        """Find the lines behind the calls that a step adds to the owner's rows with this key."""
+        """Find the lines that issued the calls that a step adds to these rows of the owner."""
         rows = step.rows[owner]
         return _new_calls(
             owner,
@@ -124,7 +124,7 @@ class Comparison:
 
 
 def _is_reported(training: Iterable[TrainingChange | Step], change: Change) -> bool:
-    """Whether one change that breaks training covers all rows of a remaining change."""
+    """Whether the report of one training problem already covers all rows of a remaining change."""
     rows = (*change.before, *change.after)
     return any(
         isinstance(item, TrainingChange)

@@ -99,9 +99,9 @@ class Collective:
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
     role: Role | None = None
     """Parameters or gradients if FSDP or DDP issued the call, or if the tensor's autograd graph or
-    storage shows that it is one. Otherwise, activations if the call was issued in a module's
-    forward or backward. None for all other calls, such as those of losses and norms, and for
-    pickled objects."""
+    storage shows that the call sends them. Otherwise, activations if the call was issued in a
+    module's forward or backward. None for all other calls, such as reductions of losses and
+    norms, and for pickled objects."""
     peer: int | None = None
     """For a send or receive, the distance to the other rank, wrapping around the group: 1 is the
     next rank. None for other kinds, for a receive from any rank, and if the other rank is not in

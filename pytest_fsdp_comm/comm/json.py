@@ -1,4 +1,4 @@
-"""Convert recordings to and from versioned JSON; the fields are those of `events.Recording`."""
+"""Convert recordings to and from versioned JSON; `events.Recording` describes the fields."""
 
 from __future__ import annotations
 

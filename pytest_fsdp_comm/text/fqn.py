@@ -16,7 +16,7 @@ from pytest_fsdp_comm.text.rank_lists import runs_of
 # writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` accepts any valid
 # pattern, even if `fold_fqns` would write it differently; to detect that, fold the FQNs again.
 
-# Written for the root, whose FQN is empty. It is unique: `escape` replaces parentheses in names.
+# The text for the root, whose FQN is empty. It is unique: `escape` replaces parentheses in names.
 ROOT_TEXT: Final = "(root)"
 
 # Written instead of a module name in rows without a module.
@@ -30,7 +30,7 @@ _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))
 _DIGITS: Final = re.compile(r"([0-9]+)")
 # Names are split at `+` as well as `.`, because `+` joins the modules of one FSDP unit.
 _SEPARATOR: Final = re.compile(r"([.+])")
-# A number of at most nine digits, which any program can read; no module list has more entries.
+# A number of at most nine digits, so that any program can read it. No module list is longer.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")
@@ -149,7 +149,7 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
-    """Merge points, each the numbers of one FQN, into boxes; start with the innermost number."""
+    """Merge points into boxes, innermost number first; a point holds the numbers of one FQN."""
     boxes: list[Box] = [tuple((number,) for number in point) for point in points]
     for axis in reversed(range(len(points[0]))):
         merged: dict[Box, list[int]] = {}

@@ -12,7 +12,7 @@ from pytest_fsdp_comm.errors import quoted_part
 # - Consecutive ranks are a run, `0-3`.
 # - From the left, `FOLDED` or more runs of equal length and distance are folded: `0-62/2` is every
 #   second rank from 0 to 62, and `0-55:8/16` is the first 8 of every 16 ranks from 0 to 55. Ranks
-#   that share some coordinates in a device mesh form such runs.
+#   that share some coordinates in a device mesh have this pattern.
 # - All other runs are listed in ascending order: `0,2-3`.
 
 # Fewer runs than this are listed, because `0,2,4` is easier to read than a stride.

@@ -192,7 +192,7 @@ def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]
 
 
 def _value_changes(old: object, new: object, *names: str) -> Iterator[str]:
-    """Yield the differences of two dataclasses in the fields `names`; by default, in all fields."""
+    """Yield how two dataclasses differ in the fields `names` (default: all fields)."""
     for name in names or [entry.name for entry in fields(old)]:  # type: ignore[arg-type]  # see above
         before, after = getattr(old, name), getattr(new, name)
         if before != after:

@@ -41,7 +41,7 @@ class Finding:
 
     @property
     def cost(self) -> str:
-        """``2.9 KiB``, or ``4 cases, 2.9 KiB each, 11.6 KiB in all``; omit unknown bytes."""
+        """``2.9 KiB``, or ``4 cases, 2.9 KiB each, 11.6 KiB in all``; no bytes if unknown."""
         cases = [f"{self.count} cases"] if self.count > 1 else []
         if self.nbytes is None:
             return "".join(cases)

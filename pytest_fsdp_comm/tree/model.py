@@ -143,7 +143,7 @@ class ShardUnit:
     """The axis over which the unit is replicated; None if it is not replicated."""
     reshard_after_forward: bool | int | None
     """Whether parameters are freed after forward, or the number of ranks over which they are then
-    resharded; None for a unit that gathers nothing. Until the model runs, it is predicted."""
+    resharded; None for units that gather nothing. Until the model runs, the value is predicted."""
     precision: Precision
     offload: bool
     """Whether shards are stored in host memory."""

@@ -29,9 +29,9 @@ from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey, replace_fields
 from pytest_fsdp_comm.text.words import itemsize
 
-# Propose the most common ratios of new to old values as factors. When the search applies a factor
-# to all rows, it sees whether the result is right. Propose fractions only if all products are whole
-# numbers, because a later step that writes the same row could hide a rounding error.
+# Propose the most common ratios of new to old values as factors. The search applies each factor to
+# all rows, and checks the result. Propose fractions only if all products are whole numbers, because
+# a later step that writes the same row could hide a rounding error.
 
 
 _ONE: Final = Fraction(1)

@@ -209,7 +209,7 @@ def _left_unsharded(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]
 
 
 def _evaluations(explanation: Explanation, inputs: Inputs) -> Iterator[Cause]:
-    """Detect added evaluations: forward gathers all units, or all that reshard, more often."""
+    """Detect added evaluations: forward gathers all units, or all resharded units, more often."""
     phases = {row.phase for row in {*explanation.before} ^ {*explanation.after}}
     freed, units = (_acts(inputs.old, Phase.FORWARD, act) for act in ("reshard", "unshard"))
     more = _more_acts(inputs, Phase.FORWARD, "unshard").keys()
@@ -372,7 +372,7 @@ def _change_of_torch(step: Dtype, inputs: Inputs) -> str:
         or step.roles != {Role.GRADIENTS}
         or high != "float32"
         or low not in {"bfloat16", "float16"}
-        # This rule is only for FSDP, which reshards; DDP does not.
+        # This rule applies only to FSDP, which reshards; DDP does not.
         or all(row.subject != "reshard" for row in old.rows)
     ):
         return ""
@@ -504,7 +504,7 @@ def _of_called(step: Replaced, inputs: Inputs) -> str:
             "before, or leave it in its parent's unit"
         )
     again = "the unit runs again without a backward, e.g. under no_grad()"
-    # In a list of layers, all inputs require gradients, except possibly those of the first layer.
+    # In a list of layers, only the first layer may have inputs that require no gradients.
     lists = Counter(template(owner) for owner in step.owners if owner is not None)
     if any("*" in name and number > 1 for name, number in lists.items()):
         return again

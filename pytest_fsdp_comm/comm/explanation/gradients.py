@@ -55,7 +55,7 @@ def propose_reductions(between: Between) -> Iterator[Step]:
 
 
 def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """Return the kind of step, and the ratio of counts (else 1 if more is reduced, 0 if less)."""
+    """Return the kind of step, and the ratio of counts, or 1 for more reductions, 0 for fewer."""
     if before == after:
         return None
     if not (before and after):

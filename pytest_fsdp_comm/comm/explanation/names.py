@@ -176,7 +176,7 @@ class Layers(Step):
         return self.prefix.count(".") + 1 if self.prefix else 0
 
     def _place(self, owner: Owner) -> int | None:
-        """Return the index of the list entry that is or contains a module; None if outside."""
+        """Return the index of the list entry that is or contains `owner`; None outside the list."""
         segments = [] if owner is None else owner.split(".")
         depth = self._depth
         if len(segments) <= depth or not segments[depth].isdecimal():
@@ -188,7 +188,7 @@ class Layers(Step):
         return ".".join((*segments[: self._depth], str(place), *segments[self._depth + 1 :]))
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        # Added modules must have exactly the rows of their siblings; removed modules, no rows.
+        # Added modules must have the rows of their siblings, and removed modules must have no rows.
         place = self._place(owner)
         return place is not None and (
             place >= self.new or self.at <= place < self.at + self.new - self.old

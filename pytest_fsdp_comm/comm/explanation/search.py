@@ -77,7 +77,7 @@ shares stay the same if all calls are repeated."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingChange:
-    """Calls of some owners are issued earlier or later, or became synchronous or asynchronous."""
+    """Calls of some owners are issued earlier or later, or are now synchronous or asynchronous."""
 
     subject: Subject
     key: RowKey

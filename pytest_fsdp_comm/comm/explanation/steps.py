@@ -24,7 +24,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
 from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 # A step describes an effect, not its cause. It is reported only if it is exact: after all steps,
-# the rows that it changes and those that it `claims` equal the rows of the new profile. A
+# the rows that it changes or `claims` equal the rows of the new profile. A
 # `GlobalStep` (in `names` and `amounts`) computes new rows from any state. A `Replaced` copies its
 # rows from the new profile; see Note [Evidence of a proposal] in `units`.
 
@@ -113,7 +113,7 @@ class GlobalStep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced(Step):
-    """A step that replaces some modules' rows with those of the new profile."""
+    """A step that copies the rows of some modules from the new profile."""
 
     is_added: bool = True
     """False for the reverse of `kind`, such as merging instead of splitting off."""

@@ -54,7 +54,7 @@ class TrainingChange:
     axes: tuple[str, ...]
     """Names of the affected axes, sorted; if the reduction was lost, their old names."""
     before: str = ""
-    """The number, op or dtype in the snapshot; empty for problems without such a value."""
+    """The number, op or dtype in the snapshot that changed; empty for all other problems."""
     after: str = ""
     was: Volume
     """Gradient reductions over `axes` in the snapshot, on the rank that reduces the most bytes."""
@@ -230,7 +230,7 @@ def _sole(rows: Iterable[Row], field: str) -> str | None:
 
 
 def _volume(rows: Iterable[Row]) -> Volume:
-    """Return the volume of gradients on the rank that reduces the most bytes."""
+    """Return count and bytes of gradient reductions on the rank that reduces the most bytes."""
     volumes: defaultdict[int | None, Volume] = defaultdict(Volume)
     for row in rows:
         calls = _gradients(row)
@@ -364,7 +364,7 @@ class _Training:
                     yield owner, ("passes", axes, str(runs_before), str(runs_now))
 
     def _times(self, owner: Owner, was: list[Row], now: list[Row]) -> tuple[str, str] | None:
-        """Return old and new counts of reductions; None if equal or if forwards explain them."""
+        """Return old and new counts of reductions; None if equal or due to more forwards."""
         calls = [[call for row in rows for call in _gradients(row)] for rows in (was, now)]
         before, after = (max(call.count for call in side) for side in calls)
         # Calls of several sizes are buckets of gradients, and the number of buckets may change.

@@ -58,7 +58,7 @@ def _unit_sizes(between: Between) -> Iterator[Step]:
         owner: (between.state[owner].gathered_nbytes, between.target[owner].gathered_nbytes)
         for owner in rows
     }
-    # Change only the sizes, because rows copied from the target could also have other counts.
+    # Change only the sizes, because rows copied from the target could also have new counts.
     was = {owner: between.state[owner].rows for owner in rows}
     yield Replaced(kind="unit sizes", rows=rows, was=was, facts={"sizes": nbytes})
 
@@ -317,7 +317,7 @@ def _called(between: Between) -> Iterator[Step]:
         {owner: forward_gathers(state[owner]) for owner in keys}
         for state in (between.state, between.target)
     )
-    # With pipeline parallelism, the schedule decides when units are gathered.
+    # With pipeline parallelism, gathers depend on the schedule, not on how often a unit is called.
     is_called = all(key.what not in {"send", "recv"} for key in between.state.row_keys())
     is_called &= max(now.values(), default=0) > most and sum(now.values()) > sum(was.values())
     yield from replaced(between, "called", keys, times=now, other_units=most, is_called=is_called)
