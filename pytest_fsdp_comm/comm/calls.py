@@ -38,7 +38,7 @@ class CallWord:
 
     @property
     def pattern(self) -> str:
-        """Regular expression for `text`; its group captures the value, or a flag's entire text."""
+        """Regular expression for `text`; the group captures the value, or the text of a flag."""
         prefix, placeholder, _ = self.text.partition("{")
         escaped = re.escape(prefix)
         return f"{escaped}({self.value_pattern})" if placeholder else f"({escaped})"

@@ -44,7 +44,7 @@ class NewCalls:
     sites: tuple[tuple[str | None, Site], ...] = ()
     """The owner and the site of each line that may have issued new calls."""
     is_certain: bool = True
-    """Whether each of the `sites` certainly issued a new call."""
+    """Whether it is certain that each of the `sites` issued a new call."""
 
     @classmethod
     def join(cls, parts: Iterable[NewCalls]) -> NewCalls:

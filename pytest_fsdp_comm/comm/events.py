@@ -81,8 +81,8 @@ class Collective:
     form one unit or share a tied parameter, their FQNs are joined with ``+``. None for a call
     without a module."""
     issued_in: str | None
-    """FQN of the module that was running; None outside all modules. For a prefetch, this is not the
-    owner."""
+    """FQN of the module that was running; None outside all modules. For a prefetch, this differs
+    from the owner."""
     phase: Phase
     axis: str
     """Name of the `MeshAxis`."""

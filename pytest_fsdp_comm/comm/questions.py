@@ -42,7 +42,7 @@ class Names:
     """Whether a model was passed to `comm_mode`; if not, only modules that ran are known."""
 
     def with_axes(self, pairs: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
-        """Add mesh axes; each pair has the name of an axis and of its process group."""
+        """Add mesh axes; each pair is the name of an axis and the name of its process group."""
         axes, renamed = set(self.axes), {}
         recorded_axes = {event.axis for event in recorded}
         for name, group in pairs:

@@ -111,7 +111,7 @@ class FindingSettings:
     """Less padding than this is ignored, however large its share. 64 KiB is our choice."""
 
 
-# The fields, all in bytes, that ini files set by name.
+# The fields that an ini file can set by name; all of them are in bytes.
 THRESHOLDS: Final = tuple(
     entry.name for entry in fields(FindingSettings) if entry.name.endswith("_nbytes")
 )

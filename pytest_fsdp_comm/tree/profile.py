@@ -94,7 +94,7 @@ class TreeFacts:
     world_size: int
     mesh_axes: tuple[MeshAxis, ...]
     units: Mapping[int, Mapping[str, UnitFacts]]
-    """Units, keyed by number, then by name. A module's first unit has the number 1."""
+    """Units, keyed by number, then by name. The units of one module are numbered from 1."""
     parameters: Mapping[str, ParameterFacts]
     """Parameters, keyed by FQN."""
 

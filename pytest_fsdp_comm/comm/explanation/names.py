@@ -24,7 +24,7 @@ from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 _MOST_RENAMES: Final = 6
 _List: TypeAlias = dict[int, dict[str, Content]]
-"""The contents of a module list, keyed by index, then by name relative to the module there."""
+"""The contents of a module list, keyed by index, then by name relative to that module."""
 
 
 @dataclass(frozen=True, kw_only=True)

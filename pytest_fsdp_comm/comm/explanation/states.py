@@ -281,7 +281,7 @@ class Between:
     def select(
         self, choose: Callable[[Content, Content], Iterable[RowKey]], *, is_added: bool = True
     ) -> dict[Owner, list[RowKey]]:
-        """Call `choose(without, having)` for each module that differs; return the chosen keys."""
+        """Call `choose` with both `sides` of each module that differs; return the chosen keys."""
         return self._chosen(
             list(choose(*((group.old, group.new) if is_added else (group.new, group.old))))
             for group in self.differences

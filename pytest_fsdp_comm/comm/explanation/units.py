@@ -28,8 +28,8 @@ from pytest_fsdp_comm.comm.explanation.states import (
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, replaced
 from pytest_fsdp_comm.comm.profile import RowKey
 
-# Note [Evidence of a proposal]: a `Replaced` step copies its rows from the new profile, so they are
-# right even if the sentence that users read is wrong. The function that proposes the step must
+# Note [Evidence of a proposal]: a `Replaced` step copies its rows from the new profile, so the rows
+# are right even if the sentence that users read is wrong. The function that proposes the step must
 # check everything that the sentence says (unchanged forward gathers, equal total bytes, unchanged
 # other units), because no later code checks it.
 
