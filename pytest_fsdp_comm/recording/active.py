@@ -6,11 +6,11 @@
 # autograd engine copies it to its device threads, where a threading.local would be empty.
 
 # Note [Whose call]
-# A recording includes the collectives of all threads. Those of a thread that has not entered the
-# recording have no owner, because the recording knows only the FSDP units and autograd graphs of
-# the thread that entered it. A thread that starts during recordings belongs to these recordings
-# only. If it still communicates during a later block, the recording of that block leaves this out,
-# and gets a gap that names the thread.
+# A recording includes the collectives of all threads. A collective has no owner if its thread has
+# not entered the recording, because the recording knows only the FSDP units and autograd graphs of
+# the thread that entered it. A thread belongs only to the recordings that were running when it
+# started. If the thread still communicates during a later block, that block's recording omits the
+# collectives, and gets a gap that names the thread.
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def is_any() -> bool:
 
 
 def owners_so_far() -> dict[tuple[str, int], str]:
-    """Return the owners of the newest recording's collectives so far; empty if none is running."""
+    """Return the owners of the newest running recording's collectives so far, or an empty dict."""
     return _recorders[-1].owners_so_far() if _recorders else {}
 
 
@@ -130,7 +130,7 @@ def under_way(recorder: Recorder) -> Iterator[None]:
 
 
 def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
-    """Return the recordings that include this call, and those with a gap. See Note [Whose call]."""
+    """Return which recordings include this call, and which get a gap. See Note [Whose call]."""
     if entered():
         return _recorders, ()
     # Do not call threading.current_thread(): on a C++ thread, it would register a dummy thread.

@@ -41,14 +41,14 @@ Placements = tuple[Any, ...] | None
 
 @dataclass(slots=True, eq=False)
 class TracedModule:
-    """A module that was called, or in whose backward an operation ran."""
+    """A module that was called, or whose backward ran an operation."""
 
     module: weakref.ref[nn.Module]
     module_type: str
     """The module's class, in CommDebugMode's notation."""
     placements: dict[str, Placements]
-    """Placements of the direct parameters, keyed by name. Those of gathered parameters are None
-    until `settle` reads them."""
+    """Placements of the direct parameters, keyed by name. A gathered parameter has None until
+    `settle` reads its placements."""
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when this one was first called, outermost first."""
     name: str = GLOBAL
@@ -247,7 +247,7 @@ def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
 
     def keys_of(owner: str) -> Iterator[str]:
         keys, callable_ = named()
-        # The name of a unit of several modules joins their FQNs with ``+``.
+        # If a unit has several modules, its name is their FQNs, joined with ``+``.
         for fqn in [owner] if owner in keys else owner.split("+"):
             if fqn in keys:
                 yield from (outer for outer in _around(keys[fqn]) if outer in callable_)
@@ -306,10 +306,10 @@ class CommDebugAnswers(ABC):
     def get_comm_module_counts(self) -> ModuleCounts:
         """Return counts of collectives, keyed by module, direction and operation.
 
-        The direction is ``forward`` or ``backward``. A module's counts include those of the modules
-        in it. Names begin with the class of the root; ``Global`` has the totals. Collectives in
-        recomputation count as backward; collectives of the optimizer, and those outside all phases,
-        count as forward.
+        The direction is ``forward`` or ``backward``. A module's counts include those of its
+        submodules. Names begin with the class of the root; ``Global`` has the totals. Collectives
+        in recomputation count as backward. Collectives in the optimizer or outside all phases count
+        as forward.
         """
         block = self._current_block()
         counts: ModuleCounts = {GLOBAL: _no_counts()}
@@ -327,7 +327,7 @@ class CommDebugAnswers(ABC):
 
     @property
     def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
-        """The operations that each module ran, in order; those outside modules are in ``Global``.
+        """The operations that each module ran, in order; ``Global`` lists those outside modules.
 
         Raises:
             RecordingError: The block did not trace operations.
@@ -420,7 +420,7 @@ class CommDebugAnswers(ABC):
                 modules[module.name]["parameters"] = sharded
             parents[module.name] = {*callers, module.name}
             called.setdefault(callers[-1], []).append(module.name)
-        # Add the modules whose backward, but not forward, ran in the block.
+        # Add the modules whose backward ran in the block, but whose forward did not.
         for name in (*mode.comm_module_counts, *mode.comm_module_operation_counts):
             if name not in modules:
                 above = name.rpartition(".")[0]

@@ -78,7 +78,7 @@ class CommMode(CommDebugAnswers):
         # Whether the last recording has been read, and how many earlier ones were never read.
         self._is_read, self._unread_blocks = True, 0
         # All blocks of a test share these, because a backward in a later block may run through
-        # modules of an earlier one.
+        # modules of an earlier block.
         self._backward = BackwardMap()
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
@@ -92,9 +92,9 @@ class CommMode(CommDebugAnswers):
         """Set the model that FQNs in the next block are relative to.
 
         Args:
-            model: Any module; usually the FSDP root. Pass a list for the parts of one model that
-                this rank runs, such as the stages of a pipeline: FQNs are then relative to their
-                part, and the root of each part is ``(root)``.
+            model: Any module; usually the FSDP root. Pass a list if this rank runs several parts of
+                one model, such as pipeline stages. Each FQN is then relative to its part, and the
+                root of every part is ``(root)``.
             trace_operations: Whether the block also records which operations run in which modules,
                 for the tables and JSON of CommDebugMode. None for the default, which is False for
                 the fixture.
@@ -115,7 +115,7 @@ class CommMode(CommDebugAnswers):
     def __enter__(self) -> Self:
         """Start recording.
 
-        Without a process group, every count is 0, and a comparison with a snapshot raises.
+        Without a process group, every count is 0, and a comparison with a snapshot fails.
 
         Raises:
             RecordingError: A block is already being recorded, or the model no longer exists.
@@ -262,7 +262,7 @@ class CommMode(CommDebugAnswers):
 
     @property
     def timings(self) -> dict[str, float]:
-        """Host seconds, keyed by category; reported, but never compared."""
+        """Seconds of host time, keyed by category; reported, but never compared."""
         return dict(self.recording.timings)
 
     @property
@@ -340,9 +340,9 @@ class CommMode(CommDebugAnswers):
 
         Args:
             model: The same as for ``comm_mode(model)``.
-            path: A ``.json`` file on a file system that all machines share. Its format is that of
-                `save`, without host seconds; identical recordings are stored once.
-            timeout_s: How long rank 0 waits for the other ranks after the block.
+            path: A ``.json`` file on a file system that all machines share. It has the
+                format of `save`, but no host seconds, and stores identical recordings once.
+            timeout_s: The seconds that rank 0 waits for the other ranks after the block.
         """
         is_recording = False
         with _warned("recorded nothing"):
@@ -385,8 +385,8 @@ class CommMode(CommDebugAnswers):
             kind: E.g. ``"all_gather"``; None for all.
             phase: E.g. ``"backward"``; None for all.
             owner: FQN of the owner, ``""`` for the root, or a pattern as in snapshots:
-                ``"layers.{0..3}"``, ``"(root)"``, ``"(no-module)"``. In ``"layers.*"``, ``*``
-                matches one segment or a part of one. None for all.
+                ``"layers.{0..3}"``, ``"(root)"``, ``"(no-module)"``. The ``*`` of
+                ``"layers.*"`` matches one segment or part of a segment. None for all.
             axis: Name of the mesh axis; None for all.
 
         Raises:

@@ -73,7 +73,7 @@ def _can_be_taken_apart(cls: type) -> bool:
 
 
 def _stand_ins() -> tuple[type, ...]:
-    """Return the classes with which torch traces code; their operations fail outside their mode."""
+    """Return torch's tensor classes for tracing, which work only inside their dispatch mode."""
     # Look in sys.modules: if nothing has imported the module, no tensor can have the class.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
@@ -84,11 +84,11 @@ class RedistributionWatch:
 
     def __init__(self, groups: GroupNames) -> None:
         self._groups = groups
-        # torch keeps the steps of a redistribution in a list, by which we identify it (not by its
-        # frame, whose address may be reused). Equal redistributions share the list, so we store the
-        # step too: if the step does not increase, a new redistribution has begun.
+        # torch keeps the steps of a redistribution in a list. We recognise a redistribution by its
+        # list, because the address of its frame may be reused. Equal redistributions share a list,
+        # so we also store the step: if it does not increase, a new redistribution has begun.
         self.last: tuple[Any, int] | None = None
-        """The list and step of the last collective's redistribution; None if it had none."""
+        """List and step of the redistribution that issued the last collective; None if none did."""
 
     def note_collective(self, variables: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the fields of a `Redistribution` at its first collective, else None."""

@@ -76,7 +76,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
 @contextlib.contextmanager
 def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable[[], Estimate]]:
-    """Measure while the block runs; yield a function that returns the `Estimate` so far."""
+    """Measure the block's memory and FLOPs; yield a function that returns the `Estimate` so far."""
     model = models[0]
     if len(models) > 1 or not isinstance(model, FSDPModule):
         names = ", ".join(type(module).__name__ for module in models)

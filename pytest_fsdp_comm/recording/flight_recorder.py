@@ -10,15 +10,15 @@
 # Note [The witness]
 # The recording watches the dispatcher; the flight recorder watches the backend. A collective that
 # only the flight recorder lists is a gap. A collective that only the recording lists is not a gap,
-# because the flight recorder lacks some backends and kinds. gloo's entries are compared one by one.
+# because the flight recorder lacks some backends and kinds. We compare gloo's entries one by one.
 # NCCL merges several calls into one entry, so its entries can only reveal threads that were not
-# recorded at all. Among equal collectives, we match those of recorded threads first, so that the
-# unmatched ones are those of other threads.
+# recorded at all. If several collectives look the same, we match those from recorded threads
+# first, so that any unmatched ones are from other threads.
 
 from __future__ import annotations
 
 import math
-import pickle  # torch dumps it twice as fast as JSON; safe, because this process dumps it
+import pickle  # torch dumps this twice as fast as JSON; safe, because the dump is from this process
 import threading
 import time
 from collections import Counter, defaultdict
@@ -145,7 +145,7 @@ _SENT_AS: Final = {"complex64": "float32", "complex128": "float64"}
 
 
 class _Sent(NamedTuple):
-    """The properties by which we match recorded collectives with those of the flight recorder."""
+    """The properties in which a recorded collective must match the flight recorder's entry."""
 
     kind: str
     dtypes: frozenset[str]
@@ -172,14 +172,14 @@ class Witness:
 
     def note_running_threads(self) -> None:
         """Record which of the recorded threads are still running when the block ends."""
-        # A collective of such a thread is not recorded if it returns after the block.
+        # Calls of such threads that end after the block are not recorded, so `end` skips them.
         alive = {thread.ident for thread in threading.enumerate()}
         self._running = alive & self._threads - {threading.get_ident()}
 
     def numbered(
         self, recorded: Iterable[Pending[Collective]]
     ) -> dict[tuple[str, int], Pending[Collective]]:
-        """Return each group's calls until its first mismatch, keyed by group and `Flight.seq`."""
+        """Return the calls up to each group's first mismatch, keyed by group and `Flight.seq`."""
         issued: defaultdict[str | None, list[tuple[_Sent, Pending[Collective]]]] = defaultdict(list)
         for call in recorded:
             if _kind(call):

@@ -34,7 +34,7 @@ def whose(path: str) -> Whose:
         return "ours"
     if path.startswith(torch_files()):
         return "torch"
-    # Check this before the standard library: without a virtual environment, packages are below it.
+    # Check this before the standard library: outside a virtual environment, it contains packages.
     if any(directory in path for directory in _SITE_PACKAGES):
         return "library"
     return "stdlib" if path.startswith((_STDLIB, "<")) else "user"
@@ -68,7 +68,7 @@ def find_caller() -> FrameType | None:
 
 
 def find_call_site() -> str:
-    """Return the current line of `find_caller`'s frame, as ``path:line``; empty if it is None."""
+    """Return the line where `find_caller`'s frame is, as ``path:line``; empty without a frame."""
     return call_site_of(find_caller())
 
 

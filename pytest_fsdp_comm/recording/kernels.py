@@ -4,7 +4,7 @@
 # where torch has none for these operations; the kernel passes the call on to the keys below.
 # BackendSelect lies below autograd and tensor subclasses, so collectives of DTensor and other
 # wrappers arrive with plain tensors. It is active on every thread, in inference_mode, and for calls
-# from C++, such as those of DDP's reducer. A functional collective calls a c10d collective
+# from C++ code such as DDP's reducer. A functional collective calls a c10d collective
 # internally, which we do not record again. Nor do we record calls that torch.compile only traces.
 # The kernels are registered at the first recording and never removed, because torch would remove a
 # kernel even while a thread is about to call it. While nothing is recorded, the kernels only pass
@@ -54,7 +54,7 @@ _USED: Final = (
 set_compiler: Callable[[Any], Any] = upstream.look_up(
     "torch._C._dynamo.eval_frame", "set_eval_frame"
 )
-"""Set the compiler for this thread's frames (None: no compiler); return the previous one."""
+"""Set the compiler for this thread's frames, or None for no compiler; return the previous one."""
 
 _libraries: Final[list[Any]] = []
 """Keeps torch's library objects alive: when torch frees one, it removes the kernel too."""
@@ -73,7 +73,7 @@ _thread = _Thread()
 
 
 def register_collectives() -> str:
-    """Register kernels for all collectives; return why that is impossible, or an empty string."""
+    """Register kernels for all collectives; return a reason if that is impossible, else ""."""
     global _checked  # noqa: PLW0603  # the whole process shares the kernels
     missing = [name for name in _USED if not hasattr(torch._C, name)]
     if missing:
@@ -90,7 +90,7 @@ def register_collectives() -> str:
     new = {name: call for name, call in calls.items() if _calls.get(name) is not call}
     _calls.update(new)
     for name, call in new.items():
-        # Skip the old namespace c10d_functional: its operations call those of _c10d_functional.
+        # Skip the old c10d_functional: its operations call _c10d_functional, which we record.
         if call.namespace != "c10d_functional":
             _register(name, call.func, functools.partial(run_recorded, call))
     _checked = _registrations()
@@ -105,7 +105,7 @@ def communicating() -> Mapping[str, Call]:
 def _registrations() -> tuple[int, ...]:
     """Return counts that change whenever an operation or kernel is registered or removed."""
     # Compare counts, because querying the dispatcher takes longer than the rest of a short block.
-    # Include the namespaces: a removed operation disappears there, but not from _defs.
+    # Include the namespaces: a removed operation disappears from them, but not from _defs.
     listed = sys.modules, torch.ops.loaded_libraries, torch.library._defs, torch.library._impls
     spaces = (vars(getattr(torch.ops, name)) for name in NAMESPACES)
     return tuple(map(len, (*listed, *spaces)))

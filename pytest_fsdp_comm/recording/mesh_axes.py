@@ -65,8 +65,8 @@ class GroupNames:
 
     def learn_parameters(self, modules: Iterable[nn.Module]) -> None:
         """Learn the meshes of the modules' DTensor parameters."""
-        # In compiled code, a collective reveals only its group. A mesh over all ranks uses the
-        # default group, whose description names no axis. But DTensor parameters refer to the mesh.
+        # In compiled code, a collective reveals only its group. If a mesh spans all ranks, that is
+        # the default group, whose description names no axis. DTensor parameters refer to the mesh.
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         if tensors is None:
             return
@@ -132,7 +132,7 @@ class GroupNames:
 
 
 def existing_axes() -> Iterator[tuple[str, str]]:
-    """Yield each mesh axis with torch's name for this rank's group along it, or an empty string."""
+    """Yield each mesh axis with torch's name for this rank's group on it; empty without a group."""
     world = dist.group.WORLD
     if world is None:
         return
@@ -148,9 +148,9 @@ def existing_axes() -> Iterator[tuple[str, str]]:
 
 
 def axes_of_groups() -> dict[str, tuple[str, bool]]:
-    """Map torch's name for each group to its axis name, and to whether that is only a shape."""
+    """Return each group's axis name and `is_shape`, keyed by torch's name for the group."""
     names = GroupNames()
-    # Sort, because a group keeps its first name, and gc lists meshes in no fixed order.
+    # Sort, because a group keeps its first name, and gc lists meshes in arbitrary order.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
     # The class is private: if torch has moved it, no units are found.

@@ -1,4 +1,4 @@
-"""Tables of the operations that communicate: the kind of each, and the tensors that it sends."""
+"""Tables of the operations that communicate, with their kinds and the tensors that they send."""
 
 # The tables list dispatched operations, not functions of torch.distributed, because functions come
 # and go: dist.all_gather_single is new in torch 2.13, but it still calls c10d._allgather_base_.
@@ -42,7 +42,7 @@ class Place(Enum):
 NOWHERE: Final = Place.NOWHERE
 
 BATCH: Final = "batch"
-"""Kind of an operation that runs several ``isend`` and ``irecv`` calls, recorded one by one."""
+"""Kind of an operation that runs several ``isend`` and ``irecv``, which we record one by one."""
 
 TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "all")
 """The categories of a recording's host seconds; a call may count in several of them."""
@@ -202,7 +202,7 @@ def tensors_in(value: Any) -> list[Any]:
 def messages(
     operation: Operation, group: dist.ProcessGroup | None, bound: Mapping[Any, Any], result: Any
 ) -> list[dict[str, Any]]:
-    """Return the `Collective` fields of each message of a call; only a batch has several."""
+    """Return the `Collective` fields of each message in a call; only a batch has several."""
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
         calls = [(_FUNCTIONAL[name], number, tensor) for name, number, tensor in batched]
@@ -285,9 +285,9 @@ def timing_categories(kind: str, source: Source) -> tuple[str, ...]:
     return ("all", "reduce") if kind in REDUCING else ("all",)
 
 
-# These are the operations that torch 2.13 tags data_dependent_output or dynamic_output_shape,
-# except those composed of other operations. Conversions to sparse tensors are covered, because they
-# call nonzero, or masked_select in torch 2.7.
+# These are the operations that torch 2.13 tags data_dependent_output or dynamic_output_shape. We
+# omit composite operations, because they call these: conversions to sparse tensors, for example,
+# call nonzero (or masked_select in torch 2.7).
 VALUE_READS: Final = tuple(
     f"aten::{name}"
     for name in (

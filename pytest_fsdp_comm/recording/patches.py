@@ -39,7 +39,7 @@ Attribute = tuple[Any, str, Any]
 """A class or module, the name of an attribute, and its replacement."""
 
 _INPUTS: Final = slice(3, 4)
-"""Slice of the engine's arguments after `outputs` that holds `inputs`, if passed by position."""
+"""The place of `inputs` among the engine's positional arguments after `outputs`, as a slice."""
 _INHERITED: Final = object()
 _lock = threading.RLock()
 _num_users = 0

@@ -98,7 +98,7 @@ class Recorder:
         self._has_models = bool(models)
         self.lacks_root = not models
         self.idle: list[nn.Module] = []
-        """Models passed by the user, none of whose modules has run yet."""
+        """Models passed by the user that have not run yet, not even one of their submodules."""
         # A call takes its index before it runs, so events that the call causes have higher indices.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
@@ -243,7 +243,7 @@ class Recorder:
         )
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
-        """Return the gaps and notes, none during the recording. Call this after naming the axes."""
+        """Return the gaps and notes; both are empty while recording. Call it after naming axes."""
         if self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.groups_and_axes(used_groups)[0])
@@ -333,7 +333,7 @@ class Recorder:
     def enter_engine(self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool) -> int:
         """Record that a backward starts, and whether it `adds` to `.grad`; return the depth."""
         if adds:
-            # A nested backward, such as that of a reentrant checkpoint, is part of the outer one.
+            # A nested backward, as in a reentrant checkpoint, is part of the outer backward.
             if not (self._backwards and self.backward.is_in_engine):
                 self._backwards.append(set())
             self._backwards[-1] |= leaves_of(outputs, inputs)

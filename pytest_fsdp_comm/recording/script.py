@@ -20,7 +20,7 @@ from pytest_fsdp_comm.text.words import counted
 
 _OPTIMIZER: Final = "torch.optim.optimizer"
 FIRST: Final = 3
-"""The first step that can be recorded, because the steps before it show where a step ends."""
+"""The first step that can be recorded; earlier steps are needed to learn where a step ends."""
 
 
 class ScriptEnded(SystemExit):
@@ -30,7 +30,7 @@ class ScriptEnded(SystemExit):
 @contextlib.contextmanager
 def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
     """While the block runs, call `stepped` after each optimizer step, with the optimizer."""
-    # Let the script import torch first: it may set environment variables that torch reads.
+    # Do not import torch here: the script may first set environment variables that torch reads.
     handles: list[Any] = []
 
     def register(module: Any) -> None:

@@ -2,10 +2,10 @@
 
 # Note [Steps of a program]
 # A training step ends when its optimizer has stepped, so it includes all micro-batches of a
-# gradient accumulation. If several optimizers step together, it ends when all have stepped. The
-# first training step shows which they are, because it ends before one of them steps again; so it is
-# never recorded. A step that a GradScaler skips does not count. We reject optimizers that step
-# during backward (one for each parameter), because none of their calls ends the training step.
+# gradient accumulation. If several optimizers step together, it ends when all have stepped. To
+# learn which optimizers those are, we watch the first training step without recording it: it is
+# over once an optimizer steps a second time. A step that a GradScaler skips does not count. We
+# reject optimizers that step during backward (one per parameter): no call of theirs ends the step.
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StepRecorder:
         self._is_skipped |= is_skipped
         if id(optimizer) in self._stepped:
             self._together, self._stepped = self._stepped, {}
-            self._is_skipped |= self._is_recording  # the recording began within a step, so redo it
+            self._is_skipped |= self._is_recording  # the recording began mid-step, so redo it
             self.count += 1
         self._stepped[id(optimizer)] = optimizer
         if self._together and self._together.keys() <= self._stepped.keys():

@@ -31,7 +31,7 @@ from pytest_fsdp_comm.recording.pending import IN_MODULES
 
 
 class ValueReads:
-    """Collect the lines of user code in which a block reads tensor values."""
+    """Collect the lines of user code that read tensor values during a block."""
 
     def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
         """Start with no gaps; `attribute` returns the current phase and line of user code."""
@@ -41,7 +41,7 @@ class ValueReads:
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = func.overloadpacket.__name__
-        # torch tags all indexing as a read, but the shape depends on values only with a mask.
+        # torch tags all indexing as a read, but only a mask makes the shape depend on values.
         if name == "index" and not any(
             index is not None and index.dtype in {torch.bool, torch.uint8} for index in args[1]
         ):
@@ -133,7 +133,7 @@ _num_reporters = 0
 
 @contextlib.contextmanager
 def reporting_reads() -> Iterator[None]:
-    """While the block runs, the caller reports value reads, so kernels and patches do not."""
+    """Stop kernels and patches from reporting value reads in the block: the caller reports them."""
     global _num_reporters  # noqa: PLW0603  # the whole process shares it, like the patches
     _num_reporters += 1
     try:
@@ -158,12 +158,12 @@ def _requesting_frame() -> FrameType | None:
 
 @functools.cache
 def _requests(path: str) -> bool | None:
-    """Whether a file's operations count as user code; None if that depends on its caller."""
+    """Whether operations that a file runs count as user code; None if its caller decides."""
     owner = whose(path)
     if owner == "torch":
         return None if path.startswith(_PASSES_ON) else False
     if owner == "library":
-        # Ignore files directly in transformers, outside its models: they read masks and positions.
+        # Ignore top-level files of transformers, but not its models: they read masks and positions.
         return None if "/numpy/" in path else Path(path).parent.name != "transformers"
     return True if owner == "user" else None
 

@@ -105,7 +105,7 @@ def _collect_parameters(
 def _slots(
     visit: Visit, managers: dict[Slot, tuple[int, ReadParameter]]
 ) -> Iterator[tuple[Slot, Any]]:
-    """Yield each slot in registration order, with its tensor, or None if only the unit has one."""
+    """Yield slots in registration order, each with its tensor, or None if only the unit has it."""
     unregistered: dict[int, list[str]] = {}
     for index, name in managers:
         if name not in visit.modules[index]._parameters:  # FSDP1 without use_orig_params removes it

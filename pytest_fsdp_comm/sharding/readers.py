@@ -1,8 +1,8 @@
 """Read the units of FSDP2, FSDP1 and DDP, including ``replicate``."""
 
 # FSDP2 sets some properties only in the first forward: parameter FQNs, which unit is the root, and
-# whether the root keeps its parameters after forward. Before that, this module derives them in the
-# same way: triggering torch's lazy initialization here would change what is recorded later.
+# whether the root keeps its parameters after forward. Before that, we derive them as torch would:
+# triggering torch's lazy initialization here would change what is recorded later.
 
 # Private names of FSDP2, checked in torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py
 # fails if one of them is renamed.
@@ -246,7 +246,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
         is_root=is_root,
         shard_axis=shard_axis,
         replicate_axis=replicate_axis,
-        # FSDP1's root always keeps its parameters, because its backward starts right after forward.
+        # FSDP1's root always keeps its parameters, because backward uses them right after forward.
         reshard_after_forward=(strategy in _RESHARDING and not is_root) if is_sharded else None,
         precision=Precision(
             param_dtype=dtype_name(policy.param_dtype),

@@ -113,7 +113,7 @@ def visit_modules(model: object) -> Visit:
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of the user's class."""
+    """Return the name of the class that the user wrote."""
     # fully_shard and replicate set a module's class to a new one,
     # type("FSDP" + name, (FSDPModule, user_class), {}) (the same in torch 2.7, 2.13, 2.15).
     cls = type(module)
@@ -235,13 +235,13 @@ class ReadParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadUnit:
-    """One unit, which refers to torch's objects; in the tree, indices replace these references."""
+    """One unit, with references to torch's objects; `capture.py` replaces them with indices."""
 
     unit: ShardUnit
     """Its parameters and prefetched units are empty until `capture.py` sets them."""
     managed: tuple[ReadParameter, ...]
     state: object
-    """torch's object for the unit, to which the prefetch lists of other units refer."""
+    """torch's object for the unit; prefetch lists of other units refer to it."""
     forward_prefetch: tuple[object, ...] = ()
     backward_prefetch: tuple[object, ...] = ()
 

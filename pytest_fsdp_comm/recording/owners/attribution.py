@@ -26,7 +26,7 @@ class Label:
     """The parameter that a tensor belongs to, and whether the tensor is its value or gradient."""
 
     parameter: torch.Tensor | None
-    """The parameter whose value or gradient the tensor is; None if there are several candidates."""
+    """None if the tensor may belong to any of several parameters."""
     role: Role | None
     """None if the tensor may be either a value or a gradient."""
 
@@ -36,7 +36,7 @@ class Carried:
     """The parameter or gradient that a collective carries, which may become known only later."""
 
     label: Label | None = None
-    """None until it is found, perhaps only when a gradient uses the storage of the result."""
+    """None until we find the parameter, perhaps only when a gradient uses the result's storage."""
 
 
 @dataclass(slots=True)
@@ -72,16 +72,16 @@ class Attribution:
 # No module runs in backward, so we attribute a collective to the module whose forward created the
 # running autograd node. Autograd numbers each thread's nodes, starting at 0. Whenever a module
 # call starts or ends, the map assigns the numbers issued since the previous start or end to the
-# module that was running in between. This includes nodes created in a forward pre-hook, and those
-# of an autograd.Function, whose forward runs without grad mode. No forward creates AccumulateGrad
-# nodes: they belong to the module of their parameter. A node created in backward
+# module that was running in between. This includes the nodes of a forward pre-hook, and the node of
+# an autograd.Function, whose forward runs without grad mode. AccumulateGrad nodes are not created
+# in forward; they belong to the module of their parameter. A node created in backward
 # (create_graph=True) belongs to the module that called that backward, if any.
 # A later block may run backward through an earlier block's graph, so the map lives as long as its
-# comm_mode and refers to modules weakly. Nodes created between blocks belong to no known module.
+# comm_mode and refers to modules weakly. Nodes created between blocks have no known module.
 
 
 class Maker(Enum):
-    """What created an autograd node that belongs to no known module."""
+    """The origin of an autograd node whose module is unknown."""
 
     NO_MODULE = auto()  # code outside all modules, or a module that no longer exists
     UNSEEN = auto()  # code that ran while nothing was recorded
@@ -103,7 +103,7 @@ class BackwardMap:
         self._running: list[nn.Module | None] = []
         self._thread = 0
         self._end = 0  # the number of the first node that is not assigned yet
-        # For each run of consecutive nodes of one module: its end (exclusive), and the module.
+        # For each run of nodes that one module created: the run's end (exclusive), and the module.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | Maker] = []
 
@@ -130,7 +130,7 @@ class BackwardMap:
 
     @property
     def is_in_engine(self) -> bool:
-        """Whether a call of the autograd engine is running; its nodes may run on other threads."""
+        """Whether a call of the autograd engine is running; it may run nodes on other threads."""
         return any(module is None for module in self._running)
 
     @property
@@ -182,7 +182,7 @@ class BackwardMap:
         return self._current_task() != -1
 
     def adds_gradient(self) -> bool:
-        """Whether the running node is an AccumulateGrad, which no forward creates."""
+        """Whether the running autograd node is an AccumulateGrad, which adds to a `.grad`."""
         return hasattr(self._current_node(), "variable")
 
     def maker_of_current_node(self) -> tuple[nn.Module | Maker, bool]:
@@ -225,7 +225,7 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
     """Return the ids of the tensors whose `.grad` a backward adds to: `inputs`, or all leaves."""
     if inputs:
         return set(map(id, inputs))
-    # This misses leaves inside a reentrant checkpoint, but its nested backward finds them.
+    # This misses leaves inside a reentrant checkpoint; the checkpoint's backward adds them.
     pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
     visited, leaves = {None, *pending}, set[int]()
     # This is fast: it takes a few hundred nanoseconds per node, for a few thousand nodes.
@@ -265,7 +265,7 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
 def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
-    """Attribute the current event; `namespace` is that of its operator, or empty if it has none."""
+    """Attribute the current event; `namespace` is its operator's, or empty without an operator."""
     in_backward = (
         scan.is_in_engine
         or backward.is_in_backward()

@@ -10,8 +10,8 @@
 
 # Note [Reshard after forward]
 # With reshard_after_forward=<int>, a unit stays sharded over a smaller group between forward and
-# backward. It holds 1/<int> of its bytes beyond its shard, and its backward gathers over that
-# group. torch does not name the group's mesh; mesh_axes.py names it after the unit's shard axis.
+# backward. In addition to its shard, it then holds 1/<int> of its bytes. Its backward gathers over
+# that group. torch does not name the group's mesh; mesh_axes.py names it after the shard axis.
 
 # Note [Counting slots]
 # The prefetch distance is counted in slots, not in time or bytes: each use of a unit, in forward or
@@ -70,8 +70,8 @@ class Prefetches:
 
     def open_slot(self, phase: Any, user: Any) -> None:
         """Open the next slot, unless the current one has the same user and phase."""
-        # The parameter groups of a module share a slot, and so do its consecutive calls (a loss
-        # computed in chunks). Compare with `is`, because modules may define `__eq__`.
+        # The parameter groups of a module share a slot. So do consecutive calls of a module, as for
+        # a loss computed in chunks. Compare with `is`, because modules may define `__eq__`.
         last_phase, last_user = self._user
         if phase != last_phase or user is not last_user:
             self._slot += 1
@@ -187,7 +187,7 @@ class UnitWatch:
         return self.acting[-1].gather if self.acting else None
 
     def peak_gathered_nbytes(self, groups: Iterable[Any], modules: Iterable[nn.Module]) -> int:
-        """Return the peak of the bytes that FSDP2 `groups` and FSDP1 `modules` had gathered."""
+        """Return the most bytes that FSDP2 `groups` and FSDP1 `modules` had gathered at a time."""
         # Units that stayed gathered during the whole block are not tracked yet, so add them now.
         for group in groups:
             self._memory.learn(group, self._gathered_nbytes)
@@ -219,7 +219,7 @@ class UnitWatch:
         )
 
     def _used_nbytes(self, group: Any) -> int:
-        """Return the bytes that the unit holds for its next use, gathered fully or in part."""
+        """Return the bytes that a fully or partly gathered unit holds for its next use, else 0."""
         if group.is_unsharded or group._all_gather_result is not None:
             return self._nbytes_of(group)
         after = group.post_forward_mesh_info
@@ -473,7 +473,7 @@ def groups_of_state(state: Any) -> list[Any]:
 
 
 def fsdp_root(module: nn.Module) -> nn.Module | None:
-    """Return the FSDP root of a module; None if it is not a unit, or no unit has run yet."""
+    """Return the FSDP root of a module; None if it is not a unit, or if no unit has run."""
     get_state = getattr(module, "_get_fsdp_state", None)
     if get_state is None:
         return None

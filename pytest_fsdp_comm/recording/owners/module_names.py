@@ -83,7 +83,7 @@ class ModuleNames:
         return None if module is None else self.by_id.get(id(module))
 
     def joined(self, modules: tuple[nn.Module, ...]) -> str | None:
-        """Return the FQNs of a unit's modules, joined with ``+``; None if none has an FQN."""
+        """Return the FQNs of a unit's modules, joined with ``+``; None if no module has an FQN."""
         if len(modules) == 1:
             return self.fqn(modules[0])
         names = [name for name in map(self.fqn, modules) if name is not None]

@@ -52,8 +52,8 @@ def running() -> list[nn.Module | None]:
 
 _Requester = Literal["user", "library", "ddp", "redistribute", "dtensor", "object"]
 _Code = Literal["skipped", "module", "engine", "step", "other"] | _Requester
-"""The kinds of code in a frame. ``skipped``: code of this package, or code that torch runs between
-the dispatcher and a kernel."""
+"""The kind of code that a frame runs. ``skipped`` is code of this package, and code that torch runs
+between the dispatcher and a kernel."""
 
 _MEANINGS: Final[dict[Whose, _Code]] = {
     "user": "user",
@@ -124,7 +124,7 @@ class StackScan:
     redistributing: dict[str, Any] | None = None
     """The local variables of `redistribution`, read only once because reading them is slow."""
     caller: FrameType | None = None
-    """The innermost frame of user code; if there is none, that of a library other than torch."""
+    """The innermost frame of user code, or else of a library other than torch, if any."""
 
     @property
     def call_site(self) -> str:
@@ -245,8 +245,8 @@ def _forward_method_code() -> CodeType:
 @functools.cache
 def _clipping_codes() -> list[CodeType]:
     """Return the code of torch's functions that clip gradients."""
-    # Look up the public names, which torch has had since 2.6, not the private ones under which the
-    # functions are defined: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
+    # Look up the public names, which have existed since torch 2.6. The definitions have private
+    # names: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
     fsdp1 = upstream.look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
     if not hasattr(fsdp1, "clip_grad_norm_"):

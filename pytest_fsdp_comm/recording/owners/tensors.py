@@ -2,16 +2,16 @@
 
 # Note [Tensors of parameters]
 # A DTensor's collective reveals neither unit nor module: a parameter that user code gathers looks
-# like an activation. Three kinds of proof tell them apart. We try them in this order:
-# - the autograd graph. In backward, the running node may lead to the AccumulateGrad of a parameter
-#   through nothing but redistributions, casts and views of its gradient. In forward, the graph of a
-#   redistributed DTensor, such as a cast copy, may lead to the parameter in the same way;
-# - the storage. The bytes redistributed (before padding) or sent lie within those of a parameter or
-#   its gradient. A table lists the storages. Addresses are reused, so each match is checked against
-#   the tensors that the model holds at that moment;
-# - the result. If a parameter's gradient later uses the storage of the result, the collective has
+# like an activation. To find out what a collective carries, we look at these, in this order:
+# - The autograd graph. In backward, the running node may lead to a parameter's AccumulateGrad
+#   through nothing but redistributions, casts and views of the gradient. In forward, the graph of a
+#   redistributed DTensor, such as a cast copy, may lead to the parameter in the same way.
+# - The storage. The bytes redistributed (before padding) or sent may be part of a parameter or of
+#   its gradient. A table lists the storages of both. Addresses are reused, so we check each match
+#   against the tensors that the model has at that moment.
+# - The result. If a parameter's gradient later uses the storage of the result, the collective has
 #   reduced that gradient. This finds the gradients that compiled code reduces.
-# A tensor that could belong to several parameters is attributed to none. If no proof applies, the
+# A tensor that could belong to several parameters gets no owner. If we find no parameter, the
 # collective counts as sending activations of the running module. Copies without a graph (a cast
 # under no_grad, a Muon step) cannot be traced to their parameters. FSDP's and DDP's collectives are
 # attributed through their units instead.
@@ -88,7 +88,7 @@ class TensorOwners:
         self._table_roots: list[int] = []
         self._table_node = 0
         self._misses = 0
-        # Results whose parameter is unknown, keyed by an address that `_Result.storage` reserves.
+        # Results whose parameter is unknown, keyed by the address of their storage.
         self._results: dict[int, list[_Result]] = {}
         self._has_new_results = False
 
@@ -147,7 +147,7 @@ class TensorOwners:
                 earlier = self._results.setdefault(extent.storage, [])
                 for at, result in enumerate(earlier):
                     if result.version != version and _overlap(result.extent, extent):
-                        # Both calls used this bucket, so a match would not show which to label.
+                        # Both calls used this bucket, so a match would not show which one to label.
                         carried = Carried()
                         earlier[at] = result._replace(carried=carried)
                 reduces = operation.kind in REDUCING
@@ -167,8 +167,8 @@ class TensorOwners:
             self._make_table()
         for result in live:
             label = self._label_at(result.extent, whole=False)
-            # Accept a match only if a reduction produced a gradient, or another collective a
-            # parameter; otherwise the storage was reused.
+            # Accept gradients only from reductions, and parameters only from other collectives: any
+            # other match means that the storage was reused.
             if label is not None and result.reduces is (label.role is Role.GRADIENTS):
                 result.carried.label = label
         self._results = {}
@@ -213,7 +213,7 @@ class TensorOwners:
         return merged([None if extent is None else self._label_at(extent) for extent in extents])
 
     def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
-        """Return the label at `extent`; an empty label if `whole` and no one tensor covers it."""
+        """Return the label at `extent`; if `whole`, an empty label unless one tensor covers it."""
         candidates = self._table.get(extent.storage)
         if candidates is None:
             return None
@@ -259,7 +259,7 @@ def _now(label: Label) -> object:
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
-    """Merge labels, with None for a field that differs; None if `labels` is empty or has a None."""
+    """Merge labels: fields that differ become None. None if `labels` is empty or contains None."""
     labelled = [label for label in labels if label is not None]
     if not labelled or len(labelled) < len(labels):
         return None
@@ -309,7 +309,7 @@ def _label_of_node(node: Any, role: Role) -> Label | None:
 
 
 def redistributed(frame: FrameType | None) -> Any:
-    """Return the DTensor that user code redistributes in `frame`; None if an operator does."""
+    """Return the DTensor that user code redistributes in `frame`; None if an operator does so."""
     if frame is None:
         return None
     code = code_of("torch.distributed.tensor._redistribute", "Redistribute", "forward")
@@ -321,7 +321,7 @@ def redistributed(frame: FrameType | None) -> Any:
 
 
 def _may_be_copy(tensor: Any, modules: Modules) -> bool:
-    """Whether a tensor requires no gradients, but has the shape of a parameter of the modules."""
+    """Whether a tensor without gradients may be a copy of a parameter, judging by its shape."""
     if tensor is None or tensor.requires_grad:
         return False
     parameters = chain(*map(direct_parameters, modules))
