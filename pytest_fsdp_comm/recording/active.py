@@ -1,7 +1,7 @@
 """Track the running recordings, and decide which of them record a call on a given thread."""
 
-# All recordings share our dispatcher kernels and our patches of torch; if each recording had its
-# own, overlapping recordings would lose events. On each call, a kernel or patch looks up which
+# All recordings share our dispatcher kernels and our patches of torch; with separate kernels and
+# patches, overlapping recordings would lose events. On each call, a kernel or patch looks up which
 # recordings the current thread has entered. That list is in torch's thread-local state, because the
 # autograd engine copies it to its device threads, where a threading.local would be empty.
 
@@ -123,7 +123,7 @@ def under_way(recorder: Recorder) -> Iterator[None]:
         remaining = tuple(active for active in _entered.get(thread, ()) if active is not recorder)
         if thread == threading.get_ident():
             _enter(remaining)
-        else:  # the block of a generator or a fixture may end on another thread
+        else:  # a block in a generator or fixture may end on another thread
             _entered[thread] = remaining
         with _lock:
             _recorders = tuple(active for active in _recorders if active is not recorder)

@@ -332,7 +332,7 @@ class CommMode(CommDebugAnswers):
         *,
         timeout_s: float = 60.0,
     ) -> Iterator[None]:
-        """Record a block of a launched program (not a test) on all ranks, and save the recordings.
+        """Record a block on all ranks of a program that is not a test, and save the recordings.
 
         Every rank must enter the block. The ranks exchange files in the folder of `path`, without
         using the program's process groups, and rank 0 writes `path` on a separate thread. An error

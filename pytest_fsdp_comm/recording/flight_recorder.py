@@ -172,7 +172,7 @@ class Witness:
 
     def note_running_threads(self) -> None:
         """Record which of the recorded threads are still running when the block ends."""
-        # Calls of such threads that end after the block are not recorded, so `end` skips them.
+        # Calls of such threads that end after the block are not recorded: a note, but not a gap.
         alive = {thread.ident for thread in threading.enumerate()}
         self._running = alive & self._threads - {threading.get_ident()}
 
@@ -276,7 +276,7 @@ def _kind(call: Pending[Collective]) -> str:
 
 
 def _sent_by(call: Pending[Collective]) -> list[_Sent]:
-    """Return the collectives that gloo runs, and lists, for a recorded call."""
+    """Return the collectives that the flight recorder lists for a recorded call under gloo."""
     if call.parts:
         return [_Sent(_kind(call), _as_sent([dtype]), nbytes) for dtype, nbytes in call.parts]
     dtype, nbytes = call.fields["dtype"], call.fields["nbytes_sent"]

@@ -49,8 +49,8 @@ _USED: Final = (
     *("_dispatch_dump", "_dispatch_tls_is_dispatch_key_included"),
 )
 
-# After a graph break, the compiler inspects every frame that runs. It skips ours, but not generated
-# code, such as the __init__ of a dataclass, so we switch the compiler off while we record.
+# After a graph break, the compiler inspects every frame that runs. It skips our frames,
+# but not generated code, such as a dataclass's __init__, so we switch it off while we record.
 set_compiler: Callable[[Any], Any] = upstream.look_up(
     "torch._C._dynamo.eval_frame", "set_eval_frame"
 )

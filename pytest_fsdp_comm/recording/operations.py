@@ -45,7 +45,7 @@ BATCH: Final = "batch"
 """Kind of an operation that runs several ``isend`` and ``irecv``, which we record one by one."""
 
 TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "all")
-"""The categories of a recording's host seconds; a call may count in several of them."""
+"""The categories in which a recording sums up host time; a call may count in several of them."""
 
 _SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
 
@@ -232,7 +232,7 @@ def messages(
 
 
 def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[str, int], ...]:
-    """For a reduce-scatter, return each tensor's dtype and bytes, else (). See `Pending.parts`."""
+    """Return each tensor's dtype and bytes for a reduce-scatter, else (). See `Pending.parts`."""
     if operation.kind != "reduce_scatter":
         return ()
     tensors = operation.tensors_sent(bound)
@@ -279,7 +279,7 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 
 @functools.cache
 def timing_categories(kind: str, source: Source) -> tuple[str, ...]:
-    """Return the `TIMING_CATEGORIES` to which a collective's host seconds are added."""
+    """Return the `TIMING_CATEGORIES` to which a collective's host time is added."""
     if kind == "all_gather":
         return ("all", "all_gather_object" if source is Source.OBJECT else "all_gather")
     return ("all", "reduce") if kind in REDUCING else ("all",)

@@ -64,7 +64,7 @@ class Pending(Generic[Event]):
         values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
         # Only an all-gather has a prefetch distance. Before it, an FSDP extension like float8 may
-        # send collectives of other kinds, which have none.
+        # send collectives of other kinds, which have no distance.
         gather = call.gather if record is Reshard or kind == "all_gather" else None
         if record is Reshard or record is Collective:
             values["ahead"] = gather and gather.ahead

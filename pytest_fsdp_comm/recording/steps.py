@@ -138,7 +138,7 @@ def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def keeping_group() -> Iterator[None]:
-    """Make a script use the existing process group: creating or destroying one has no effect."""
+    """Make a script use the existing process group: creating or destroying any has no effect."""
     names = ("init_process_group", "destroy_process_group")
     holders = (dist, distributed_c10d)
     with patched(*((where, name, lambda *_, **__: None) for where in holders for name in names)):

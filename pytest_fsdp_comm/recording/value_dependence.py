@@ -37,7 +37,7 @@ class ValueReads:
         """Start with no gaps; `attribute` returns the current phase and line of user code."""
         self._attribute = attribute
         self.gaps: dict[Gap, None] = {}
-        """One gap for each line and kind of read, in the order in which they first ran."""
+        """One gap for each line and kind of read, in the order of the first reads."""
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = func.overloadpacket.__name__

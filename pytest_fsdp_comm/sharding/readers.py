@@ -203,7 +203,7 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
 def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units of FSDP1, in registration order."""
     states = [layer for layer in visit.layers() if isinstance(layer[1], FullyShardedDataParallel)]
-    # If a module has several wrappers, use only the outermost as `above` of the modules below it.
+    # If a module has several wrappers, only the outermost can be `above` another unit.
     wrappers = dict(reversed(states))
     units: list[ReadUnit] = []
     for index, wrapper in states:

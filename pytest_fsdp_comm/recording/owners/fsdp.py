@@ -357,7 +357,7 @@ class UnitWatch:
 
 
 def watched_methods() -> Iterator[tuple[Any, str, Around]]:
-    """Yield each FSDP method to wrap: its class or module, its name, and the `UnitWatch` method."""
+    """Yield each FSDP method to wrap: its class or module, its name and its `UnitWatch` wrapper."""
     for holder, name, around in [*_fsdp2(), *_fsdp1()]:
         if name not in vars(holder):
             module = getattr(holder, "__module__", "")  # Python modules lack this attribute
@@ -455,7 +455,7 @@ def unit_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, torch.T
 
 
 def direct_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a module's parameters, without those of its children."""
+    """Yield the parameters that are registered directly on a module."""
     for parameter in module._parameters.values():
         # Skip lazy parameters: they have no shape or storage until the first forward.
         if parameter is not None and not is_lazy(parameter):

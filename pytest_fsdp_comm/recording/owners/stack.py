@@ -132,7 +132,7 @@ class StackScan:
         return call_site_of(self.caller)
 
     def pass_code(self, kind: _Code, frame: FrameType) -> None:
-        """Update the scan for a frame that is neither a module's nor the engine's."""
+        """Update the scan for a frame that runs neither a module nor the engine."""
         if kind in {"user", "library"}:
             caller_kind = self.caller and _meaning_of(self.caller.f_code)
             if caller_kind is None or (caller_kind == "library" and kind == "user"):

@@ -102,7 +102,7 @@ class TensorOwners:
     ) -> Carried | None:
         """Find the parameter or gradient in a call; None for FSDP, DDP and object calls."""
         # `bound` maps argument names to values. `dtensor` is the DTensor that user code is
-        # redistributing through this call; None if a DTensor operator does so, or nothing does.
+        # redistributing through this call; None for any other call, such as a DTensor operator's.
         if attribution.source in _NAMED_BY_UNITS:
             return None
         node = self._current_node() if attribution.phase is Phase.BACKWARD else None
