@@ -22,7 +22,7 @@ from pytest_fsdp_comm.snapshots.documents import SnapshotText, body
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
-# The path that git passes instead of a file that does not exist on one side of the diff.
+# The path that git passes for a file that does not exist on one side of the diff.
 _NOWHERE: Final = "/dev/null"
 # Number of arguments that git passes to the driver for a file that was not renamed.
 _GIT_ARGUMENTS: Final = 7
@@ -30,7 +30,7 @@ _GIT_ARGUMENTS: Final = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The old and the new text of one file, at least one of which exists.
+    """The old and the new text of one file; one of them is None if the file was added or removed.
 
     Raises:
         SnapshotFormatError: The old or the new text is not a valid snapshot.
@@ -182,7 +182,7 @@ def print_explanations(pairs: Sequence[Pair], *, with_lines: bool = False) -> bo
 
 
 def _test_of(pair: Pair) -> object:
-    """Return a key that the comm and tree files of one test and world size share."""
+    """Return the key of a test and world size, which is the same for its comm and tree files."""
     path = PurePath(pair.new_path)
     return path.parent, read_basename(path.stem) or path.stem.removesuffix(".tree")
 

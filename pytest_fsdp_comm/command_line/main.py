@@ -13,7 +13,7 @@ from pytest_fsdp_comm.command_line.terminal import FAILED
 from pytest_fsdp_comm.errors import FsdpCommError
 
 # Commands raise FsdpCommError, with a remedy, for every error that a user can cause, and `main`
-# prints it. A command for several files prints an error in one file itself, and continues.
+# prints it. A command that reads several files prints an error about one of them, and continues.
 #
 # The program must start fast, because git starts it once for every file in a diff. It therefore
 # uses argparse, which adds 7 ms to the interpreter's startup; click adds 29 ms, and typer 75 ms
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status; `arguments` defaults to ``sys.argv[1:]``."""
     command_line = list(sys.argv[1:] if arguments is None else arguments)
     # Allow printing file names that are not UTF-8, and any text under a C locale. But `record` runs
-    # a script in this process, whose streams, errors and exit status must not change.
+    # a script in this process, and must not change the script's streams, errors and exit status.
     runs_script = command_line[:1] == ["record"]
     for stream in (sys.stdout, sys.stderr) if not runs_script else ():
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # both are text streams

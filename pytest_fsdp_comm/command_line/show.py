@@ -147,5 +147,5 @@ def _show_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:
         parameters = counted(len(sizes), "parameter")
         yield f"{counted(units, 'unit')}; {parameters} of {numel:_} elements, {nbytes}"
     yield ""
-    # Skip the first and last lines, and those that the output above already summarizes.
+    # Skip the first and last lines, and all lines that the output above already summarizes.
     yield from (line for line in text.splitlines()[1:-1] if not line.startswith(_FRAME))

@@ -11,7 +11,7 @@ from pytest_fsdp_comm.errors import printable
 SAME: Final = 0
 DIFFERENT: Final = 1
 FAILED: Final = 2
-"""Exit statuses, as in diff(1): there are no differences, some differences, or errors."""
+"""Exit statuses for no differences, some differences, and errors, as in diff(1)."""
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ _Position: TypeAlias = "tuple[bool, NaturalKey]"
 
 
 def explain_answer(operator: str, left: object, right: object) -> list[str]:
-    """List the collectives that each `Answer` in a comparison counts, in up to 20 lines."""
+    """List the collectives behind the counts or bytes in a comparison, in up to 20 lines."""
     answers = [side for side in (left, right) if isinstance(side, Answer)]
     calls = " and ".join(f"{answer!r} is {answer.expression}" for answer in answers)
     lines = [f"{left!r} {operator} {right!r}, where {calls}"]
@@ -89,7 +89,7 @@ _ORIGIN: Final = re.compile(r" \+( +)(?:where|and  ) (.*)")
 
 
 def explain_findings(error: AssertionError) -> None:
-    """Append the full text of findings to an assertion's message that contains their repr."""
+    """If an assertion's message contains the repr of findings, append their full text."""
     # pytest calls no hook for ``assert not tree.findings``, and shortens each value to one line of
     # 240 characters. Remove pytest's lines that say where the findings, tree and model came from.
     if len(error.args) != 1 or not isinstance(error.args[0], str):
@@ -115,7 +115,7 @@ def _findings(error: AssertionError) -> Iterator[Findings]:
 
 
 def _without_origin(message: str, label: str) -> Iterator[str]:
-    """Yield a message's lines, without those that say where the value with this repr came from."""
+    """Yield a message's lines, except pytest's lines on where the value `label` came from."""
     above = 0
     for line in message.split("\n"):
         origin = _ORIGIN.fullmatch(line)

@@ -105,7 +105,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each change's call site and text; if no change has one, use a row's call site."""
+    """Yield each change's call site and text; if no call site is known, use a differing row's."""
     differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
     pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
@@ -145,11 +145,11 @@ def _without_backward(calls: NewCalls) -> NewCalls:
 
 
 def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
-    """Return a change's new calls, without lines of old calls if extra forwards are a cause."""
+    """Return a change's new calls; if added forwards are a cause, drop lines that had old calls."""
     calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
     if all(cause.text != NO_BACKWARD for cause in comparison.causes):
         return calls
-    # A line that issued more calls than were added must have issued old calls, too.
+    # A line that issued more calls than were added must also have issued old calls.
     return replace(calls, sites=tuple(site for site in calls.sites if site[1].calls.count <= more))
 
 
@@ -309,7 +309,7 @@ def weight(change: Change) -> tuple[bool, bool, int]:
 
 
 def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
-    """Summarize a change by its difference in count; if there is none, as the failure text does."""
+    """Summarize a change as its difference in count, or as failure texts do if counts are equal."""
     first = phases[0]
     before = [row for change in phases for row in change.before]
     after = [row for change in phases for row in change.after]

@@ -46,7 +46,7 @@ def _filled(statements: Iterable[str], width: int) -> list[str]:
 
 
 def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
-    """Return the parts for which `number` changed, largest change first."""
+    """Return the parts whose `number` (count or bytes) changed, largest change first."""
 
     def growth(part: PartCost) -> int:
         return number(part.after) - number(part.before)
@@ -61,8 +61,8 @@ def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
     axes = [
         f"{_growth(axis)} on {axis.axis}"
         for axis in cost.axes
-        # Skip a single axis, which would repeat the total, and an axis with only one kind, which
-        # would repeat that kind.
+        # Skip the only axis, because it would repeat the total, and an axis with only one kind,
+        # because it would repeat that kind.
         if len(num_kinds) > 1
         and num_kinds[axis.axis] > 1
         and axis.before.nbytes != axis.after.nbytes
@@ -111,7 +111,7 @@ def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
 def _peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     before, after = cost.peak_before, cost.peak_after
     if before == after:
-        # Changes in all-gathers often change the peak, so report if it is unchanged.
+        # Changed all-gathers often change the peak, so also report a peak that is unchanged.
         has_gathers = before and any(part.kind == "all_gather" for part in changed)
         return ["peak gathered unchanged"] if has_gathers else []
     growth = f"{show_growth(before, after)} " if before else ""
@@ -163,7 +163,7 @@ def _sides(part: PartCost | Cost) -> str:
 
 
 def _unknown(part: PartCost | Cost) -> tuple[int, int]:
-    """Return how many calls of unknown size each side has; 0 if it also has calls of known size."""
+    """Return each side's calls of unknown size; 0 for a side that also has calls of known size."""
     before, after = (0 if side.nbytes else side.unsized for side in (part.before, part.after))
     return before, after
 

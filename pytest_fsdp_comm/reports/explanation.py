@@ -49,8 +49,8 @@ class FailureText:
     changes: tuple[str, ...] = ()
     """Changes that do not break training, most important first."""
     summaries: tuple[str, ...] = ()
-    """One line, with the likely cause if known, for each change in `training` and then for every
-    other model-wide change."""
+    """A line for each change in `training`, then for each other model-wide change, with the likely
+    cause if it is known."""
     sent: tuple[tuple[str, str], ...] = ()
     """For each change whose call site is known: ``path:line`` and the text of the change."""
     causes: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class FailureText:
 
     @classmethod
     def of_text(cls, text: str) -> FailureText:
-        """Return the text of an error that prevented the comparison."""
+        """Create a text from the message of an error that prevented the comparison."""
         first, *further = text.splitlines()
         return cls(head=first, changes=tuple(further))
 
@@ -142,10 +142,10 @@ def failure_lines(
     has_changes = any(text.compared for text in texts.values())
     least = min(len(texts), len(rows))
     lines: list[str] = []
-    # Print only as many rows as fit; otherwise, pytest would cut off the command, which comes last.
+    # Print only as many rows as fit, because pytest would cut off the command, which comes last.
     for num_rows in range(len(rows), least - 1, -1):
         hidden = rows[num_rows:] and [*rows[num_rows:], *further]
-        # Do not hide a single row, because "... and 1 more" would need a line as well.
+        # Do not hide a single row, because "... and 1 more" would take up a line itself.
         if len(hidden) == 1 and num_rows > least:
             continue
         noun = "changes" if has_changes and not set(hidden) & set(costs) else "lines"

@@ -21,13 +21,13 @@ class TreeRow:
     """A row about one module, or about several equal siblings, with its units and parameters."""
 
     name: str
-    """Pattern of the names relative to the parent: ``{0..31}``; ``(root)`` for the root."""
+    """Pattern of the modules' names, without the parent's: ``{0..31}``; ``(root)`` for the root."""
     count: int
     depth: int
     class_name: str
     units: tuple[ShardUnit, ...]
     parameters: tuple[ParameterNode, ...]
-    """One module's parameters, without those of its children."""
+    """The parameters of one of the modules, without its children's parameters."""
     same_as: str
     """The first FQN of a module that is registered several times; empty in its first row."""
 
@@ -80,7 +80,7 @@ def _content_numbers(
     parameters: Mapping[int, Sequence[ParameterNode]],
     units: dict[int, tuple[ShardUnit, ...]],
 ) -> list[int]:
-    """Number the modules; modules whose subtrees look the same have the same number."""
+    """Number the modules; modules whose subtrees look the same get equal numbers."""
     numbers: dict[Hashable, int] = {}
     content = [0] * len(tree.modules)
     # Iterate in reverse, so that children are numbered before their parents. To compare modules, it

@@ -162,7 +162,7 @@ def _current() -> torch.device:
 
 
 def _device(value: Any) -> Any:
-    """Convert an index or string to a device, and give cuda an index; return others unchanged."""
+    """Convert an index or string to a device, and give cuda an index; return other values as is."""
     # CPU-only builds of torch reject a bare index, and "cuda" without an index, before they
     # dispatch any operation, so convert both here.
     if isinstance(value, int) and not isinstance(value, bool):
@@ -382,7 +382,7 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
     }
     modules = (cuda, cuda.memory, cuda.profiler, torch.accelerator, dist, torch.backends.cuda)
     for module, name, function in _present(modules, replacements):
-        # Replace RNG functions for all callers, because torch's `fork_rng` calls them as well.
+        # Replace RNG functions for all callers, because torch's `fork_rng` also calls them.
         is_for_all = "rng_state" in name
         yield module, name, function if is_for_all else _to_users(function, getattr(module, name))
     yield from _present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
@@ -404,7 +404,7 @@ def _present(modules: Iterable[Any], named: Mapping[str, Any]) -> Iterator[tuple
 
 
 def _to_users(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs `original` if torch calls it, and `answer` for other callers."""
+    """Return a function that runs `original` if torch calls it, and `answer` if other code does."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Makes functions that need a GPU, or use other kernels on one, work on simulated ranks."""
+"""Replaces functions that need a GPU, or use special kernels on a GPU, for simulated ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make attention call a fused GPU kernel, because DTensor cannot shard the CPU kernels."""
 
-    # `wraps` keeps the function's name, which context parallelism needs to find and replace it.
+    # `wraps` keeps the name by which context parallelism finds this function and replaces it.
     @functools.wraps(original)
     def attention(  # noqa: PLR0913, PLR0917  # torch's signature
         query: torch.Tensor,

@@ -30,7 +30,7 @@ _meshes: Final[set[str | None]] = set()
 
 
 class RealGroups:
-    """Exchanges values with peers that also run, because they lie along an axis of ``real=``."""
+    """Exchanges values with the peers along the axes of ``real=``, which run in other processes."""
 
     def __init__(
         self, axes: Mapping[str, tuple[int, int]], peers: Sequence[int], texts: TextStore
@@ -47,7 +47,7 @@ class RealGroups:
         return group.size() > 1 and self._peers.issuperset(dist.get_process_group_ranks(group))
 
     def check(self, mesh: DeviceMesh) -> None:
-        """Raise SimulationError if ``real=`` has another size or stride for an axis of the mesh."""
+        """Raise SimulationError if an axis of the mesh differs from ``real=`` in size or stride."""
         _meshes.update(mesh.mesh_dim_names or (None,))
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
             ranks = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])[0].tolist()
@@ -230,8 +230,8 @@ def _filled(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor
 
 # FSDP pads its shards, so all ranks along an FSDP axis send the same number of bytes, and it is
 # enough to simulate one of them. Tensor and expert parallelism shard before FSDP does and do not
-# pad, so if a dimension is not divisible, some ranks have smaller shards and gather fewer bytes.
-# `DistinctRanks` finds those ranks when a module registers a parameter: tensor and expert
+# pad, so if a dimension does not divide evenly, some ranks have smaller shards and gather fewer
+# bytes. `DistinctRanks` finds such ranks when a module registers a parameter: tensor and expert
 # parallelism register their shards as parameters, but FSDP does not (torch 2.7 to 2.15).
 
 
@@ -271,7 +271,7 @@ class DistinctRanks:
 def distinct_places(
     shape: Sequence[int], sizes: Sequence[int], dims: Sequence[int | None], this: Sequence[int]
 ) -> list[list[int]]:
-    """Return coordinates along each mesh axis whose ranks together have all local shapes.
+    """Return coordinates for each mesh axis; the ranks at these coordinates have all local shapes.
 
     Args:
         shape: Shape of the unsharded parameter.

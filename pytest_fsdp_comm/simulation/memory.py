@@ -48,7 +48,7 @@ class Values:
         self._compute = compute
         self._storage: torch.UntypedStorage | None = None
         self.readers: weakref.WeakSet[Values] | None = None
-        """Results that depend on these values; `settle` computes those that are still missing."""
+        """Results that depend on these values; `settle` computes results that are still missing."""
         self.is_large = False
         """Whether these values, or values that they depend on, are too many to compute."""
         self.is_mirrored: bool = any(each.is_mirrored for each in inputs)
@@ -194,7 +194,7 @@ def put(tensor: torch.Tensor, value: torch.Tensor | None, *, is_mirrored: bool =
 
 
 def explain(tensor: torch.Tensor, reason: str) -> None:
-    """Store `reason` if the tensor holds unknown integers or booleans."""
+    """Store why a tensor's integers or booleans are unknown; ignore floats and known values."""
     if is_whole(tensor) and values_in(tensor) is None:
         _attributes(tensor)[_REASON] = reason
 

@@ -124,8 +124,8 @@ _ADVICE: Final = {
 }
 """For each reason why values are unknown: an explanation for the user, and remedies."""
 _awaited: Final[dict[int, list[Callable[[], None]]]] = {}
-"""Functions that write received values into a storage, keyed by the storage's address. Each holds a
-reference to the storage, so that no other storage can get the same address."""
+"""Functions that write received values into a storage, keyed by the storage's address. Each
+function holds a reference to the storage, so that no other storage can get the same address."""
 
 
 _PLAIN: Final = frozenset(
@@ -178,7 +178,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         self.begin(None)
 
     def begin(self, groups: RealGroups | None) -> None:
-        """Begin a test; `groups` exchanges values with peers on real axes, if there are any."""
+        """Begin a test; `groups` exchanges values with peers that run (None without ``real=``)."""
         self._groups = groups
         self._answered: Counter[str] = Counter()
         SimulatedTensors.has_cuda = False
@@ -569,7 +569,7 @@ def _fake_tensors(result: Any) -> list[FakeTensor]:
 def _values_sent(
     sent: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor] | None, str]:
-    """Return a collective's known inputs (or None), and the reason if its results are unknown."""
+    """Return a collective's inputs, or None if unknown, and the reason for any unknown results."""
     if not all(map(is_known, sent)):
         return None, next(filter(None, map(memory.reason_of, sent)), "peer")
     if memory.are_too_many([*sent, *outputs]):
@@ -587,7 +587,7 @@ def _is_composite(func: Any) -> bool:
 
 @functools.cache
 def _custom_function(func: Any) -> Callable[..., Any] | None:
-    """Return a custom operator's implementation; its fake implementation does not communicate."""
+    """Return a custom operator's real implementation, because the fake one does not communicate."""
     operator = OPDEFS.get(func._schema.name) if isinstance(func, OpOverload) else None
     return operator._init_fn if operator else None
 
@@ -621,7 +621,7 @@ def _deduce(
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[FakeTensor],
 ) -> None:
-    """Set integer or boolean outputs that do not depend on unknown values, or store why they do."""
+    """Set integer or boolean outputs that are known despite unknown inputs; else store a reason."""
     name = func._opname
     if "empty" in name:  # uninitialized on a real rank, so any value will do
         _zero(outputs[0])
@@ -641,7 +641,7 @@ def _deduce(
 
 
 def _absorbs(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
-    """Return whether an argument determines the result alone, as True does in ``True or x``."""
+    """Return whether this argument alone determines the result, as True does in ``True or x``."""
     value = _ABSORBS.get(name)  # among integers, only zero absorbs
     if value is None or (value and to != torch.bool) or not is_known(tensor):
         return False

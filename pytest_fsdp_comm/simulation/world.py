@@ -58,7 +58,7 @@ _ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
 _ADDRESSES: Final = 2**60
 """The first address for simulated storages; real addresses are lower."""
 _NO_MEMORY: Final = "its data is not allocated yet"
-"""Part of the error message of c10's TensorImpl about missing memory (torch 2.7 to 2.15)."""
+"""Part of the error that c10's TensorImpl raises about missing memory (torch 2.7 to 2.15)."""
 _PLACE: Final = "_fsdp_comm_address"
 _addresses: Final = itertools.count(_ADDRESSES, 2**42)
 
@@ -70,8 +70,8 @@ def simulated(
     """Simulate this rank during the block.
 
     Args:
-        answers: Whether reads of unknown floats return 1.0, and reads of unknown booleans False;
-            otherwise, they raise. Reads of unknown integers always raise.
+        answers: If true, reading an unknown float returns 1.0, and reading an unknown boolean
+            returns False; if false, both raise. Reading an unknown integer always raises.
         shares: Relative number of tokens that a router sends to each expert; empty if all experts
             get the same number, None to leave the router's choices unknown.
         groups: Exchanges values with peers along the axes of ``real=``; None without ``real=``.
@@ -122,14 +122,14 @@ def _attributes(
     for module in (dist, distributed_c10d):
         yield module, "get_backend", _backend_of_real(dist.get_backend, groups)
     yield FakeWork, "is_completed", lambda _: True
-    # torch draws ids of works from Python's `random`, which would change the random numbers of the
-    # test. So use consecutive numbers instead.
+    # torch draws an id for each `Work` from Python's `random`, which would change the test's random
+    # numbers. Use consecutive numbers instead.
     if numbering := sys.modules.get("torch.distributed._meta_registrations"):  # not in torch 2.9
         yield numbering, "generate_unique_id", itertools.count(1).__next__
     yield distributed_c10d, _MAKE_GROUP, _made_fake(getattr(distributed_c10d, _MAKE_GROUP))
     timeout = distributed_c10d.default_pg_timeout
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout
-    # Disable TorchScript, as PYTORCH_JIT=0 does: it cannot compile the functions replaced here.
+    # Disable TorchScript, which cannot compile the replaced functions, as PYTORCH_JIT=0 does.
     yield torch.jit._state._enabled, "enabled", False
     yield torch.utils, "swap_tensors", tensors.swap
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)
@@ -145,7 +145,7 @@ def _of_sharding() -> Iterator[tuple[Any, str, Any]]:
     if hasattr(_fsdp_param, _CHUNKS):  # without it, simulations are just slower
         yield _fsdp_param, _CHUNKS, LazyChunks
     # DTensor runs operations on full-size fake tensors to find the shapes of results. Run them
-    # outside the simulation, so that those tensors do not count as memory of this rank.
+    # outside the simulation, so that the fake tensors do not count as memory of this rank.
     learn = getattr(ShardingPropagator, _LEARN, None)
     if learn is not None:  # without it, memory estimates are just too large
         yield ShardingPropagator, _LEARN, _on_real(learn)
@@ -224,7 +224,7 @@ def _looked_for_once(propagate: Callable[..., None]) -> Callable[..., None]:
 
 def _of_any_dtype(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     # Like a GPU, torch's meta kernel for grouped matrix products accepts only bfloat16. The CPU
-    # accepts other dtypes, too, so handle those here.
+    # also accepts other dtypes, so compute the result's shape for these here.
     @functools.wraps(size)
     def run(*args: Any, scale_a: Any = None, offs: Any = None, **options: Any) -> torch.Tensor:
         if scale_a is None and args[0].dtype != torch.bfloat16:
@@ -251,7 +251,7 @@ def _tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensor
 
 
 def _real(attribute: Any) -> Any:
-    """Make a method or property of meshes use tensors with memory; else return None."""
+    """Make a mesh's method or property use tensors with memory; return None for anything else."""
     if isinstance(attribute, property) and attribute.fget is not None:
         return property(_on_real(attribute.fget), attribute.fset, attribute.fdel)
     if isinstance(attribute, staticmethod):
@@ -341,7 +341,7 @@ def _backend_of_real(
 
 
 def _in_modes(start: Callable[[threading.Thread], None], tensors: SimulatedTensors) -> Any:
-    """Make new threads simulate tensors, too, because torch's modes are thread-local."""
+    """Also simulate tensors in new threads, because torch's modes are thread-local."""
 
     @functools.wraps(start)
     def started(thread: threading.Thread) -> None:

@@ -1,1 +1,1 @@
-"""Name, write, read and compare snapshot files, and find those that no test uses."""
+"""Name, write, read and compare snapshot files, and find unused files."""

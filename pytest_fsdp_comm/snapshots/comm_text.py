@@ -46,8 +46,8 @@ from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 #     total all_gather[dp] x8 4_194_304 B
 #     end
 #
-# Siblings with equal content share a line, whose count is per sibling. The bytes after ``of`` are
-# those of one call; a total has the bytes of all calls. Columns are not aligned, so that a change
+# Siblings with equal content share a line, whose count is per sibling. After ``of`` come the bytes
+# of one call; a total has the bytes of all calls. Columns are not aligned, so that a change
 # to one line does not touch other lines. A line that applies to only some of the recorded ranks
 # ends with ``ranks 0,2-3``. If only some ranks were recorded, a line below ``world_size`` lists
 # them. If ranks differ, totals are sums over ranks: ``total all_gather[dp] x32 16_777_216 B, sum of

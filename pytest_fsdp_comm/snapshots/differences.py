@@ -95,7 +95,7 @@ def headline_of_values(differences: Mapping[str, Difference]) -> str:
 
 
 def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
-    """Return evidence for causes from the first pair of trees, or None without trees."""
+    """Return evidence for causes from the first pair of trees; None if there are no trees."""
     for old, new in pairs:
         match old, new:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
@@ -130,7 +130,7 @@ def _within_sizes(explanation: FailureText, was: CommProfile, now: CommProfile) 
 
 
 def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
-    """Return the changes of units that exist in both trees, as evidence for likely causes."""
+    """Return changes to the units that exist in both trees, as evidence for likely causes."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     units = frozenset(before) & frozenset(after)
     parameters = _parameters_of(units, old.parameters, new.parameters)
@@ -187,7 +187,7 @@ def _trainable(units: set[str], parameters: Mapping[str, ParameterFacts]) -> Ite
 
 
 def _unit_around(name: str, unit_of: Mapping[str, str]) -> str | None:
-    """Return the innermost unit that contains a parameter; None if there is none."""
+    """Return the innermost unit that contains a parameter; None if no unit contains it."""
     while name and name not in unit_of:
         name = name.rpartition(".")[0]
     return unit_of.get(name)

@@ -18,14 +18,14 @@ Profile: TypeAlias = CommProfile | TreeProfile
 
 
 class SnapshotText(str):
-    """A snapshot's text and its profile; a str, because syrupy accepts only strings."""
+    """A snapshot's text and its parsed content; a str, because syrupy accepts only strings."""
 
     __slots__ = ("__dict__", "lines")
 
     lines: SnapshotLines
 
     def __new__(cls, text: str, *, where: str) -> Self:
-        """Raise SnapshotFormatError if the first or last line is bad; `profile` checks the rest."""
+        """Check the first and last lines, or raise SnapshotFormatError; `profile` reads the rest."""
         # git or an editor may have converted LF to CRLF.
         snapshot = super().__new__(cls, text.replace("\r\n", "\n"))
         snapshot.lines = SnapshotLines(str(snapshot), where=where)
@@ -43,13 +43,13 @@ class SnapshotText(str):
 
     @cached_property
     def profile(self) -> Profile:
-        """The profile, which is parsed only on first use, because most recordings match as text."""
+        """The profile, parsed only when needed, because the compared texts are usually equal."""
         read = comm_text.read_comm if self.lines.kind == "comm" else tree_text.read_tree
         return read(self.lines)
 
 
 def has_further_ranks(old: Profile, new: Profile) -> bool:
-    """Return whether an update would lose ranks, because only the old profile has them."""
+    """Return whether an update would lose ranks that only the old profile has."""
     before, after = (set(side.recorded_ranks or range(side.world_size)) for side in (old, new))
     return not before <= after
 
@@ -107,7 +107,7 @@ def write_atomically(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-# Subdirectories of ``--comm-artifacts``, organized like the snapshot directory. One has the
-# recordings and trees of failed tests, the other the snapshots, if any, that they failed to match.
+# Subdirectories of ``--comm-artifacts``, organized like the snapshot directory. `RECEIVED` contains
+# what failed tests recorded; `EXPECTED` contains the snapshots that the recordings did not match.
 RECEIVED: Final = "received"
 EXPECTED: Final = "expected"

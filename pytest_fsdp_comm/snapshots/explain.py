@@ -43,7 +43,7 @@ from pytest_fsdp_comm.text.words import shell_word, show_path
 
 # Options that the accept command has to repeat, because they affect the recording.
 _OPTIONS: Final = ("--world-size", "--comm-backend")
-# Files whose directory pytest may choose as its root.
+# Configuration files. pytest may choose the directory of one of them as its root.
 _SETTINGS: Final = ("pytest.toml", "pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 
 
@@ -156,7 +156,7 @@ def _explain(
 def _difference(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Difference:
-    """Return how a value differs (cached); only one rank gets more than the first line."""
+    """Explain once how a value differs; all ranks except one get only the first line."""
     if not assertion.explains:
         return Difference(explanation=head_of(sides, where=where))
     if name not in assertion.differences:
@@ -205,7 +205,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
 
 
 def _root_options(item: pytest.Item) -> list[str]:
-    """Return options that keep the root directory if only this test is selected."""
+    """Return options that keep pytest's root directory the same if only this test is selected."""
     config = item.config
     below = itertools.takewhile(lambda path: path != config.rootpath, item.path.parents)
     files = [path / f"{dot}{name}" for path in below for name in _SETTINGS for dot in ("", ".")]
@@ -217,7 +217,7 @@ def _root_options(item: pytest.Item) -> list[str]:
 
 
 def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
-    """Return the profiles of snapshot and recording as one pair; empty if nothing was compared."""
+    """List the profiles of snapshot and recording as one pair; empty if nothing was compared."""
     old, new = result.recalled_data, result.asserted_data
     if result.exception is not None or old is None or new is None:
         return []

@@ -192,7 +192,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return isinstance(profile, CommProfile) and bool(profile.collectives)
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
-        """Return whether compared facts match or, in an update of all ranks, whether texts do."""
+        """Return whether the facts are equal; an update of all ranks compares texts instead."""
         old: SnapshotText = snapshot_data
         if body(serialized_data) == body(old):
             return True
@@ -381,7 +381,7 @@ class CommSnapshot(SnapshotAssertion):
         return self._index
 
     def __eq__(self, other: object) -> bool:
-        """Compare one value, or all values of a dict even if some of them differ.
+        """Compare one value, or every value of a dict, even after one of them differs.
 
         ``{"comm": comm_mode, "tree": fsdp_tree(model)}`` uses the same files as
         ``comm_mode == comm_snapshot`` and ``fsdp_tree(model) == comm_snapshot(name="tree")``.

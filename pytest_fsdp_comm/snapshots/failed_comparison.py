@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedComparison:
-    """The explanation of a failed comparison; if a test has several, the last explanation."""
+    """The explanation of a test's failed comparison, or the last one if several failed."""
 
     first_line: str
     """The first line of the explanation, which pytest's failure report contains."""
@@ -70,7 +70,7 @@ def reason_of(report: pytest.TestReport) -> str:
 
 
 def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Make the headline the report's crash message, if the comparison failed the test."""
+    """If a comparison made the test fail, make its headline the report's crash message."""
     # pytest's summary, --tb=line, JUnit XML and annotations in CI print the crash message.
     failed = item.stash.get(FAILED_COMPARISON, None)
     longrepr: Any = report.longrepr
@@ -119,7 +119,7 @@ def _add_comparisons(
         *(("comm_cost", line) for line in comparisons.cost),
     ]
     # JUnit XML reads the properties of the teardown's report, which pytest copies from the item, so
-    # set them on the item. If a test is rerun, the item still has those of the previous run.
+    # set them on the item. If a test is rerun, the item still has the previous run's.
     user_properties = [pair for pair in item.user_properties if pair[0] not in _PROPERTIES]
     item.user_properties[:] = [*user_properties, *properties]
     report.user_properties = list(item.user_properties)
@@ -141,7 +141,7 @@ def has_headline(report: object) -> bool:
 
 
 def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
-    """Print each change that made several tests fail, with one command that accepts it for all."""
+    """Print each change that made several tests fail, and one command that accepts all of them."""
     failed = {report.nodeid: comparisons_of(report) for report in reporter.stats.get("failed", ())}
     differing = {nodeid: tests for nodeid, tests in failed.items() if tests and tests.headline}
     if not differing:

@@ -154,7 +154,7 @@ class SnapshotLines:
         return line_error(self.where, self.before + number, problem, expected)
 
     def check(self, written: Sequence[str]) -> None:
-        """Raise if any line but the first differs from the line in `written`."""
+        """Raise SnapshotFormatError if the lines below the first differ from `written`."""
         if self.lines[1:] == [*written]:
             return
         pairs = enumerate(zip_longest(self.lines[1:], written, fillvalue=""), start=2)
@@ -187,7 +187,7 @@ class World:
 
 
 def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis]) -> list[str]:
-    """Return the lines below the header, from which `read_world` reads a `World`."""
+    """Return the lines below the header, which `read_world` parses into a `World`."""
     return [
         f"{_WORLD_SIZE}{world_size}",
         *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
@@ -242,7 +242,7 @@ def with_ranks(content: str, ranks: str) -> str:
 
 
 def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Fold names with equal content into patterns; return a line for each, in natural order."""
+    """Fold names with equal content into patterns; return the patterns' lines, in natural order."""
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):

@@ -14,7 +14,7 @@ PART: Final = "\x1f"
 """ASCII unit separator, which joins the parts of an assertion's name; no part contains it."""
 
 # Maximum bytes of a test's name and of an index in a file name. File systems limit a file name to
-# 255 bytes, and the variant, the suffix and the longer names of temporary files need room as well.
+# 255 bytes, which must include the variant, the suffix and whatever a temporary file's name adds.
 _MAX_TEST: Final = 140
 _MAX_INDEX: Final = 60
 _DIGEST: Final = 16
@@ -25,7 +25,7 @@ ABOVE: Final = "%2E%2E"
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
-    """Return ``<test>.<variant>[.<index>]``, without an index of 0; each `PART` becomes a dot."""
+    """Return ``<test>.<variant>[.<index>]``; omit an index of 0, and turn `PART` into a dot."""
     name = f"{written_test(test_name)}.{variant}"
     label = str(index) if index != 0 else ""
     if not label:
@@ -42,7 +42,7 @@ def written_test(test_name: str) -> str:
 
 
 def read_basename(name: str) -> tuple[str, str] | None:
-    """Split a file's stem into `written_test` and variant (``ws4``), or return None without one."""
+    """Split a file's stem into `written_test` and variant (``ws4``); None if it has no variant."""
     match = _VARIANT.search(name)
     return None if match is None else (name[: match.start()], match[1])
 
@@ -55,7 +55,7 @@ def function_of(name: str) -> str:
 def written_module(module: Path, root: Path) -> Path:
     """Return a test module's directory in the snapshot directory; `root` is pytest's root."""
     if not module.is_relative_to(root):
-        # The project or its tests may be behind a symlink. Do not resolve symlinks below `root`.
+        # Resolve symlinks only here, so that symlinks inside the project do not change file names.
         module, root = module.resolve(), root.resolve()
     plain = module.with_suffix("") if module.suffix == ".py" else module
     parts = Path(os.path.relpath(plain, root)).parts
@@ -63,7 +63,7 @@ def written_module(module: Path, root: Path) -> Path:
 
 
 def named_module(directory: Path, root: Path) -> Path:
-    """Return the test module for which `written_module` returns `directory`."""
+    """Return the test module whose snapshots are in `directory`; reverses `written_module`."""
     parts = (os.pardir if part == ABOVE else part for part in directory.parts)
     path = Path(os.path.normpath(root.joinpath(*parts)))
     # A test file that is not Python, such as a notebook, keeps its suffix in the directory's name.

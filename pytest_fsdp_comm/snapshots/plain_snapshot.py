@@ -13,7 +13,7 @@ from pytest_fsdp_comm.errors import FsdpCommError
 # How deep to search nested containers. There is a limit, because they may contain themselves.
 _DEPTH: Final = 4
 
-# The refused classes, each with the expression that tests write for its instances.
+# Maps each refused class to the expression that the error message uses for its instances.
 _REFUSED: Final = {
     "pytest_fsdp_comm.recording.comm_mode.CommMode": "comm_mode",
     "pytest_fsdp_comm.tree.model.ShardTree": "fsdp_tree(model)",
@@ -23,9 +23,9 @@ _REFUSED: Final = {
 
 def refuse_recordings(config: pytest.Config) -> None:
     """Make a plain ``snapshot`` raise if this session compares it with a recording or tree."""
-    # syrupy would write a recording as a single line, and a tree as all fields of one rank,
-    # including the torch version. Users may override or wrap syrupy's fixture and use any
-    # extension, so patch the method that all comparisons call.
+    # syrupy would write only a single line about a recording, but every field of one rank's tree,
+    # even the torch version. Users may override or wrap syrupy's fixture and use any extension, so
+    # patch the method that all comparisons call.
     compare = SnapshotAssertion.__eq__
 
     def refuse_or_compare(snapshot: SnapshotAssertion, value: object) -> bool:

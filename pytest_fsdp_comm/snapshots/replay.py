@@ -140,7 +140,7 @@ def compared_files(config: pytest.Config) -> list[str]:
 
 
 def end_test(item: pytest.Item, *, has_passed: bool) -> list[str]:
-    """Write the updates of a test without ranks; return the problems that make it fail."""
+    """End a test without ranks: write its updates, and return the problems that make it fail."""
     problems = settle_updates(item, has_passed=has_passed)
     return [*problems, UNUSED] if end_comparisons(item) and has_passed else problems
 
@@ -169,9 +169,9 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
 
 def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> None:
     """Keep an update from deleting plain ``snapshot`` files of tests that did not pass."""
-    # syrupy 7.0 regards the snapshots of a test that failed early, or never ran, as unused, and
-    # --snapshot-update deletes them. It does not delete those of a skipped test, so mark these
-    # tests as skipped. Under xdist, this runs in the controller.
+    # If a test failed early or never ran, syrupy 7.0 regards its snapshots as unused, and deletes
+    # them with --snapshot-update. It never deletes a skipped test's snapshots, so mark all tests in
+    # `nodeids` as skipped. Under xdist, this runs in the controller.
     session = _session(config)
     for nodeid in nodeids:
         session.ran_item(nodeid, "skipped")

@@ -41,7 +41,7 @@ _HEADER: Final = "# pytest-fsdp-comm "
 # The first comparison imports this module. Do not import it earlier, because the import takes
 # longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-# Key in the config's stash: whether the session runs all tests of the modules that it collected.
+# Stash key of whether the session runs all tests of the modules that it collected.
 _IS_COMPLETE: Final = pytest.StashKey[bool]()
 # Key of the collected tests and compared files in a worker's output to the xdist controller.
 _OUTPUT: Final = "fsdp_comm_collected"
@@ -65,7 +65,7 @@ class UnusedSnapshots:
         self._selected: set[str] = set()
         self._called: set[str] = set()
         self._unpassed: set[str] = set()
-        # For each completed phase and subtest of the running test: whether it passed.
+        # Whether each completed phase and subtest of the running test passed.
         self._phases: list[bool] = []
         self._started_workers = 0
         self._worker_outputs: list[dict[str, Any]] = []
@@ -122,7 +122,7 @@ class UnusedSnapshots:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """After a test without ranks, write its updates if it passed, and fail it on a problem."""
+        """End a test without ranks: write updates if it passed; fail it if there are problems."""
         report = yield
         # Do not do this in `pytest_runtest_logreport`: plugins that rerun tests call it too late.
         self._phases = [*([] if report.when == "setup" else self._phases), report.passed]
@@ -168,7 +168,7 @@ class UnusedSnapshots:
             return (yield)
         for data in self._worker_outputs:
             # All xdist workers collect the same tests, so keep the last worker's list. But each
-            # worker runs only some of the tests, so join the compared files.
+            # worker runs only some of them, so combine the files that the workers compared.
             self._all_tests, self._selected = data["all"], {*data["selected"]}
             compared.update(data["compared"])
         has_lost = len(self._worker_outputs) < self._started_workers
@@ -301,7 +301,7 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
 
 
 def _is_gone(item: pytest.Item, path: Path, name: str) -> bool:
-    """Return whether a file's test is gone; if some tests were not collected, search its module."""
+    """Return whether a test is gone; unless all tests were collected, search its module's text."""
     directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
     module = named_module(directory, item.config.rootpath)
     if module == item.path and item.config.stash.get(_IS_COMPLETE, False):

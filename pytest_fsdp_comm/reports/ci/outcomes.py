@@ -94,7 +94,7 @@ class FailedTest:
     sent: tuple[tuple[Place, str], ...] = ()
     """The lines of `comparisons.sent`, or the line that hangs, if they are in the checkout."""
     comparisons: Comparisons = Comparisons()
-    """Empty if the test failed before its first comparison, or for a different reason."""
+    """Empty if the test failed before its first comparison, or for an unrelated reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class Origin:
 
 
 def read_origin(environment: Mapping[str, str]) -> Origin:
-    """Read the commit from GitHub's or GitLab's variables, unless this session runs in a test."""
+    """Read the commit from GitHub's or GitLab's variables, unless a test started this session."""
     if "PYTEST_CURRENT_TEST" in environment:
         return Origin()
 

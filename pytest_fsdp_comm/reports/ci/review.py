@@ -18,8 +18,8 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
 )
 from pytest_fsdp_comm.text.words import counted, cut, first_of, shorten, without_amounts
 
-# Limits on the parts of a summary. GitHub drops all summaries of a step if they exceed 1 MiB
-# together.
+# Limits on the parts of a summary. If the summaries of a step exceed 1 MiB in total, GitHub drops
+# all of them.
 _MAX_ROWS: Final = 200
 _MAX_DETAILS: Final = 40
 _MAX_NAMES: Final = 3
@@ -32,7 +32,7 @@ _MAX_ANNOTATIONS: Final = 9
 _MAX_MESSAGE: Final = 4_000
 _MAX_TITLE: Final = 200
 # Matches characters that Markdown or GitHub would turn into markup, links, mentions, references to
-# issues, emoji or math. They do not interpret "_" within a word.
+# issues, emoji or math. They ignore "_" inside a word.
 _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
 )
@@ -98,7 +98,7 @@ def _row(tests: Sequence[FailedTest], origin: Origin) -> str:
     names = []
     listed, more = first_of(tests, _MAX_NAMES)
     for test in listed:
-        # Let browsers break a long id; otherwise, it would leave no room for the cost.
+        # Let browsers break a long id, because an unbroken id would leave no room for the cost.
         name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
         address = origin.line_address(test.place)
         names.append(f'<a href="{address}">{name}</a>' if address else name)
@@ -158,7 +158,7 @@ def fenced(text: str) -> str:
 
 def annotate(outcomes: Outcomes) -> list[str]:
     """Return one annotation for each change, at its call site or else at a failed assertion."""
-    # Tests may have a change with different amounts, so keep only the first test's text of each.
+    # Tests may have a change with different amounts, so keep only the first text of each change.
     causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
     for test in outcomes.failed:
         for place, text in test.sent:

@@ -174,7 +174,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
 def _section(
     prefix: str, value: Compared, read: Callable[[str], CommProfile | TreeProfile]
 ) -> dict[str, Any]:
-    """Return data about a value for the template, where its HTML ids begin with `prefix`."""
+    """Return the template's data about a value, whose HTML ids begin with `prefix`."""
 
     def profile(text: str) -> CommProfile | TreeProfile | None:
         try:
@@ -247,7 +247,7 @@ def _cut(text: str) -> str:
 
 
 def _with_change_first(line: str) -> str:
-    """Move the module names of a long line to its end, or keep only the first of them."""
+    """Move the module names in a long line to its end, or shorten them to ``a and 2 more``."""
     if len(line) <= _MAX_HEADLINE:
         return line
     if match := re.fullmatch(
@@ -266,8 +266,8 @@ def _data(sections: Sequence[dict[str, Any]]) -> str:
     """Return the JSON from which `report.js` draws timelines."""
     # One step of a 126-layer model has thousands of entries, so the JSON has each distinct entry
     # once, and a list of indices for each timeline. The script computes positions, intervals from
-    # unshard to reshard, and gathered bytes. The templates list the entries as well, for browsers
-    # that do not run scripts.
+    # unshard to reshard, and gathered bytes. The templates also list the entries, for browsers that
+    # do not run scripts.
     entries: dict[tuple[str | int | None, ...], int] = {}
 
     def place(entry: Entry) -> int:

@@ -134,11 +134,11 @@ class ModuleRow:
     """The bytes of a module, or of several modules with equal communication."""
 
     name: str
-    """Pattern of the names relative to the parent row; ``(root)`` for the root."""
+    """Pattern of the modules' names, relative to the parent row; ``(root)`` for the root."""
     depth: int
     count: int
     is_part: bool
-    """Whether the row shows only the module's direct calls, without those of its submodules."""
+    """Whether the row shows only the module's direct calls, without its submodules' calls."""
     cells: tuple[Cell | None, ...]
     """One cell per column, summed over the row's modules (and submodules, unless `is_part`)."""
 
