@@ -103,14 +103,14 @@ def summary_lines(profile: Profile) -> Iterator[str]:
 
 
 def find_project(start: Path) -> tuple[Path, Path]:
-    """Return the root and snapshot directories that pytest would use in `start` (absolute)."""
+    """Return the root and snapshot directories that pytest would use in an absolute path."""
     config = _read_settings(start)
     snapshot_dir = config.getini("fsdp_comm_snapshot_dir") or "snapshots"
     return config.rootpath, Path(os.path.normpath(config.rootpath / snapshot_dir))
 
 
 def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
-    """Return where ``pytest`` without arguments looks for tests: directories and file patterns."""
+    """Return the directories and file patterns that ``pytest`` without arguments searches."""
     config = _read_settings(start)
     root, names = config.rootpath, config.getini("testpaths")
     paths = [root / path for name in names for path in glob.glob(name, root_dir=root)]  # noqa: PTH207  # as in pytest, names may contain ".."

@@ -115,7 +115,7 @@ def _findings(error: AssertionError) -> Iterator[Findings]:
 
 
 def _without_origin(message: str, label: str) -> Iterator[str]:
-    """Yield a message's lines, except pytest's lines on where the value `label` came from."""
+    """Remove pytest's lines that explain where the value with the repr `label` came from."""
     above = 0
     for line in message.split("\n"):
         origin = _ORIGIN.fullmatch(line)

@@ -105,7 +105,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> Fail
 def _sent(
     comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each change's call site and text; if no call site is known, use a differing row's."""
+    """Yield the call site and text of each change; if no site is known, take one from a row."""
     differing = [change for change in comparison.changes if _lines(change.new_calls)]
     num_of_training = len(comparison.training)
     pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
@@ -309,7 +309,7 @@ def weight(change: Change) -> tuple[bool, bool, int]:
 
 
 def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
-    """Summarize a change as its difference in count, or as failure texts do if counts are equal."""
+    """Summarize a change as a difference in count; if counts are equal, as in the failure text."""
     first = phases[0]
     before = [row for change in phases for row in change.before]
     after = [row for change in phases for row in change.after]

@@ -621,7 +621,7 @@ def _deduce(
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[FakeTensor],
 ) -> None:
-    """Set integer or boolean outputs that are known despite unknown inputs; else store a reason."""
+    """Set integer or boolean outputs that are known despite unknown inputs, or store why not."""
     name = func._opname
     if "empty" in name:  # uninitialized on a real rank, so any value will do
         _zero(outputs[0])

@@ -129,7 +129,7 @@ def _attributes(
     yield distributed_c10d, _MAKE_GROUP, _made_fake(getattr(distributed_c10d, _MAKE_GROUP))
     timeout = distributed_c10d.default_pg_timeout
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout
-    # Disable TorchScript, which cannot compile the replaced functions, as PYTORCH_JIT=0 does.
+    # Disable TorchScript (as PYTORCH_JIT=0 does), because it cannot compile replaced functions.
     yield torch.jit._state._enabled, "enabled", False
     yield torch.utils, "swap_tensors", tensors.swap
     yield threading.Thread, "start", _in_modes(threading.Thread.start, tensors)

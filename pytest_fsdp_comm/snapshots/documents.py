@@ -25,7 +25,7 @@ class SnapshotText(str):
     lines: SnapshotLines
 
     def __new__(cls, text: str, *, where: str) -> Self:
-        """Check the first and last lines, or raise SnapshotFormatError; `profile` reads the rest."""
+        """Raise SnapshotFormatError for a bad first or last line; `profile` checks the rest."""
         # git or an editor may have converted LF to CRLF.
         snapshot = super().__new__(cls, text.replace("\r\n", "\n"))
         snapshot.lines = SnapshotLines(str(snapshot), where=where)

@@ -125,7 +125,7 @@ def explain_result(
 def _explain(
     assertion: CommSnapshot, results: Mapping[str, AssertionResult]
 ) -> dict[str, Difference]:
-    """Explain `results` of the last comparison; all mappings are keyed by value name."""
+    """Explain why each result failed; the mappings are keyed by the names of compared values."""
     root = assertion.test_location.item.config.rootpath
     differences = {}
     for name, result in results.items():
@@ -171,7 +171,7 @@ def _difference(
 
 
 def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
-    """Yield the diff of each file, below the value's name and path if there are several files."""
+    """Yield the diff of each file, preceded by its value and path if there are several files."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
         if _compared_profiles(result):

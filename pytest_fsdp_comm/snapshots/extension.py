@@ -192,7 +192,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return isinstance(profile, CommProfile) and bool(profile.collectives)
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
-        """Return whether the facts are equal; an update of all ranks compares texts instead."""
+        """Return whether compared facts are equal; if updating all ranks, compare texts instead."""
         old: SnapshotText = snapshot_data
         if body(serialized_data) == body(old):
             return True

@@ -26,7 +26,7 @@ class FailedComparison:
     comparisons: Comparisons
     """The differences, without `files`, which are known only when the test ends."""
     below: str
-    """Text of the section below the traceback; empty if there is no section."""
+    """Text to print in a section below the traceback; empty for no section."""
     lines: tuple[str, ...] = ()
     """The explanation, if pytest does not print it; otherwise empty."""
 
@@ -119,7 +119,7 @@ def _add_comparisons(
         *(("comm_cost", line) for line in comparisons.cost),
     ]
     # JUnit XML reads the properties of the teardown's report, which pytest copies from the item, so
-    # set them on the item. If a test is rerun, the item still has the previous run's.
+    # set them on the item. If a test is rerun, the item still has the old properties.
     user_properties = [pair for pair in item.user_properties if pair[0] not in _PROPERTIES]
     item.user_properties[:] = [*user_properties, *properties]
     report.user_properties = list(item.user_properties)

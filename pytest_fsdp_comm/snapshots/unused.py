@@ -41,7 +41,7 @@ _HEADER: Final = "# pytest-fsdp-comm "
 # The first comparison imports this module. Do not import it earlier, because the import takes
 # longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-# Stash key of whether the session runs all tests of the modules that it collected.
+# Stash key; the value is true if the session runs all tests of the modules that it collected.
 _IS_COMPLETE: Final = pytest.StashKey[bool]()
 # Key of the collected tests and compared files in a worker's output to the xdist controller.
 _OUTPUT: Final = "fsdp_comm_collected"

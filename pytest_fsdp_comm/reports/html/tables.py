@@ -45,7 +45,7 @@ class SideRow:
 
 
 def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
-    """Pair the rows of two profiles from `comparable`; in each phase, differing rows come first."""
+    """Pair the rows of two comparable profiles; in each phase, differing rows come first."""
     places: defaultdict[tuple[str | None, RowKey], tuple[list[str], list[str]]]
     places = defaultdict(lambda: ([], []))
     # Add new rows first, so that removed rows come last among the rows of their kind.

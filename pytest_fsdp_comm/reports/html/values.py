@@ -21,7 +21,7 @@ MAX_ENTRIES: Final = 8_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A collective, unshard or reshard, without its index; unknown strings are empty."""
+    """A collective, unshard or reshard, without its position; unknown strings are empty."""
 
     operation: str
     """``unshard``, ``reshard``, or the kind of a collective."""
