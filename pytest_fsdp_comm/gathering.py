@@ -131,7 +131,7 @@ def gather_values(gather: Callable[[str], list[str]], label: str, value: _Value)
     other_labels = sorted({rank_label for rank_label, _ in decoded.values()} - {label})
     if other_labels:
         raise RanksDivergedError(
-            f"this rank compared {label} with a snapshot, but another rank compared "
+            f"this rank reached {label}, but another rank reached "
             f"{', '.join(other_labels)}; every rank must make the same comparisons in the same "
             "order (is one inside an `if rank == ...`?)"
         )

@@ -48,7 +48,7 @@ class Site:
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown."""
     calls: Calls
-    """The collectives of the row that this line issued."""
+    """Those of the row's collectives that this line issued."""
     is_of_dtensor: bool = False
     """Whether these calls redistribute a DTensor."""
     is_of_backward: bool = False

@@ -180,7 +180,7 @@ def become_rank(
         stderr = os.dup(2)
     try:
         ending.adopt_orphans()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0's process ends this one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, rank 0 ends this process
         _run(session, launched, tests, extensions)
         status = 0
     except _EndedError as error:
@@ -271,7 +271,7 @@ class LaunchedRanks:
         self._channels: dict[int, Channel[messages.RankMessage]] = {}
         self._connections: dict[int, tuple[Connection, Connection]] = {}
         self._exited: dict[int, int | str] = {}
-        self._silence = Pipe()  # for `fileno`; it never becomes readable, so supervisors poll
+        self._silence = Pipe()  # its end for `fileno` never becomes readable: poll
 
     def meet(self, tests: Sequence[str]) -> None:
         """Wait until all ranks have joined; fail unless all collected the same tests."""

@@ -63,8 +63,8 @@ class Pending(Generic[Event]):
         values["issued_in"] = names.issued_in(call)
         values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
-        # Only an all-gather has a prefetch distance. Before it, an FSDP extension like float8 may
-        # send collectives of other kinds, which have no distance.
+        # Among collectives, only all-gathers have a prefetch distance. An FSDP extension such as
+        # float8 may issue collectives of other kinds before the all-gather.
         gather = call.gather if record is Reshard or kind == "all_gather" else None
         if record is Reshard or record is Collective:
             values["ahead"] = gather and gather.ahead

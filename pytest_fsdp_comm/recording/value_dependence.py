@@ -158,7 +158,7 @@ def _requesting_frame() -> FrameType | None:
 
 @functools.cache
 def _requests(path: str) -> bool | None:
-    """Whether operations that a file runs count as user code; None if its caller decides."""
+    """Whether operations called in this file count as the user's; None if the caller decides."""
     owner = whose(path)
     if owner == "torch":
         return None if path.startswith(_PASSES_ON) else False

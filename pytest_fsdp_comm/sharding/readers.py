@@ -220,7 +220,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
     is_sharded = strategy is not ShardingStrategy.NO_SHARD
     shard_axis = axis if is_sharded else None
     replicate_axis = None if is_sharded else axis
-    # With NO_SHARD, FSDP1 reduces over `process_group` alone, even if it has a single rank.
+    # With NO_SHARD, FSDP1 reduces only over `process_group`, and ignores `_inter_node_pg`.
     if is_sharded and getattr(wrapper, "_inter_node_pg", None) is not None:
         replicate_axis = axes.of_group(wrapper._inter_node_pg)
     placements = [] if replicate_axis is None else [replicate(replicate_axis)]

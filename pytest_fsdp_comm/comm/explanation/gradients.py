@@ -123,7 +123,7 @@ def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Ste
 
 
 def propose_buckets(between: Between) -> Iterator[Step]:
-    """Propose that gradients of the same total size are now reduced in more or fewer calls."""
+    """Propose other buckets: gradients of the same total size, reduced in more or fewer calls."""
     keys = between.select_rows(
         lambda _, before, after: (
             role_of(before) == role_of(after) == Role.GRADIENTS

@@ -54,7 +54,7 @@ class TrainingChange:
     axes: tuple[str, ...]
     """Names of the affected axes, sorted; if the reduction was lost, their old names."""
     before: str = ""
-    """The number, op or dtype in the snapshot that changed; empty for all other problems."""
+    """The old number, reduce op, dtype or `Calls.backwards`; empty if the problem has no value."""
     after: str = ""
     was: Volume
     """Gradient reductions over `axes` in the snapshot, on the rank that reduces the most bytes."""

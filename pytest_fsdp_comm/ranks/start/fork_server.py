@@ -422,8 +422,8 @@ class ForkServer:
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)
-        # Remove the directory first: xdist interrupts this worker about now (5 s after its session
-        # ended), and a server that is killed while it imports torch does not remove the directory.
+        # A server that is killed while it imports torch does not remove the directory. Remove it
+        # before the kill, because xdist may interrupt this worker now (5 s after its session).
         ending.remove_directory(self._directory)
         self.kill()
         self._reap(ending.HURRIED_S)

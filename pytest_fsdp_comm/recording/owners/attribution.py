@@ -130,7 +130,7 @@ class BackwardMap:
 
     @property
     def is_in_engine(self) -> bool:
-        """Whether a call of the autograd engine is running; it may run nodes on other threads."""
+        """Whether a call into the autograd engine runs; the engine may use other threads."""
         return any(module is None for module in self._running)
 
     @property
