@@ -135,7 +135,7 @@ def test_gather_values_rejects_different_labels(exchanges):
         lambda: gather_values(ends[0], "comm_mode", "{}"),
         lambda: gather_values(ends[1], "fsdp_tree", "# tree"),
     )
-    assert str(results[0]).startswith("this rank compared comm_mode with a snapshot, but another")
+    assert str(results[0]).startswith("this rank reached comm_mode, but another rank reached")
     assert "every rank must make the same comparisons" in str(results[1])
     same = in_threads(*(lambda e=end: gather_values(e, "comm_mode", "a\nb") for end in ends))
     assert same == [["a\nb", "a\nb"]] * 2
