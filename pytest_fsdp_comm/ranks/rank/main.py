@@ -119,10 +119,13 @@ class RankTemplate:
             item_index=spec.item_index, next_test=spec.next_test
         )
         number = 0
+        # Open two clients of the store, because the process group may use its client in other
+        # threads. Use them for all tests, because a new client reads the entire store file.
+        clients = [process_group.open_store(spec, launched) for _ in range(2)]
         while isinstance(command, messages.RunTest):
             item, next_test = session.items[command.item_index], command.next_test
             nextitem = None if next_test.index is None else session.items[next_test.index]
-            context = _context(spec, rank, number, launched)
+            context = _context(spec, rank, number, launched, clients)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
             item.stash[SETTINGS] = spec.settings  # may include ranks that the marker does not list
@@ -172,16 +175,15 @@ def _ask_for_next(
 
 
 def _context(
-    spec: messages.RankSetSpec, rank: int, number: int, launched: LaunchedRank | None
+    spec: messages.RankSetSpec,
+    rank: int,
+    number: int,
+    launched: LaunchedRank | None,
+    clients: Sequence[Any],
 ) -> RankContext:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
 
-    settings = spec.settings
-    timeout_s = settings.timeout_s + process_group.BEYOND_DEADLINE_S
-    # Open two clients of the store, because the process group may use its client in other threads.
-    texts = TextStore(
-        PrefixStore(f"test{number}", process_group.open_store(spec, launched, timeout_s=timeout_s))
-    )
+    settings, (texts, store) = spec.settings, clients
     local_rank = launched.local_rank if launched else rank
     return RankContext(
         rank=rank,
@@ -189,8 +191,8 @@ def _context(
         local_world_size=launched.local_world_size if launched else settings.world_size,
         settings=settings,
         device=process_group.device_of(settings, local_rank),
-        exchange=Exchange(texts, rank, settings.ranks),
-        store=process_group.open_store(spec, launched, timeout_s=timeout_s),
+        exchange=Exchange(TextStore(PrefixStore(f"test{number}", texts)), rank, settings.ranks),
+        store=store,
     )
 
 

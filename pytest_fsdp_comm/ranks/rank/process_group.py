@@ -78,10 +78,11 @@ def set_environment(
     torch.set_num_threads(1)
 
 
-def open_store(spec: RankSetSpec, launched: LaunchedRank | None, *, timeout_s: float) -> Any:
-    """Connect to the store of a rank set; `timeout_s` limits each wait for a key."""
+def open_store(spec: RankSetSpec, launched: LaunchedRank | None) -> Any:
+    """Connect to the store of a rank set; each wait for a key outlasts the test's deadline."""
     from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
 
+    timeout_s = spec.settings.timeout_s + BEYOND_DEADLINE_S
     if launched:
         return PrefixStore(spec.store_prefix, connect_store(launched, timeout_s=timeout_s))
     store = FileStore(str(spec.directory / "store"), -1)

@@ -165,3 +165,18 @@ def test_each_test_of_kept_ranks_has_its_own_snapshot(pytester):
     result = pytester.runpytest_subprocess(*arguments)
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["3 snapshots passed."])
+
+
+def test_kept_ranks_open_their_store_once(pytester):
+    """A new client of a file store reads the whole file, so 400 tests took 5 times as long."""
+    pytester.makepyfile(
+        SOURCE.split("def note", maxsplit=1)[0]
+        + "from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT\n"
+        "STORES = []\n"
+        "@pytest.mark.parametrize('number', range(3))\n"
+        "def test_store(number, request):\n"
+        "    STORES.append(request.config.stash[RANK_CONTEXT].store)\n"
+        "    assert [store is STORES[0] for store in STORES] == [True] * (number + 1)\n"
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:randomly")
+    result.assert_outcomes(passed=3)
