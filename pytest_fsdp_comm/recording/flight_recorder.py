@@ -251,7 +251,7 @@ class Witness:
         names = axes()
         whys: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for flight in self._unseen:
-            sent = _sent(flight)
+            sent = _sent(flight)._replace(kind=flight.kind)
             described = flight.description if flight.description != "undefined" else ""
             over = names.get(flight.group) or described or "a destroyed group"
             why = (

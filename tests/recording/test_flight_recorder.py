@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_fsdp_comm.recording import flight_recorder
-from pytest_fsdp_comm.recording.flight_recorder import flights, flown
+from pytest_fsdp_comm.recording.flight_recorder import Witness, flights, flown
 
 
 def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100, kind="all_reduce"):
@@ -60,3 +60,15 @@ def test_flights_skip_earlier_and_point_to_point_calls(monkeypatch):
 def test_kinds_of_nccl_have_the_recordings_names(listed, kind):
     (found,) = flights([entry(1, backend="nccl", state="started", kind=listed)])
     assert found.kind == kind
+
+
+def test_gap_names_the_kind_that_nccl_ran(monkeypatch):
+    """Matching with gloo's entries treats a reduce-scatter as an all-reduce; the text must not."""
+    unseen = entry(1, backend="nccl", state="started", kind="_reduce_scatter_base")
+    unseen["record_id"] = 0
+    monkeypatch.setattr(flight_recorder, "_entries", lambda dump: [unseen] * ("nccl" in dump))
+    monkeypatch.setattr("time.time_ns", lambda: 0)
+    witness = Witness()
+    witness.end([])
+    (gap,) = witness.gaps(dict)
+    assert gap.text.endswith(": reduce_scatter of 16 B float32 over default_pg")
