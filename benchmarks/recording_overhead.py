@@ -219,8 +219,8 @@ def _measure(backend: str, workload: str, layers: int, turns: int) -> None:
                 blocks[name].append(finished - entered)
     if dist.get_rank() == 0:
         assert count, "nothing was recorded"
-        print(f"\n{workload}, {layers} layers, {backend}: {count} collectives, {turns} turns")
         case = f"{workload}, {layers} layers, {backend}"
+        print(f"\n{case}: {count} collectives, {turns} turns")
         _print_ratios(case, steps, blocks, block_limit(layers))
 
 
@@ -258,8 +258,8 @@ def _print_ratios(
     print(f"{'':30}" + f"{'min':>6}{'median':>8}{'+-':>6}    " * 2 + f"{'step':>6}{'all':>8}")
     for name in [*steps][1:]:
         line = f"{name:30}"
-        limits = (None, limit_of_block if name == "comm_mode" else None)
-        for part, seconds, limit in zip(("step", "block"), (steps, blocks), limits, strict=True):
+        for part, seconds in (("step", steps), ("block", blocks)):
+            limit = limit_of_block if (name, part) == ("comm_mode", "block") else None
             under, bare = seconds[name], steps["bare"]
             ratios = [tool_s / bare_s for tool_s, bare_s in zip(under, bare, strict=True)]
             if name not in NOT_KEPT and (part == "step" or name not in STEP_ONLY):

@@ -30,13 +30,14 @@ def _numbers(version: str) -> list[int]:
 
 def table() -> str:
     """Return the numbers of passed, failed and skipped tests as Markdown."""
+    results = records()
     rows = [
         ("torch", "Python", ", ".join(PACKAGES), "upstream", "examples", "commit"),
         ("---",) * 6,
     ]
     # One bullet for each failed test and each reason, with all versions that it applies to.
     bullets: dict[tuple[str, str], list[str]] = {}
-    for record in records():
+    for record in results:
         torch, python, *packages = _versions(record)
         upstream, examples = (_counts(record["runs"][name]) for name in ("upstream", "examples"))
         commit = f"`{record['commit']}`"
@@ -45,8 +46,8 @@ def table() -> str:
             bullets.setdefault(("Failed", f"`{test}`"), []).append(torch)
         for reason in record["skipped"]:
             bullets.setdefault(("Skipped", reason), []).append(torch)
-    plugins = sorted({record["versions"]["pytest-fsdp-comm"] for record in records()})
-    dates = sorted({record["date"] for record in records()})
+    plugins = sorted({record["versions"]["pytest-fsdp-comm"] for record in results})
+    dates = sorted({record["date"] for record in results})
     lines = [f"Results of pytest-fsdp-comm {', '.join(plugins)} on {', '.join(dates)}:", ""]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += [""]
