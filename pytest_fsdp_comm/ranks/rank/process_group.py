@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Process groups time out this much later than the test, so that a hang ends with the supervisor's
 # report on all ranks, not with a timeout error on one rank.
-BEYOND_DEADLINE_S = 3600.0
+_BEYOND_DEADLINE_S = 3600.0
 
 
 def device_of(settings: DistributedSettings, local_rank: int) -> str:
@@ -82,7 +82,7 @@ def open_store(spec: RankSetSpec, launched: LaunchedRank | None) -> Any:
     """Connect to the store of a rank set; each wait for a key outlasts the test's deadline."""
     from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
 
-    timeout_s = spec.settings.timeout_s + BEYOND_DEADLINE_S
+    timeout_s = spec.settings.timeout_s + _BEYOND_DEADLINE_S
     if launched:
         return PrefixStore(spec.store_prefix, connect_store(launched, timeout_s=timeout_s))
     store = FileStore(str(spec.directory / "store"), -1)
@@ -158,7 +158,7 @@ def join_group(context: RankContext) -> object:
         store=dist.PrefixStore("group", context.store),  # type: ignore[attr-defined]  # as FileStore
         rank=context.rank,
         world_size=settings.world_size,
-        timeout=dt.timedelta(seconds=settings.timeout_s + BEYOND_DEADLINE_S),
+        timeout=dt.timedelta(seconds=settings.timeout_s + _BEYOND_DEADLINE_S),
     )
     # Wait for all ranks, because ranks that are still connecting fail if a peer exits early.
     context.exchange.share("joined")
